@@ -1,0 +1,194 @@
+"""Failures that cross a service's border.
+
+::
+
+    TriptychError
+    ├── InvalidArgument        the request can never succeed as written
+    │   ├── Unsupported        a parameter known to the schema that this build does not serve
+    │   └── ContextExceeded    prompt, or prompt plus output, beyond the context
+    ├── NotFound               no such model, adapter or request
+    ├── Overloaded             queues are full; retry later
+    ├── Unavailable            no replica is ready; retry later
+    ├── SchemaMismatch         the two ends were built from different schemas
+    ├── ConfigurationRefused   settings that cannot work together or on this device
+    ├── Unimplemented          a method that this build does not serve
+    ├── Aborted                ended by its id, its stream or its deadline
+    └── Internal               a fault of ours
+
+Every class knows its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. On the wire an error is a
+``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's rich status.
+"""
+
+from typing import ClassVar, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from protos.triptych.v1 import common_pb2 as pb
+
+
+class TriptychError(Exception):
+    """A failure with one line for people and a code for programs.
+
+    Attributes:
+        message: what was wrong and what to change.
+        param: the offending parameter's public name, or empty.
+        retry_after_ms: how long to wait before a retry makes sense; 0 if unknown.
+    """
+
+    code: ClassVar[pb.ErrorCode.ValueType] = pb.ERROR_CODE_INTERNAL
+    grpc_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str = "", retry_after_ms: int = 0) -> None:
+        """Keeps the parts; ``str()`` is the message."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_ms = retry_after_ms
+
+    def to_proto(self) -> pb.Error:
+        """The wire form."""
+        return pb.Error(
+            code=self.code,
+            message=self.message,
+            retryable=self.retryable,
+            param=self.param,
+            retry_after_ms=self.retry_after_ms,
+        )
+
+
+class InvalidArgument(TriptychError):
+    """The request can never succeed as written."""
+
+    code = pb.ERROR_CODE_INVALID_ARGUMENT
+    grpc_code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+
+class Unsupported(InvalidArgument):
+    """A parameter that the schema knows and this build does not serve."""
+
+    code = pb.ERROR_CODE_UNSUPPORTED
+
+
+class ContextExceeded(InvalidArgument):
+    """The prompt, or the prompt and the tokens asked for, exceed the context."""
+
+    code = pb.ERROR_CODE_CONTEXT_EXCEEDED
+
+
+class NotFound(TriptychError):
+    """No such model, adapter or request."""
+
+    code = pb.ERROR_CODE_NOT_FOUND
+    grpc_code = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class Overloaded(TriptychError):
+    """Queues are full."""
+
+    code = pb.ERROR_CODE_OVERLOADED
+    grpc_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+    retryable = True
+
+
+class Unavailable(TriptychError):
+    """No replica is ready, or the peer cannot be reached."""
+
+    code = pb.ERROR_CODE_UNAVAILABLE
+    grpc_code = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class SchemaMismatch(TriptychError):
+    """The peer was built from another revision of the schema."""
+
+    code = pb.ERROR_CODE_SCHEMA_MISMATCH
+    grpc_code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 500
+
+
+class ConfigurationRefused(TriptychError):
+    """Settings that cannot work together or on this device."""
+
+    code = pb.ERROR_CODE_CONFIGURATION
+    grpc_code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 500
+
+
+class Unimplemented(TriptychError):
+    """A method that this build does not serve."""
+
+    code = pb.ERROR_CODE_UNIMPLEMENTED
+    grpc_code = grpc.StatusCode.UNIMPLEMENTED
+    http_status = 501
+
+
+class Aborted(TriptychError):
+    """The request was ended by its id, its stream or its deadline."""
+
+    code = pb.ERROR_CODE_ABORTED
+    grpc_code = grpc.StatusCode.ABORTED
+    # The client closed the request; nobody is left to read the status (nginx' convention).
+    http_status = 499
+
+
+class Internal(TriptychError):
+    """A fault of ours."""
+
+
+_BY_CODE: dict[int, type[TriptychError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgument, Unsupported, ContextExceeded, NotFound, Overloaded, Unavailable, SchemaMismatch,
+        ConfigurationRefused, Unimplemented, Aborted, Internal,
+    )
+}  # fmt: skip
+
+
+def from_proto(error: pb.Error) -> TriptychError:
+    """The exception for a wire error; codes of a newer schema become ``Internal``."""
+    cls = _BY_CODE.get(error.code, Internal)
+    return cls(error.message, param=error.param, retry_after_ms=error.retry_after_ms)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
+    """The exception for a failed call: its typed detail if it has one, else what the bare status says."""
+    # A status without details comes from the transport: the peer is gone, or never was there.
+    status = rpc_status.from_call(error) if error.trailing_metadata() else None
+    for detail in status.details if status else ():
+        typed = pb.Error()
+        if detail.Unpack(typed):
+            return from_proto(typed)
+    text = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(text)
+        case grpc.StatusCode.CANCELLED:
+            return Aborted(text)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unimplemented(text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.INVALID_ARGUMENT:
+            # Without a detail: the transport refused the message itself (too large, malformed).
+            return InvalidArgument(text)
+        case _:
+            return Internal(text)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: TriptychError) -> NoReturn:  # type: ignore[type-arg]
+    """Ends a call with the error's status, message and typed detail."""
+    detail = any_pb2.Any()
+    detail.Pack(error.to_proto())
+    status = status_pb2.Status(code=error.grpc_code.value[0], message=error.message, details=[detail])
+    rich = rpc_status.to_status(status)
+    context.set_trailing_metadata(rich.trailing_metadata)
+    await context.abort(rich.code, rich.details)
+    raise AssertionError("unreachable: abort raises")
