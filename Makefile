@@ -1,0 +1,91 @@
+# Triptych from a clone: `make serve`, `make test`, `make check`. The environment lies in .venv/ and is made once.
+#
+# Variables: PYTHON (3.11 or newer)  VENV  MODEL  PORT  ARGS (more flags for `triptych up`, or for pytest)
+# pip's own variables are honoured; PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL say where torch's CPU build lies.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV   ?= .venv
+MODEL  ?= smollm2
+PORT   ?= 8000
+ARGS   ?=
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+BIN      := $(VENV)/bin
+STAMPS   := $(VENV)/.stamps
+LOCKS    := deploy/locks
+PIP      := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
+PACKAGES := deploy gateway protos scheduler_svc worker_svc
+
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help serve env test test-unit test-compose check format protos lock models clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
+	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
+
+test: $(STAMPS)/dev models ## Run every test but those of the containers
+	@$(BIN)/python -m pytest -m "not compose" $(ARGS)
+
+test-unit: $(STAMPS)/dev ## Run the tests that start no model
+	@$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+
+test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
+	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)
+
+check: $(STAMPS)/dev ## Linters, types, generated stubs, locks
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m protos.generate --check
+	@$(BIN)/python -m deploy.lockfile
+
+format: $(STAMPS)/dev ## Format, and mend what linters can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+protos: $(STAMPS)/dev ## Generate the stubs of protos/triptych
+	@$(BIN)/python -m protos.generate
+
+lock: $(STAMPS)/dev ## Write the locks from what is installed
+	@$(BIN)/python -m deploy.lockfile --write
+
+models: $(STAMPS)/serve ## Fetch the demo models that the tests need
+	@$(BIN)/triptych models fetch smollm2
+	@$(BIN)/triptych models fetch gemma3-270m
+
+env: $(STAMPS)/dev ## Make the environment for development
+
+clean: ## Remove the environment and caches (not fetched models)
+	rm -rf $(VENV) build dist run .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+$(STAMPS)/venv:
+	@version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.version_info >= (3, 11))' || true); \
+	  [[ $$version == *True ]] || { echo "make: Python 3.11 or newer is needed; set PYTHON to one (found: $(PYTHON) $${version% *})." >&2; exit 1; }; \
+	  echo "== Environment in $(VENV)/ (Python $${version% *})"
+	@"$(PYTHON)" -m venv "$(VENV)" || { echo "make: $(PYTHON) cannot make an environment (on Debian: apt install python3-venv)." >&2; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch comes first and alone: if its CPU build is nowhere to be found, that is said in one line.
+$(STAMPS)/torch: $(LOCKS)/worker-cpu.txt | $(STAMPS)/venv
+	@pin=$$(grep '^torch==' $<); echo "== $$pin (200 MB)"; \
+	  $(PIP) install --no-deps --only-binary :all: --progress-bar on "$$pin" || { echo "make: no $$pin found: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it." >&2; exit 1; }
+	@touch $@
+
+$(STAMPS)/serve: $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt pyproject.toml $(STAMPS)/torch
+	@echo "== Packages of the three services ($$(cat $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt | grep -v '^#' | sort -u | wc -l) of them)"
+	@$(PIP) install --no-deps --progress-bar on -r $(LOCKS)/services.txt -r $(LOCKS)/worker-cpu.txt | grep -v '^Requirement already' || [[ $${PIPESTATUS[0]} == 0 ]]
+	@echo "== triptych itself"
+	@$(PIP) install --no-deps --no-build-isolation --quiet --editable .
+	@touch $@
+
+$(STAMPS)/dev: $(LOCKS)/dev.txt $(STAMPS)/serve
+	@echo "== Tools for tests and checks"
+	@$(PIP) install --no-deps --progress-bar on -r $(LOCKS)/dev.txt | grep -v '^Requirement already' || [[ $${PIPESTATUS[0]} == 0 ]]
+	@touch $@
