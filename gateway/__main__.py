@@ -1,0 +1,111 @@
+"""Starts a gateway: ``triptych gateway`` or ``python -m gateway``."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.client import InferenceClient
+from gateway.settings import Settings, load
+from protos import logs
+from protos.errors import ConfigurationRefused, Unavailable
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, except that a signal ends it with exit code 0, after a bounded time, and without tracebacks."""
+
+    def __init__(self, config: uvicorn.Config, client: InferenceClient, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._client = client
+        self._drain_timeout_s = drain_timeout_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes SIGINT and SIGTERM; unlike uvicorn's own, does not raise them again at the end."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's signature
+        """The first signal drains; the second one ends running requests at once."""
+        if self.should_exit:
+            self._end_requests()
+        self.should_exit = True
+
+    def _end_requests(self) -> None:
+        self._client.fail_all(Unavailable("the gateway is shutting down; send the request again"))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops listening and lets running requests finish, up to the drain timeout."""
+        logs.get_logger().info("draining", live=self._client.num_live, timeout_s=self._drain_timeout_s)
+        timer = asyncio.get_running_loop().call_later(self._drain_timeout_s, self._end_requests)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigurationRefused: if the address cannot be had; one line that says why.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigurationRefused(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
+        ) from error
+
+
+def serve(settings: Settings) -> None:
+    """Runs the gateway until a signal ends it."""
+    listener = listen(settings.host, settings.port)
+    client = InferenceClient(
+        settings.scheduler_address,
+        resume_timeout_s=settings.resume_timeout_s,
+        call_timeout_s=settings.call_timeout_s,
+    )
+    config = uvicorn.Config(
+        create_app(settings, client),
+        http="httptools",
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_s,
+        # Requests are ended by us when the drain time is over; uvicorn's own limit is for what hangs even then.
+        timeout_graceful_shutdown=int(settings.drain_timeout_s) + 5,
+    )
+    logs.get_logger().info(
+        "listening", host=settings.host, port=listener.getsockname()[1], scheduler=settings.scheduler_address
+    )
+    HttpServer(config, client, settings.drain_timeout_s).run(sockets=[listener])
+    logs.get_logger().info("stopped")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs ``triptych gateway``; returns the exit code (2 for settings that cannot be used)."""
+    try:
+        settings = load(argv)
+        logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
+        serve(settings)
+    except ConfigurationRefused as error:
+        print(f"triptych gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The HTTP application."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import version
+from gateway.client import InferenceClient
+from gateway.context import Context, random_id
+from gateway.deployment import Deployment
+from gateway.errors import UnknownRoute, WrongMethod, error_response, internal
+from gateway.metrics import Metrics
+from gateway.middleware import RequestMiddleware
+from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.settings import Settings
+from gateway.tokenization import TextWorker
+from protos.errors import InvalidArgument, TriptychError
+from protos.logs import get_logger
+
+
+def create_app(
+    settings: Settings,
+    client: InferenceClient,
+    *,
+    new_id: Callable[[], str] = random_id,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """Builds the application; its lifespan connects ``client`` and closes it.
+
+    Args:
+        settings: the gateway's settings.
+        client: not started yet.
+        new_id: makes ids of answers and requests.
+        clock: monotonic seconds.
+        wall_clock: seconds since the epoch.
+    """
+    deployment = Deployment(client, poll_s=settings.model_poll_s)
+    metrics = Metrics(lambda: deployment.model_name, lambda: client.num_live)
+    text_worker = TextWorker()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await client.start()
+        deployment.start()
+        try:
+            yield
+        finally:
+            await deployment.close()
+            await client.close()
+            text_worker.close()
+
+    app = FastAPI(
+        title="Triptych",
+        version=version.VERSION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = Context(
+        settings, client, deployment, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
+    )
+    for family in (chat, completions, models, tokenize, ops):
+        app.include_router(family.router)
+    app.add_exception_handler(TriptychError, _on_triptych_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_any_exception)
+    app.add_middleware(
+        RequestMiddleware, metrics=metrics, max_body_bytes=settings.max_body_bytes, new_id=new_id, clock=clock
+    )
+    return app
+
+
+def _on_triptych_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, TriptychError):
+        raise error
+    if error.http_status >= 500:
+        get_logger().warning("request failed", error=str(error), code=type(error).__name__)
+    return error_response(error)
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: unknown paths and methods."""
+    if not isinstance(error, HTTPException):
+        raise error
+    path, method = request.url.path, request.method
+    headers = dict(error.headers or {})
+    match error.status_code:
+        case 404:
+            return error_response(UnknownRoute(f"there is no {path} here; the API is under /v1/"), headers)
+        case 405:
+            allowed = f"; use {headers['Allow']}" if "Allow" in headers else ""
+            return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers)
+        case _:
+            return error_response(InvalidArgument(str(error.detail)), headers)
+
+
+def _on_any_exception(_: Request, error: Exception) -> Response:
+    get_logger().error("unexpected exception", exc_info=error)
+    return error_response(internal(error))

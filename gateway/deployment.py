@@ -1,0 +1,109 @@
+"""What is served right now: the model and its text side, kept current while the gateway runs."""
+
+import asyncio
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gateway.client import InferenceClient
+from gateway.errors import UnknownModel
+from gateway.tokenization import TextCodec
+from protos.errors import TriptychError, Unavailable
+from protos.logs import get_logger
+from protos.triptych.v1 import common_pb2 as pb
+
+# How often an unknown model is asked for: the first request after a replica is ready should not wait long.
+_IMPATIENT_POLL_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The served model."""
+
+    model: pb.ModelInfo
+    text: TextCodec
+
+
+class Deployment:
+    """Follows the served model: looks it up again after every connect and every few seconds, and reloads a tokenizer that changed."""
+
+    def __init__(self, client: InferenceClient, *, poll_s: float) -> None:
+        self._client = client
+        self._poll_s = poll_s
+        self._served: Served | None = None
+        self._trouble: TriptychError = Unavailable("no replica has become ready yet")
+        self._task: asyncio.Task[None] | None = None
+        self._poke = asyncio.Event()
+        self._log = get_logger()
+        client.on_connect(self._poke.set)
+
+    def start(self) -> None:
+        """Starts to follow."""
+        self._task = asyncio.create_task(self._follow(), name="deployment")
+
+    async def close(self) -> None:
+        """Stops to follow."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def served(self, model: str | None = None) -> Served:
+        """What is served, if ``model`` is its name (or not given).
+
+        Raises:
+            Unavailable: while nothing is known yet.
+            UnknownModel: if another model is served.
+        """
+        if self._served is None:
+            raise self._trouble
+        name = self._served.model.served_name
+        if model is not None and model != name:
+            raise UnknownModel(f"the model '{model}' is not served here; use '{name}'", param="model")
+        return self._served
+
+    @property
+    def model_name(self) -> str:
+        """The served name, empty while unknown (for labels)."""
+        return self._served.model.served_name if self._served is not None else ""
+
+    async def _follow(self) -> None:
+        while True:
+            self._poke.clear()
+            try:
+                await self._refresh()
+            except TriptychError as error:
+                if str(error) != str(self._trouble):
+                    self._log.info(
+                        "model not known yet" if self._served is None else "model not confirmed",
+                        error=str(error),
+                    )
+                self._trouble = error
+            except Exception:  # noqa: BLE001 - whatever a tokenizer file does, the next look may be better
+                self._log.exception("the served model could not be looked up")
+            pause = self._poll_s if self._served is not None else min(_IMPATIENT_POLL_S, self._poll_s)
+            try:
+                await asyncio.wait_for(self._poke.wait(), pause)
+            except TimeoutError:
+                continue
+
+    async def _refresh(self) -> None:
+        model = await self._client.get_model()
+        served = self._served
+        if served is not None and served.model == model:
+            return
+        if served is not None and served.model.tokenizer_sha256 == model.tokenizer_sha256:
+            text = served.text
+        else:
+            # Everything is in memory once loaded: the folder lives for a moment.
+            with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
+                await self._client.get_tokenizer(Path(folder))
+                text = await asyncio.to_thread(TextCodec.load, Path(folder))
+        self._served = Served(model, text)
+        self._log.info(
+            "serving",
+            model=model.served_name,
+            max_model_len=model.max_model_len,
+            chat_template=text.chat_template is not None,
+            tokenizer=model.tokenizer_sha256[:12],
+        )

@@ -1,0 +1,178 @@
+"""Token ids to text, token by token: never half a character, never text that a later token would change.
+
+Most tokenizers decode *bytewise*: each token stands for bytes that do not depend on its neighbours, and the text is those bytes read
+as UTF-8. For them a table from id to bytes and an incremental UTF-8 decoder are exact and cost well under a microsecond a token. The
+others (word pieces, for example) are decoded again over a short window of recent tokens.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT: Final = "\ufffd"
+
+# What `<0x0A>` means to tokenizers that fall back to bytes.
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+# Prompt tokens that a windowed decoder sees before the first new one, so that a leading space is kept or dropped rightly.
+_CONTEXT_TOKENS: Final = 6
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's tokens into text."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these further tokens settle; may be empty while a character is incomplete."""
+
+    def finish(self) -> str:
+        """What was held back, when no token follows; incomplete characters become U+FFFD. Call once."""
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE gives to all 256 bytes (GPT-2, ``bytes_to_unicode``)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shifted = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
+
+
+_GPT2_BYTES: Final = _gpt2_bytes()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_GPT2_BYTES[char] for char in token])
+    except KeyError:
+        # An added token written in plain text.
+        return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _bytewise_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
+    """How a decoder of ``tokenizer.json`` turns one token into bytes; ``None`` if that depends on its neighbours.
+
+    A trailing ``Strip`` of sentencepiece models drops the space before a text's first word. Generated text continues a prompt, so
+    it never applies here.
+    """
+    if decoder is None:
+        return None
+    stages = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [stage["type"] for stage in stages]
+    neutral = {"ByteFallback", "Fuse", "Strip"}
+    for stage in stages:
+        if stage["type"] == "Replace" and stage["pattern"] == {"String": "▁"} and stage["content"] == " ":
+            neutral.add("Replace")
+    if kinds[-1] == "ByteLevel" and neutral.issuperset(kinds[:-1]):
+        return _byte_level
+    if "ByteFallback" in kinds and "Replace" in neutral and neutral.issuperset(kinds):
+        return _sentencepiece
+    return None
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of each token id, filled on first use: most of a vocabulary is never generated."""
+
+    def __init__(self, tokenizer: Tokenizer, rule: Callable[[str], bytes], skipped: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(skipped, b""))
+        self._tokenizer = tokenizer
+        self._rule = rule
+
+    def __missing__(self, token_id: int) -> bytes:
+        # A model's vocabulary is often padded beyond the tokenizer's; such ids have no text.
+        token = self._tokenizer.id_to_token(token_id)
+        value = self[token_id] = b"" if token is None else self._rule(token)
+        return value
+
+
+class BytewiseDetokenizer:
+    """For tokenizers whose tokens are bytes; holds back at most the bytes of one unfinished character."""
+
+    __slots__ = ("_bytes", "_decode")
+
+    def __init__(self, token_bytes: _TokenBytes) -> None:
+        self._bytes = token_bytes
+        self._decode = _utf8_decoder("replace").decode
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """See :class:`Detokenizer`."""
+        table = self._bytes
+        return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+
+    def finish(self) -> str:
+        """See :class:`Detokenizer`."""
+        return self._decode(b"", final=True)
+
+
+class WindowedDetokenizer:
+    """For every other tokenizer: decodes a window of recent tokens with and without the new ones, and emits the difference.
+
+    The window starts at the last token boundary before which everything is settled (vLLM and TGI call its ends prefix and read offset).
+    """
+
+    __slots__ = ("_decode", "_ids", "_read", "_settled", "_start")
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
+        """Starts behind ``context``, the last tokens of the prompt."""
+        self._decode = decode
+        self._ids = list(context)
+        self._start = 0
+        self._read = len(self._ids)
+        self._settled = decode(self._ids)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """See :class:`Detokenizer`."""
+        return "".join(map(self._push_one, token_ids))
+
+    def _push_one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decode(self._ids[self._start :])
+        if len(text) <= len(self._settled) or text.endswith(REPLACEMENT):
+            return ""
+        delta = text[len(self._settled) :]
+        self._start, self._read = self._read, len(self._ids)
+        self._settled = self._decode(self._ids[self._start :])
+        return delta
+
+    def finish(self) -> str:
+        """See :class:`Detokenizer`."""
+        return self._decode(self._ids[self._start :])[len(self._settled) :]
+
+
+class DetokenizerFactory:
+    """Makes the right detokenizer for a tokenizer; tables are shared by all sequences."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        decoder = tokenizer.decoder
+        rule = _bytewise_rule(json.loads(decoder.__getstate__()) if decoder is not None else None)
+        special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._tables = rule and {
+            True: _TokenBytes(tokenizer, rule, special),
+            False: _TokenBytes(tokenizer, rule, frozenset()),
+        }
+
+    @property
+    def bytewise(self) -> bool:
+        """Whether the fast, exact path serves this tokenizer."""
+        return self._tables is not None
+
+    def make(self, *, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one sequence that continues ``prompt``."""
+        if self._tables is not None:
+            return BytewiseDetokenizer(self._tables[skip_special_tokens])
+
+        def decode(token_ids: list[int]) -> str:
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+
+        return WindowedDetokenizer(decode, prompt[-_CONTEXT_TOKENS:])

@@ -1,0 +1,113 @@
+"""What the gateway measures, under vLLM's names where vLLM has them."""
+
+from collections.abc import Callable
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+# vLLM's bucket bounds, seconds: dashboards made for it keep working.
+_TTFT: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_INTER_TOKEN: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_END_TO_END: Final = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+
+
+class Metrics:
+    """One gateway's measurements, in a registry of their own."""
+
+    def __init__(self, model_name: Callable[[], str], num_live: Callable[[], int]) -> None:
+        """Creates them.
+
+        Args:
+            model_name: the served model's name now, for labels.
+            num_live: requests under way at the scheduler.
+        """
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self._model_name = model_name
+        self._labelled = ""
+        names = ("model_name",)
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, names, buckets=bounds, registry=self.registry)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self._itl = histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens of a sequence.", _INTER_TOKEN
+        )
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _END_TO_END)
+        self._prompt = Counter(
+            "vllm:prompt_tokens", "Prompt tokens of finished sequences.", names, registry=self.registry
+        )
+        self._generated = Counter(
+            "vllm:generation_tokens", "Tokens generated.", names, registry=self.registry
+        )
+        self._success = Counter(
+            "vllm:request_success", "Finished sequences.", (*names, "finished_reason"), registry=self.registry
+        )
+        self._http = Counter(
+            "http_requests",
+            "Answered HTTP requests.",
+            ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        self.http_in_flight = Gauge(
+            "triptych:gateway_http_requests_in_flight", "HTTP requests under way.", registry=self.registry
+        )
+        live = Gauge(
+            "triptych:gateway_requests_in_flight",
+            "Sequences under way at the scheduler.",
+            registry=self.registry,
+        )
+        live.set_function(num_live)
+        self._relabel()
+
+    def _relabel(self) -> None:
+        # Looking a labelled child up costs more than observing it; tokens come by the thousand.
+        name = self._labelled = self._model_name()
+        self._ttft_now = self._ttft.labels(name)
+        self._itl_now = self._itl.labels(name)
+        self._e2e_now = self._e2e.labels(name)
+        self._prompt_now = self._prompt.labels(name)
+        self._generated_now = self._generated.labels(name)
+
+    def first_token(self, count: int, seconds: float) -> None:
+        """A sequence's first ``count`` tokens, ``seconds`` after the request's arrival."""
+        if self._labelled != self._model_name():
+            self._relabel()
+        self._ttft_now.observe(seconds)
+        self._generated_now.inc(count)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` further tokens, ``seconds`` each after the one before."""
+        self._itl_now.observe(seconds)
+        self._generated_now.inc(count)
+
+    def finished(self, reason: str, num_prompt_tokens: int, seconds: float) -> None:
+        """A sequence's end, ``seconds`` after the request's arrival."""
+        self._prompt_now.inc(num_prompt_tokens)
+        self._e2e_now.observe(seconds)
+        self._success.labels(self._labelled, reason).inc()
+
+    def answered(self, handler: str, method: str, status: int) -> None:
+        """An HTTP answer; ``handler`` is the route's pattern."""
+        self._http.labels(handler, method, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,177 @@
+"""From a request body to what the scheduler gets: token ids and sampling parameters."""
+
+from collections.abc import Sequence
+
+from gateway.deployment import Served
+from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.sampling import SamplingRequest
+from gateway.tokenization import TextWorker
+from protos.errors import ContextExceeded, InvalidArgument
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+
+
+async def encode_chat(
+    served: Served,
+    worker: TextWorker,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    add_special_tokens: bool,
+    variables: dict[str, object],
+) -> list[int]:
+    """Token ids of a conversation.
+
+    Args:
+        served: the model.
+        worker: runs long work.
+        messages: the turns.
+        add_generation_prompt: end with the header of the assistant's turn.
+        add_special_tokens: add BOS and its like; chat templates carry their own, so usually not.
+        variables: further variables of the chat template.
+
+    Raises:
+        InvalidArgument: if the model has no chat template or its template refuses the messages.
+    """
+    template = served.text.chat_template
+    if template is None:
+        raise InvalidArgument(
+            f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
+            param="messages",
+        )
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+
+    def work() -> list[int]:
+        text = template.render(turns, add_generation_prompt=add_generation_prompt, variables=variables)
+        return served.text.encode(text, add_special_tokens=add_special_tokens)
+
+    return await worker.run(sum(len(message.content) for message in messages), work)
+
+
+async def encode_prompts(served: Served, worker: TextWorker, body: CompletionRequest) -> list[list[int]]:
+    """Token ids of each prompt; those that came as ids are taken as they are.
+
+    Raises:
+        InvalidArgument: if an id is beyond the vocabulary.
+    """
+    vocab_size = served.model.vocab_size
+    special = body.add_special_tokens is not False
+
+    def work() -> list[list[int]]:
+        prompts = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                prompts.append(served.text.encode(prompt, add_special_tokens=special))
+                continue
+            if prompt and vocab_size and max(prompt) >= vocab_size:
+                raise InvalidArgument(
+                    f"'prompt' has the token id {max(prompt)}; this model's ids end at {vocab_size - 1}",
+                    param="prompt",
+                )
+            prompts.append(prompt)
+        return prompts
+
+    return await worker.run(sum(len(prompt) for prompt in body.prompt), work)
+
+
+def check_length(served: Served, prompt: Sequence[int], limit: int | None, *, param: str) -> None:
+    """Refuses prompts that cannot run; the scheduler would too, but does not know the parameters' public names.
+
+    Raises:
+        InvalidArgument: if the prompt is empty.
+        ContextExceeded: if prompt and output do not fit the context.
+    """
+    context, count = served.model.max_model_len, len(prompt)
+    if count == 0:
+        raise InvalidArgument(f"'{param}' is empty: it must give at least one token", param=param)
+    if count + (limit or 1) > context:
+        if limit is None or count >= context:
+            asked, advice = (
+                f"the prompt has {count} tokens, which leaves no room for an answer",
+                "shorten the prompt",
+            )
+        else:
+            asked = (
+                f"the prompt has {count} tokens and {limit} new ones are asked for, {count + limit} together"
+            )
+            advice = f"shorten the prompt or ask for at most {context - count} tokens"
+        raise ContextExceeded(f"this model's context is {context} tokens, but {asked}; {advice}", param=param)
+
+
+def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams:
+    """The body's sampling parameters, with the model's recommended ones where the body is silent.
+
+    A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing to refuse.
+
+    Raises:
+        InvalidArgument: if a token id is beyond the vocabulary.
+    """
+    params = pb.SamplingParams()
+    params.CopyFrom(model.default_sampling)
+    off = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        value = getattr(body, name)
+        if value is not None:
+            params.ClearField(name)
+            if value != off.get(name):
+                setattr(params, name, value)
+    if body.top_k is not None:
+        params.ClearField("top_k")
+        if body.top_k > 0:
+            params.top_k = body.top_k
+    if body.seed is not None:
+        # Negative seeds are legal in vLLM's API; the wire has 64 bits either way.
+        params.seed = body.seed % 2**64
+    if body.output_limit is not None:
+        params.max_tokens = body.output_limit
+    params.min_tokens = body.min_tokens
+    params.ignore_eos = body.ignore_eos
+    params.presence_penalty = body.presence_penalty or 0.0
+    params.frequency_penalty = body.frequency_penalty or 0.0
+    params.stop_token_ids.extend(_known("stop_token_ids", body.stop_token_ids, model))
+    params.allowed_token_ids.extend(_known("allowed_token_ids", body.allowed_token_ids or (), model))
+    for token_id, bias in (body.logit_bias or {}).items():
+        _known("logit_bias", (token_id,), model)
+        params.logit_bias[token_id] = bias
+    return params
+
+
+def _known(param: str, token_ids: Sequence[int], model: pb.ModelInfo) -> Sequence[int]:
+    if model.vocab_size and token_ids and max(token_ids) >= model.vocab_size:
+        raise InvalidArgument(
+            f"'{param}' has the token id {max(token_ids)}; this model's ids end at {model.vocab_size - 1}",
+            param=param,
+        )
+    return token_ids
+
+
+def generate_requests(
+    served: Served, body: SamplingRequest, prompts: Sequence[Sequence[int]], request_id: str
+) -> list[inference.GenerateRequest]:
+    """One wire request per prompt, after all checks that need no scheduler.
+
+    Args:
+        served: the model.
+        body: the HTTP request.
+        prompts: token ids, one list a prompt.
+        request_id: unique in this process; becomes the wire id, with the prompt's index if there are several.
+
+    Raises:
+        InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
+    """
+    param = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+    for prompt in prompts:
+        check_length(served, prompt, body.output_limit, param=param)
+    sampling = sampling_of(body, served.model)
+    return [
+        inference.GenerateRequest(
+            request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            model=served.model.served_name,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

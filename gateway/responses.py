@@ -1,0 +1,116 @@
+"""Answers that take time: streamed as they grow, or collected; both end at once when the client goes away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway import sse
+from gateway.errors import ClientGone, internal
+from gateway.generation import Delta, Generation
+from protos.errors import TriptychError
+from protos.logs import get_logger
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies (nginx) otherwise collect the stream into large pieces.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@contextlib.asynccontextmanager
+async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Fails ``generation`` with :class:`ClientGone` if the client closes its connection meanwhile."""
+
+    async def watch() -> None:
+        # The body has been read: the next message is the disconnect.
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.fail(ClientGone("the client closed the connection"))
+
+    watcher = asyncio.create_task(watch(), name="watch-client")
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def collect(generation: Generation, receive: Receive) -> list[Delta]:
+    """The whole text of each sequence.
+
+    Raises:
+        TriptychError: if the request failed; ``ClientGone`` if nobody waits for the answer any more.
+    """
+    texts: list[list[str]] = [[] for _ in generation.sequences]
+    ends: dict[int, Delta] = {}
+    with generation:
+        async with ends_with_client(receive, generation):
+            while deltas := await generation.deltas():
+                for delta in deltas:
+                    texts[delta.sequence].append(delta.text)
+                    if delta.finish_reason is not None:
+                        ends[delta.sequence] = delta
+    return [ends[index]._replace(text="".join(parts)) for index, parts in enumerate(texts)]
+
+
+class EventStream(Response):
+    """Streams a generation as server-sent events.
+
+    The status line waits for the first event, so that a request that is refused gets its proper status. Written directly against
+    ASGI: a generator behind ``StreamingResponse`` would cost several times as much per token.
+    """
+
+    def __init__(
+        self, generation: Generation, chunks: sse.Chunks, *, include_usage: bool, continuous_usage: bool
+    ) -> None:
+        """Streams ``generation``, encoded by ``chunks``."""
+        super().__init__(status_code=200)
+        self._generation = generation
+        self._chunks = chunks
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._opened = [False] * len(generation.sequences)
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        """Runs the stream to its end."""
+        generation = self._generation
+        with generation:
+            async with ends_with_client(receive, generation):
+                deltas = await generation.deltas()
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                try:
+                    while deltas:
+                        if body := self._encode(deltas):
+                            await send({"type": "http.response.body", "body": body, "more_body": True})
+                        deltas = await generation.deltas()
+                    last = self._chunks.usage(generation.usage.body()) if self._include_usage else b""
+                except ClientGone:
+                    return
+                except Exception as error:  # noqa: BLE001 - the status line is gone; the stream must still say so
+                    last = sse.error_event(_expected(error))
+                await send({"type": "http.response.body", "body": last + sse.DONE, "more_body": False})
+
+    def _encode(self, deltas: list[Delta]) -> bytes:
+        usage: dict[str, Any] | None = self._generation.usage.body() if self._continuous_usage else None
+        chunks, out = self._chunks, []
+        for index, text, finish_reason, stop_reason in deltas:
+            if not self._opened[index]:
+                self._opened[index] = True
+                out.append(chunks.opening(index, usage))
+            if finish_reason is not None:
+                out.append(chunks.final(index, text, finish_reason, stop_reason, usage))
+            elif text:
+                out.append(chunks.delta(index, text, usage))
+        return b"".join(out)
+
+
+def _expected(error: Exception) -> TriptychError:
+    if isinstance(error, TriptychError):
+        get_logger().warning("stream failed", error=str(error), code=type(error).__name__)
+        return error
+    get_logger().exception("stream failed")
+    return internal(error)

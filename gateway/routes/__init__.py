@@ -1,0 +1,1 @@
+"""HTTP routes: one file an endpoint family, each route a few lines."""

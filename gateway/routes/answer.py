@@ -1,0 +1,63 @@
+"""The common second half of both completions endpoints: submit, then stream or collect."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.context import context_of, note
+from gateway.deployment import Served
+from gateway.generation import Delta, Generation, Usage
+from gateway.prompts import generate_requests
+from gateway.responses import EventStream, collect
+from gateway.schemas.sampling import SamplingRequest
+from gateway.sse import Chunks
+from gateway.submission import MAX_REQUEST_ID
+
+# Hexadecimal digits that make a client's request id unique among its retries.
+_UNIQUE_DIGITS = 8
+
+
+class Answer(NamedTuple):
+    """How one endpoint's answers look."""
+
+    id_prefix: str
+    chunks: type[Chunks]
+    # Encodes a collected answer: id, created, model, each sequence's whole text, usage.
+    body: Callable[[str, int, str, list[Delta], Usage], bytes]
+
+
+async def answer(
+    request: Request, shape: Answer, body: SamplingRequest, served: Served, prompts: Sequence[Sequence[int]]
+) -> Response:
+    """Runs ``prompts`` and answers as ``body`` asks.
+
+    Raises:
+        TriptychError: if the request is refused or fails before the first byte of the answer.
+    """
+    context = context_of(request)
+    answer_id = shape.id_prefix + context.new_id()
+    given: str = request.scope["triptych.request_id"]
+    wire_id = f"{given[: MAX_REQUEST_ID - _UNIQUE_DIGITS - 8]}-{context.new_id()[:_UNIQUE_DIGITS]}"
+    generation = Generation.begin(
+        context.client,
+        served,
+        body,
+        generate_requests(served, body, prompts, wire_id),
+        metrics=context.metrics,
+        clock=context.clock,
+        arrived=request.scope["triptych.arrived"],
+    )
+    created, model = int(context.wall_clock()), served.model.served_name
+    note(request, prompt_tokens=generation.usage.prompt_tokens, model=model)
+    if body.stream:
+        chunks = shape.chunks(answer_id, created, model, with_usage=body.include_usage)
+        return EventStream(
+            generation, chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
+        )
+    ends = await collect(generation, request.receive)
+    note(request, completion_tokens=generation.usage.completion_tokens)
+    return Response(
+        shape.body(answer_id, created, model, ends, generation.usage), media_type="application/json"
+    )

@@ -1,0 +1,50 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from gateway.context import body_schema, context_of, read_body
+from gateway.prompts import encode_chat
+from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+async def tokenize(request: Request) -> dict[str, Any]:
+    """Token ids of a text or of a conversation."""
+    body = await read_body(request, TokenizeRequest)
+    context = context_of(request)
+    served = context.deployment.served(body.model)
+    if body.messages is not None:
+        ids = await encode_chat(
+            served,
+            context.text_worker,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=bool(body.add_special_tokens),
+            variables=body.chat_template_kwargs,
+        )
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+        ids = await context.text_worker.run(
+            len(text), lambda: served.text.encode(text, add_special_tokens=special)
+        )
+    strings = served.text.tokens(ids) if body.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": served.model.max_model_len,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> dict[str, str]:
+    """The text of token ids, special tokens included."""
+    body = await read_body(request, DetokenizeRequest)
+    context = context_of(request)
+    text = context.deployment.served(body.model).text
+    return {"prompt": await context.text_worker.run(len(body.tokens), lambda: text.decode(body.tokens))}

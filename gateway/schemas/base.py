@@ -1,0 +1,121 @@
+"""How request bodies are read and refused."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from protos.errors import InvalidArgument, Unsupported
+
+M = TypeVar("M", bound="RequestModel")
+
+# Longest piece of a client's own input that is quoted back in an error.
+_QUOTE: Final = 60
+
+
+class Unserved(NamedTuple):
+    """A parameter that clients send out of habit, accepted only where it changes nothing.
+
+    ``null`` is always neutral.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    hint: str = "it is not served by this deployment; leave it out"
+
+
+class RequestModel(BaseModel):
+    """A request body: strict types, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+    # Known parameters that this build does not serve, by name.
+    unserved: ClassVar[Mapping[str, Unserved]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unserved(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not cls.unserved.keys() & data.keys():
+            return data
+        for name in cls.unserved.keys() & data.keys():
+            row, value = cls.unserved[name], data[name]
+            if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
+                raise ValueError(f"{name}={quote(value)} is not supported: {row.hint}")
+        return {name: value for name, value in data.items() if name not in cls.unserved}
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # 0 == False and 1 == True in Python, not in JSON.
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def quote(value: Any) -> str:
+    """A client's own value, short enough for an error message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _QUOTE else f"{text[:_QUOTE]}…"
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """``("messages", 0, "role")`` as ``messages[0].role``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """Reads a JSON body.
+
+    Raises:
+        InvalidArgument: with one line that names the first offending parameter and what to change.
+    """
+    if not body.strip():
+        raise InvalidArgument("the request has no body; send a JSON object")
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"the body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidArgument(f"the body must be a JSON object, got {quote(data)}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise refusal(model, error.errors(include_url=False)[0]) from error
+
+
+def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
+    """One of pydantic's findings as our error."""
+    location, value = detail["loc"], detail["input"]
+    param = path_of(location)
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    match detail["type"]:
+        case "missing":
+            return InvalidArgument(f"'{param}' is required", param=param)
+        case "extra_forbidden":
+            return InvalidArgument(_unknown(model, location), param=param)
+        case "value_error":
+            # A finding about a whole object opens with the parameter's name.
+            name = message.partition("=")[0].partition(" ")[0]
+            if isinstance(value, dict) and name in value:
+                param = path_of((*location, name))
+            elif param:
+                message = f"'{param}' {message}"
+            cls = Unsupported if " is not supported: " in message else InvalidArgument
+            return cls(message, param=param)
+        case "too_short" | "too_long":
+            return InvalidArgument(
+                f"'{param}' {message.partition(' ')[2].replace(' after validation', '')}", param=param
+            )
+        case _:
+            return InvalidArgument(f"'{param}' {message}, got {quote(value)}", param=param)
+
+
+def _unknown(model: type[RequestModel], location: tuple[int | str, ...]) -> str:
+    name = str(location[-1])
+    # Only the top level's names are at hand here, which is where people mistype.
+    near = difflib.get_close_matches(name, model.model_fields, n=1) if len(location) == 1 else []
+    hint = f"did you mean '{near[0]}'?" if near else "leave it out"
+    return f"unknown parameter '{path_of(location)}'; {hint}"

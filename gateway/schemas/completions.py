@@ -1,0 +1,55 @@
+"""``/v1/completions``: the request."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BeforeValidator
+
+from gateway.schemas.base import Unserved, quote
+from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest
+
+# OpenAI's default for this endpoint; chats go on to the context's end.
+DEFAULT_MAX_TOKENS: Final = 16
+
+_SHAPES: Final = "a string, a list of strings, a list of token ids or a list of such lists"
+
+
+def is_token_ids(value: Any) -> bool:
+    """Whether ``value`` is a list of unsigned 32-bit integers."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**32 for item in value)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"must be {_SHAPES}, got {quote(value)}")  # noqa: TRY004 - pydantic's signal
+    if not value:
+        raise ValueError("must not be empty")
+    if type(value[0]) is int:
+        value = [value]
+    if all(isinstance(item, str) for item in value) or all(is_token_ids(item) for item in value):
+        prompts: list[str | list[int]] = value
+        return prompts
+    raise ValueError(f"must be {_SHAPES} (token ids are integers from 0), got {quote(value)}")
+
+
+class CompletionRequest(SamplingRequest):
+    """A plain completion of one or more prompts."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        **COMMON_UNSERVED,
+        "logprobs": Unserved(),
+        "echo": Unserved((False,), "put the prompt before the answer yourself"),
+        "suffix": Unserved(("",), "text after the insertion point is not served"),
+    }
+
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+
+    @property
+    def output_limit(self) -> int:
+        """New tokens at most, per prompt."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

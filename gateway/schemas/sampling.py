@@ -1,0 +1,157 @@
+"""What chat and plain completions have in common: sampling, stopping, streaming.
+
+Names and meanings are OpenAI's, and vLLM's where OpenAI has none. Sampling parameters are checked for their range here and passed on;
+whether the workers serve them is the scheduler's to say.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gateway.schemas.base import RequestModel, Unserved
+
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_LENGTH: Final = 1_000
+
+_UINT32_MAX: Final = 2**32 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
+
+
+def _stop_strings(value: Any) -> list[str]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
+    if "" in stops:
+        raise ValueError("must not contain an empty string")
+    if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise ValueError(f"takes strings of at most {MAX_STOP_LENGTH} characters")
+    return stops
+
+
+def or_default(default: Any) -> BeforeValidator:
+    """``null`` means the default, as in OpenAI's API."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def _token_keys(value: Any) -> Any:
+    """JSON has only text keys; ours are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if any(not isinstance(key, str) or not key.isascii() or not key.isdigit() for key in value):
+        raise ValueError('must map token ids to biases, for example {"50256": -100}')
+    return {int(key): bias for key, bias in value.items()}
+
+
+class StreamOptions(RequestModel):
+    """What a stream tells beside its text."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {"include_obfuscation": Unserved((False,))}
+
+    include_usage: Annotated[bool, or_default(False)] = False
+    continuous_usage_stats: Annotated[bool, or_default(False)] = False
+
+
+# Accepted at their neutral value by both endpoints.
+COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
+    "n": Unserved((1,), "one sequence a request is served; send several requests"),
+    "best_of": Unserved((1,), "one sequence a request is served; send several requests"),
+    "use_beam_search": Unserved((False,)),
+    "length_penalty": Unserved((1.0,), "it belongs to beam search, which is not served"),
+    "prompt_logprobs": Unserved(),
+    "logprob_token_ids": Unserved(([],)),
+    "bad_words": Unserved(([],)),
+    "truncate_prompt_tokens": Unserved((), "shorten the prompt before you send it"),
+    "truncation_side": Unserved(),
+    "spaces_between_special_tokens": Unserved((True,)),
+    "response_format": Unserved(
+        ({"type": "text"},), 'constrained output is not served yet; use {"type": "text"}'
+    ),
+    "structured_outputs": Unserved((), "constrained output is not served yet"),
+    "return_tokens_as_token_ids": Unserved((False,)),
+    "return_token_ids": Unserved((False,)),
+    "prompt_embeds": Unserved(),
+    "repetition_detection": Unserved(),
+    "watermarking": Unserved((False,)),
+    "thinking_token_budget": Unserved(),
+    "kv_transfer_params": Unserved(),
+    "vllm_xargs": Unserved(({},)),
+    "request_id": Unserved((), "send it as the header X-Request-Id"),
+    "service_tier": Unserved(("auto", "default"), "there is one tier; leave it out"),
+}
+
+
+class SamplingRequest(RequestModel):
+    """The common part of both completions endpoints."""
+
+    model: Annotated[str | None, Field(description="A name from /v1/models; left out: the served one.")] = (
+        None
+    )
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="-1 and 0: off.")] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
+        BeforeValidator(_token_keys),
+        Field(max_length=1024),
+    ] = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32_MAX)] = None
+    min_tokens: Annotated[int, or_default(0), Field(ge=0, le=_UINT32_MAX)] = 0
+    stop: Annotated[
+        list[str], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None)
+    ] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], or_default([]), Field(max_length=256)] = Field(
+        default_factory=list
+    )
+    include_stop_str_in_output: Annotated[bool, or_default(False)] = False
+    ignore_eos: Annotated[bool, or_default(False)] = False
+    skip_special_tokens: Annotated[bool, or_default(True)] = True
+    add_special_tokens: bool | None = None
+    stream: Annotated[bool, or_default(False)] = False
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    user: Annotated[
+        str | None, Field(max_length=512, description="Your end user; written to the access log.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "SamplingRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed together with stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> "SamplingRequest":
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({limit})")
+        return self
+
+    @property
+    def output_limit(self) -> int | None:
+        """New tokens at most; ``None``: as many as the context has room for."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk carries the usage so far."""
+        return (
+            self.include_usage
+            and self.stream_options is not None
+            and self.stream_options.continuous_usage_stats
+        )

@@ -1,0 +1,37 @@
+"""``/tokenize`` and ``/detokenize``: the requests (as vLLM has them)."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field, model_validator
+
+from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.chat import CONVERSATION_UNSERVED, Message
+from gateway.schemas.sampling import TokenId, or_default
+
+
+class TokenizeRequest(RequestModel):
+    """Text, or a conversation, to be counted or looked at."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = CONVERSATION_UNSERVED
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    add_generation_prompt: Annotated[bool, or_default(True)] = True
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, object], or_default({})] = Field(default_factory=dict)
+    return_token_strs: Annotated[bool, or_default(False)] = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either 'prompt' or 'messages' is required, and not both")
+        return self
+
+
+class DetokenizeRequest(RequestModel):
+    """Token ids to be read as text."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,92 @@
+"""The gateway's settings: flags, or ``TRIPTYCH_*`` variables of the same name."""
+
+import re
+from typing import Annotated
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from protos.errors import ConfigurationRefused
+from protos.logs import LogFormat, LogLevel
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
+
+
+class Settings(BaseSettings):
+    """Everything that can be set about a gateway."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRIPTYCH_",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_prog_name="triptych gateway",
+        cli_hide_none_type=True,
+        cli_implicit_flags=True,
+        extra="ignore",
+    )
+
+    host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, Field(ge=0, le=65535, description="HTTP port; 0 takes a free one (see the log).")
+    ] = 8000
+    scheduler_address: Annotated[str, Field(description="Where the scheduler listens, host:port.")] = (
+        "127.0.0.1:50051"
+    )
+    log_level: Annotated[LogLevel, Field(description="Least severe level that is logged.")] = "info"
+    log_format: Annotated[LogFormat, Field(description="'json' for machines, 'console' for people.")] = "json"
+    max_body_bytes: Annotated[
+        int,
+        Field(ge=1024, le=14 * 1024 * 1024, description="Longest request body, bytes; longer ones get 413."),
+    ] = 8 * 1024 * 1024
+    max_prompts: Annotated[
+        int, Field(ge=1, le=4096, description="Most prompts in one completions request.")
+    ] = 128
+    resume_timeout_s: Annotated[
+        float,
+        Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),
+    ] = 60.0
+    model_poll_s: Annotated[
+        float, Field(gt=0, le=3600, description="How often the served model is looked up again, seconds.")
+    ] = 5.0
+    call_timeout_s: Annotated[
+        float, Field(gt=0, le=600, description="Deadline of short calls to the scheduler, seconds.")
+    ] = 5.0
+    drain_timeout_s: Annotated[
+        float,
+        Field(
+            ge=0, le=3600, description="How long running requests may go on after SIGTERM or SIGINT, seconds."
+        ),
+    ] = 30.0
+    keep_alive_s: Annotated[
+        int, Field(ge=1, le=3600, description="How long an idle HTTP connection is kept, seconds.")
+    ] = 75
+
+    @field_validator("scheduler_address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        match = _ADDRESS.fullmatch(value)
+        if match is None or not 0 < int(match[2]) < 65536:
+            raise ValueError("must be host:port, for example 127.0.0.1:50051")
+        return value
+
+
+def load(argv: list[str] | None = None) -> Settings:
+    """Reads flags (``sys.argv`` if ``None``) and environment.
+
+    Raises:
+        ConfigurationRefused: on a bad or unknown setting; one line that names it.
+        SystemExit: with code 0 after ``--help``.
+    """
+    try:
+        source: CliSettingsSource[Settings] = CliSettingsSource(
+            Settings, cli_parse_args=True if argv is None else argv, cli_exit_on_error=False
+        )
+        return Settings(_cli_settings_source=source)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"
+        raise ConfigurationRefused(f"{flag} {text}, got {first['input']!r}") from error
+    except SettingsError as error:
+        raise ConfigurationRefused(" ".join(str(error).split())) from error

@@ -1,0 +1,129 @@
+"""Server-sent events of both completions endpoints, byte for byte as OpenAI sends them.
+
+What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
+"""
+
+from typing import Any, Final
+
+import orjson
+
+from gateway.errors import error_body
+from protos.errors import TriptychError
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """An error in mid-stream, when the status line is long gone."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+class Chunks:
+    """Encodes the chunks of one streamed answer.
+
+    Subclasses say how a choice looks: its text, and what surrounds it.
+    """
+
+    object: str
+    _before_text: bytes
+    _after_text: bytes
+
+    def __init__(self, answer_id: str, created: int, model: str, *, with_usage: bool) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            answer_id: the answer's id.
+            created: seconds since the epoch.
+            model: the served name.
+            with_usage: whether a usage chunk will follow; every other chunk then says ``"usage":null``, as OpenAI's do.
+        """
+        fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
+        self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._starts: dict[int, bytes] = {}
+
+    def delta(self, index: int, text: str, usage: dict[str, Any] | None = None) -> bytes:
+        """More text of choice ``index``; with the usage so far if given."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
+        return start + orjson.dumps(text) + self._after_text + self._end(usage)
+
+    def _end(self, usage: dict[str, Any] | None) -> bytes:
+        return self._tail if usage is None else b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def _choice(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> bytes:
+        return self._head + orjson.dumps(choice) + self._end(usage)
+
+    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+        """What comes before a choice's first text."""
+        raise NotImplementedError
+
+    def final(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str,
+        stop_reason: str | int | None,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A choice's last text and its end."""
+        raise NotImplementedError
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that ends a stream with usage."""
+        return self._head + self._end(usage)
+
+
+class ChatChunks(Chunks):
+    """Chunks of a chat completion."""
+
+    object = "chat.completion.chunk"
+    _before_text = b'"delta":{"content":'
+    _after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+        """The chunk that names the role."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, usage)
+
+    def final(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str,
+        stop_reason: str | int | None,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The last text, if any, in a chunk of its own; then an empty delta with the reason."""
+        last = self.delta(index, text, usage) if text else b""
+        choice = {
+            "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
+        }  # fmt: skip
+        return last + self._choice(choice, usage)
+
+
+class CompletionChunks(Chunks):
+    """Chunks of a plain completion."""
+
+    object = "text_completion"
+    _before_text = b'"text":'
+    _after_text = b',"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:  # noqa: ARG002 - as the base's
+        """Nothing: plain completions have no role."""
+        return b""
+
+    def final(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str,
+        stop_reason: str | int | None,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The last text together with the reason."""
+        choice = {
+            "index": index, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
+        }  # fmt: skip
+        return self._choice(choice, usage)

@@ -1,0 +1,61 @@
+"""Stop strings in streamed text, also where they cross token borders."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Watches one sequence's text for the first of several strings.
+
+    The match whose last character comes first wins; of two that end together, the longer one. So the result does not depend on how
+    the text was cut into pieces. Only text that may still become a stop string is held back.
+
+    Attributes:
+        matched: the stop string that was found, or ``None``. Afterwards nothing may be fed any more.
+    """
+
+    __slots__ = ("_held", "_include", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
+        """Watches for ``stops`` (not empty, no empty string).
+
+        Args:
+            stops: the strings.
+            include_in_output: whether the matched string itself is emitted.
+        """
+        # Longest first: the first of equal ends is the longest.
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._longest = len(self._stops[0])
+        self._include = include_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Takes the next piece; returns what may be emitted now. Look at ``matched`` afterwards."""
+        if not text:
+            return ""
+        buffer = self._held + text
+        end = len(buffer) + 1
+        for stop in self._stops:
+            at = buffer.find(stop)
+            if at >= 0 and at + len(stop) < end:
+                end = at + len(stop)
+                self.matched = stop
+        if self.matched is not None:
+            self._held = ""
+            return buffer[: end if self._include else end - len(self.matched)]
+        keep = self._undecided(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _undecided(self, buffer: str) -> int:
+        """Length of the longest tail of ``buffer`` that begins a stop string."""
+        for length in range(min(len(buffer), self._longest - 1), 0, -1):
+            tail = buffer[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,172 @@
+"""Requests under way on the Connect stream, and the mailbox in which their events arrive."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Final, Self
+
+from protos.errors import TriptychError
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+
+# Request ids are limited to 128 bytes; attempts after a lost scheduler get a suffix.
+MAX_REQUEST_ID: Final = 112
+
+
+class Live:
+    """One request that has not finished.
+
+    Attributes:
+        request: as it was last sent.
+        received: tokens of it so far, in order.
+        accepted: whether it has been running, so that trouble means waiting instead of failing.
+        deadline: runs while the request waits for a lost scheduler.
+        retry: runs until it is sent again.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_first_id",
+        "accepted",
+        "deadline",
+        "index",
+        "received",
+        "request",
+        "retry",
+        "submission",
+    )
+
+    def __init__(self, request: inference.GenerateRequest, submission: "Submission", index: int) -> None:
+        self.request = request
+        self.submission = submission
+        self.index = index
+        self.received: list[int] = []
+        self.accepted = False
+        self.deadline: asyncio.TimerHandle | None = None
+        self.retry: asyncio.TimerHandle | None = None
+        self._first_id = request.request_id
+        self._attempt = 0
+
+    @property
+    def wire_id(self) -> str:
+        """Its id on the wire; a new one per attempt."""
+        return self.request.request_id
+
+    def on_event(self, token_ids: Iterable[int]) -> None:
+        """Notes tokens that arrived."""
+        self.received.extend(token_ids)
+        self.accepted = True
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def renew(self) -> None:
+        """Makes ``request`` one that continues behind what was received."""
+        self._attempt += 1
+        renewed = inference.GenerateRequest()
+        renewed.CopyFrom(self.request)
+        renewed.request_id = f"{self._first_id}.r{self._attempt}"
+        renewed.ClearField("resumed_token_ids")
+        renewed.resumed_token_ids.extend(self.received)
+        self.request = renewed
+
+    def stop_timers(self) -> None:
+        """Cancels what is scheduled for it."""
+        for timer in (self.deadline, self.retry):
+            if timer is not None:
+                timer.cancel()
+        self.deadline = self.retry = None
+
+
+class Submission:
+    """The events of requests that were submitted together, for one reader.
+
+    A context manager: leaving it aborts what has not finished.
+    """
+
+    def __init__(self, size: int, abort: Callable[[Live], None]) -> None:
+        """Waits for the events of ``size`` requests.
+
+        Args:
+            size: how many requests belong to it.
+            abort: drops one of them, here and at the scheduler; harmless for one that has finished.
+        """
+        self.live: list[Live] = []
+        self._abort = abort
+        self._unfinished = set(range(size))
+        self._events: list[tuple[int, inference.GenerateEvent]] = []
+        self._error: TriptychError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    async def take(self) -> list[tuple[int, inference.GenerateEvent]]:
+        """Waits for events and returns all that are there, each with its request's index; empty once all have finished.
+
+        Raises:
+            TriptychError: if a request failed. The others of the submission have then been aborted.
+        """
+        while not self._events and self._error is None and self._unfinished:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._events:
+            events, self._events = self._events, []
+            return events
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def put(self, index: int, event: inference.GenerateEvent) -> None:
+        """Adds an event of request ``index``."""
+        if event.finish_reason:
+            self._unfinished.discard(index)
+        self._events.append((index, event))
+        self._wake()
+
+    def fail(self, error: TriptychError) -> None:
+        """Ends all of it with ``error``; events that arrived before are still delivered."""
+        self.abort()
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    def abort(self, index: int | None = None) -> None:
+        """Drops request ``index`` (all: ``None``); no further events of it will come."""
+        for live in self.live if index is None else (self.live[index],):
+            self._abort(live)
+
+    def finish(self, index: int) -> None:
+        """The reader needs no more of request ``index`` (a stop string was found): aborts it and counts it as finished."""
+        self._unfinished.discard(index)
+        self._abort(self.live[index])
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def finished_already(
+    request: inference.GenerateRequest, received: list[int], eos_token_ids: frozenset[int]
+) -> inference.GenerateEvent | None:
+    """The last event of a request whose tokens are complete although its end was never heard; ``None`` if it goes on.
+
+    A connection can break between a request's last token and the word that it was the last.
+    """
+    sampling = request.sampling
+    event = inference.GenerateEvent(request_id=request.request_id)
+    if received and len(received) >= max(1, sampling.min_tokens):
+        last = received[-1]
+        if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):
+            event.finish_reason = pb.FINISH_REASON_STOP
+            event.stop_token_id = last
+            return event
+    if sampling.HasField("max_tokens") and len(received) >= sampling.max_tokens:
+        event.finish_reason = pb.FINISH_REASON_LENGTH
+        return event
+    return None
