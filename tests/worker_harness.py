@@ -1,0 +1,118 @@
+"""Drives a worker's runner without a scheduler: hands out blocks in order, prefills in chunks, decodes all sequences together."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from worker_svc.devices import open_device
+from worker_svc.geometry import Geometry, group_layers
+from worker_svc.kv_cache import count_blocks
+from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
+from worker_svc.runner import Runner
+from worker_svc.vllm_adapter import engine
+
+GREEDY = Sampling(temperature=0.0)
+_MODELS: dict[tuple[Path, engine.Dtype], engine.VllmModel] = {}
+
+
+def load(folder: Path, dtype: engine.Dtype) -> engine.VllmModel:
+    """The model with its weights, once per process."""
+    device = open_device("cpu")
+    if (folder, dtype) not in _MODELS:
+        engine.prepare(device)
+        model = engine.VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0)
+        model.load_weights()
+        _MODELS[folder, dtype] = model
+    return _MODELS[folder, dtype]
+
+
+class Harness:
+    """A runner and a trivial allocator: blocks are handed out once and never come back."""
+
+    def __init__(
+        self,
+        model: engine.VllmModel,
+        *,
+        max_model_len: int = 1024,
+        max_num_seqs: int = 32,
+        chunk: int = 128,
+        block_size: int = 128,
+        decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+    ) -> None:
+        device = open_device("cpu")
+        self.groups = group_layers(model.description.layers)
+        sizes = Geometry(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
+        blocks = 1 + max_num_seqs * sizes.table_width
+        self.geometry = Geometry(
+            max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
+        )
+        assert count_blocks(self.groups, self.geometry, 1 << 34)
+        self.runner = Runner(model, device, self.groups, self.geometry)
+        self._next_block = 1
+        self._step = 0
+        self.lengths: dict[int, int] = {}
+        """Computed tokens by slot."""
+
+    def run(self, **fields: object) -> list[Output]:
+        """Executes one plan."""
+        self._step += 1
+        return self.runner.execute(Plan(self._step, **fields))  # type: ignore[arg-type]
+
+    def admit(
+        self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY, computed: int = 0
+    ) -> Admission:
+        """A request with blocks for the whole of ``max_model_len``; to be put into a plan."""
+        width = self.geometry.table_width
+        ids = range(self._next_block, self._next_block + width)
+        assert ids.stop <= self.geometry.num_blocks[0]
+        self._next_block += width
+        self.lengths[slot] = computed
+        return Admission(slot, token_ids, computed, sampling, {group.group_id: ids for group in self.groups})
+
+    def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
+        """Admits a request and runs all of its chunks; returns the first sampled token."""
+        admission = [self.admit(slot, token_ids, sampling)]
+        chunk = self.geometry.chunk
+        outputs: list[Output] = []
+        for start in range(0, len(token_ids), chunk):
+            count = min(chunk, len(token_ids) - start)
+            last = start + count == len(token_ids)
+            outputs = self.run(admit=admission, work=PrefillWork(slot, start, count, last))
+            admission = []
+        self.lengths[slot] = len(token_ids)
+        (output,) = outputs
+        return output
+
+    def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[Output]:
+        """One token for each slot."""
+        positions = [self.lengths[slot] for slot in slots]
+        size = bucket or next(size for size in self.geometry.decode_buckets if size >= len(slots))
+        outputs = self.run(work=DecodeWork(slots, positions, size))
+        for slot in slots:
+            self.lengths[slot] += 1
+        return outputs
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+    ) -> list[list[Output]]:
+        """``num_tokens`` new tokens for each prompt, all of them decoded in one batch; frees the slots."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        results = [[self.prefill(slot, prompt, each[slot])] for slot, prompt in enumerate(prompts)]
+        slots = range(len(prompts))
+        for _ in range(num_tokens - 1):
+            for result, output in zip(results, self.decode(slots), strict=True):
+                result.append(output)
+        self.run(release=slots)
+        self._next_block = 1
+        return results
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    """All token ids, in order."""
+    return [token for output in outputs for token in output.token_ids]
+
+
+__all__ = ["GREEDY", "Growth", "Harness", "load", "math", "tokens_of"]

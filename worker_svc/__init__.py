@@ -1,0 +1,1 @@
+"""A model on a device: executes plans, samples tokens, never decides."""

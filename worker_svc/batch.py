@@ -1,0 +1,212 @@
+"""The persistent batch: what plans made of each slot, as tensors on the device."""
+
+from collections.abc import Sequence
+
+import torch
+
+from protos.errors import Internal
+from worker_svc.devices.base import AttentionInput
+from worker_svc.geometry import NULL_BLOCK, Geometry, KvGroup
+from worker_svc.plan import Admission, DecodeWork, Growth, PrefillWork
+from worker_svc.sampling import SamplingState
+
+
+class Batch:
+    """Token ids, computed tokens, block tables and sampling parameters of every slot.
+
+    Row ``max_num_seqs`` is padding: token 0 at position 0 of a sequence in the null block, greedy. A step gathers its rows by slot, and
+    padded rows gather that one.
+
+    Attributes:
+        sampling: the slots' sampling parameters.
+    """
+
+    def __init__(
+        self, geometry: Geometry, groups: Sequence[KvGroup], num_blocks: Sequence[int], device: torch.device
+    ) -> None:
+        """Every slot starts free."""
+        self._geometry = geometry
+        self._groups = tuple(groups)
+        self._num_blocks = tuple(num_blocks)
+        self._device = device
+        self.padding_row = geometry.max_num_seqs
+        rows = geometry.max_num_seqs + 1
+        # One column more than the longest sequence: where the token after its last one would go.
+        self._tokens = torch.zeros((rows, geometry.max_model_len + 1), dtype=torch.int64, device=device)
+        self._computed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._tables = [
+            torch.full((rows, geometry.table_width), NULL_BLOCK, dtype=torch.int32, device=device)
+            for _ in groups
+        ]
+        self.sampling = SamplingState(geometry.max_num_seqs, device)
+        self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
+        # The host's copies, so that a plan is checked without waiting for the device. -1 marks a free slot.
+        self._num_known = [-1] * rows
+        self._num_computed = [0] * rows
+        self._num_table_blocks = [[0] * rows for _ in groups]
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; its table points to the null block again. A free slot stays free."""
+        if self._num_known[slot] < 0:
+            return
+        self._num_known[slot] = -1
+        self._num_computed[slot] = 0
+        for table, counts in zip(self._tables, self._num_table_blocks, strict=True):
+            table[slot] = NULL_BLOCK
+            counts[slot] = 0
+
+    def release_all(self) -> None:
+        """Frees every slot."""
+        for slot in range(self._geometry.max_num_seqs):
+            self.release(slot)
+
+    def admit(self, request: Admission) -> None:
+        """Gives a request its slot.
+
+        Raises:
+            Internal: if the slot is taken or the request does not fit.
+        """
+        slot, known = request.slot, len(request.token_ids)
+        if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
+            raise Internal(f"the plan admits a request to slot {slot}, which is taken or does not exist")
+        if not 0 <= request.num_computed_tokens < known <= self._geometry.max_model_len:
+            raise Internal(
+                f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot {slot};"
+                f" at least one must be left to compute and {self._geometry.max_model_len} fit"
+            )
+        self._num_known[slot] = known
+        self._num_computed[slot] = request.num_computed_tokens
+        self._computed[slot] = request.num_computed_tokens
+        self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
+        self.sampling.set(slot, request.sampling, request.sequence)
+        for group_id, block_ids in request.blocks.items():
+            self.grow(Growth(slot, group_id, block_ids))
+
+    def grow(self, growth: Growth) -> None:
+        """Appends blocks to a slot's table.
+
+        Raises:
+            Internal: if the slot is free, a block does not exist or the table is full.
+        """
+        slot, group_id = growth.slot, growth.group_id
+        self._check_known(slot)
+        if not 0 <= group_id < len(self._groups):
+            raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")
+        for block in growth.block_ids:
+            if not 0 <= block < self._num_blocks[group_id]:
+                raise Internal(
+                    f"the plan names block {block} of KV group {group_id}, which has {self._num_blocks[group_id]}"
+                )
+        start = self._num_table_blocks[group_id][slot]
+        end = start + len(growth.block_ids)
+        if end > self._geometry.table_width:
+            raise Internal(
+                f"slot {slot} would get {end} blocks of group {group_id}, its table holds {self._geometry.table_width}"
+            )
+        self._tables[group_id][slot, start:end] = torch.tensor(list(growth.block_ids), dtype=torch.int32)
+        self._num_table_blocks[group_id][slot] = end
+
+    def check(self, work: PrefillWork | DecodeWork) -> None:
+        """Refuses work that does not fit what earlier plans made of its slots.
+
+        Raises:
+            Internal: naming the first slot that does not fit.
+        """
+        if isinstance(work, PrefillWork):
+            slot, end = work.slot, work.start + work.num_tokens
+            self._check_known(slot)
+            known, computed = self._num_known[slot], self._num_computed[slot]
+            if (
+                work.start != computed
+                or not work.start < end <= known
+                or work.num_tokens > self._geometry.chunk
+            ):
+                raise Internal(
+                    f"the plan prefills tokens {work.start} to {end} of slot {slot}, which has {computed} of {known} computed"
+                )
+            if work.sample != (end == known):
+                raise Internal(f"the plan samples slot {slot} elsewhere than at its last known token")
+            self._check_blocks(slot, end)
+            return
+        if work.bucket not in self._geometry.decode_buckets or len(work.slots) > work.bucket:
+            raise Internal(f"the plan decodes {len(work.slots)} slots in a bucket of {work.bucket}")
+        if len(work.slots) != len(work.positions) or len(set(work.slots)) != len(work.slots):
+            raise Internal("the plan's slots and positions do not match")
+        for slot, position in zip(work.slots, work.positions, strict=True):
+            self._check_known(slot)
+            known, computed = self._num_known[slot], self._num_computed[slot]
+            if position != computed or known != computed + 1:
+                raise Internal(
+                    f"the plan decodes slot {slot} at position {position}, which has {computed} of {known} computed"
+                )
+            self._check_blocks(slot, known)
+
+    def prefill_inputs(
+        self, work: PrefillWork | None
+    ) -> tuple[torch.Tensor, torch.Tensor, list[AttentionInput]]:
+        """The step's tensors, of static shapes; ``None`` for one of padding alone.
+
+        Returns:
+            Token ids [chunk], positions [chunk] and the attention's inputs per KV group.
+        """
+        chunk, block_size = self._geometry.chunk, self._geometry.block_size
+        slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
+        tokens = torch.zeros(chunk, dtype=torch.int64, device=self._device)
+        positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
+        tokens[:count] = self._tokens[slot, start : start + count]
+        torch.arange(start, start + count, out=positions[:count])
+        lengths = torch.tensor([0, count, start + count], dtype=torch.int32, device=self._device)
+        inputs = []
+        for table in self._tables:
+            row = table[slot]
+            slots = torch.zeros(chunk, dtype=torch.int64, device=self._device)
+            real = positions[:count]
+            slots[:count] = row[real // block_size].long() * block_size + real % block_size
+            inputs.append(AttentionInput(lengths[2:], lengths[:2], row[None], slots, count))
+        return tokens, positions, inputs
+
+    def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[AttentionInput]]:
+        """The same for a decode step whose rows are the slots ``rows`` (int64 [bucket], padding included)."""
+        block_size, bucket = self._geometry.block_size, rows.shape[0]
+        positions = self._computed[rows]
+        tokens = self._tokens[rows, positions]
+        seq_lens = (positions + 1).int()
+        blocks, offsets = (positions // block_size)[:, None], positions % block_size
+        inputs = []
+        for table in self._tables:
+            tables = table[rows]
+            slots = tables.gather(1, blocks)[:, 0].long() * block_size + offsets
+            inputs.append(AttentionInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
+        return tokens, positions, inputs
+
+    def advance_prefill(self, work: PrefillWork, token: torch.Tensor | None) -> None:
+        """Records that a chunk is computed and, if it was sampled, the next token (int64 [1])."""
+        end = work.start + work.num_tokens
+        self._num_computed[work.slot] = end
+        self._computed[work.slot] = end
+        if token is not None:
+            self._tokens[work.slot, end] = token[0]
+            self._num_known[work.slot] = end + 1
+
+    def advance_decode(self, slots: Sequence[int], rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Records one more computed token and the next token (int64 [bucket]) of each row."""
+        count = len(slots)
+        real = rows[:count]
+        self._computed[real] += 1
+        self._tokens[real, self._computed[real]] = tokens[:count]
+        for slot in slots:
+            self._num_computed[slot] += 1
+            self._num_known[slot] += 1
+
+    def _check_known(self, slot: int) -> None:
+        if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] < 0:
+            raise Internal(f"the plan names slot {slot}, which is free or does not exist")
+
+    def _check_blocks(self, slot: int, num_tokens: int) -> None:
+        if num_tokens > self._geometry.max_model_len:
+            raise Internal(f"the plan takes slot {slot} beyond {self._geometry.max_model_len} tokens")
+        for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
+            if counts[slot] * self._geometry.block_size < num_tokens:
+                raise Internal(
+                    f"slot {slot} has {counts[slot]} blocks of group {group.group_id}, too few for {num_tokens} tokens"
+                )

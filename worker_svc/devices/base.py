@@ -1,0 +1,111 @@
+"""What a worker asks of a device.
+
+A device brings kernels: how keys and values lie in memory, how attention reads them. It knows nothing of requests, slots or plans;
+and, whichever it is, the shapes it sees are static: prefill is one row of ``chunk`` tokens, decode is ``bucket`` rows of one token.
+"""
+
+import abc
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from worker_svc.geometry import AttentionLayer, KvGroup
+
+
+@dataclass(frozen=True)
+class AttentionInput:
+    """Where one step's tokens go in the cache of one KV group, and what they may see."""
+
+    seq_lens: torch.Tensor
+    """int32 [rows]: tokens of each row's sequence, those of this step included. Padded rows: 1."""
+    query_start: torch.Tensor
+    """int32 [rows + 1]: where each row's real tokens start among the step's tokens; the last entry is their number."""
+    block_table: torch.Tensor
+    """int32 [rows, width]: block ids in the order of positions. Unused entries and padded rows: the null block."""
+    slot_mapping: torch.Tensor
+    """int64 [tokens]: ``block * block_size + offset`` that each token is written to. Padding: in the null block."""
+    num_tokens: int
+    """Leading tokens that attend; the rest of a chunk is padding and gets zeros."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What distinguishes the attention of one layer from that of another."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    """Factor on the scores before the softmax."""
+    window: int
+    """Tokens a query attends to, itself included; 0 for all."""
+    softcap: float
+    """Scores become ``softcap * tanh(scores / softcap)``; 0 for off."""
+    writes: bool
+    """False where the layer reads another layer's cache."""
+
+
+class Device(abc.ABC):
+    """One kind of accelerator. Instances hold no model and no cache."""
+
+    name: ClassVar[str]
+    """As in the setting and on the wire."""
+    torch_device: ClassVar[torch.device]
+    """Where weights, caches and the batch's state live."""
+    block_size_multiple: ClassVar[int]
+    """Tokens of which a block size must be a multiple."""
+    default_block_size: ClassVar[int]
+    default_chunk: ClassVar[int]
+    default_max_num_seqs: ClassVar[int]
+    """What the device is usually run with."""
+
+    @abc.abstractmethod
+    def check_available(self) -> None:
+        """Does nothing if this machine has the device and its software.
+
+        Raises:
+            ConfigurationRefused: in one line, what is missing.
+        """
+
+    @abc.abstractmethod
+    def product_name(self) -> str:
+        """The device's name for people."""
+
+    @abc.abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that are free for weights, caches and graphs right now."""
+
+    @abc.abstractmethod
+    def cache_shape(self, layer: AttentionLayer, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """The shape of one layer's cache. Dimension ``block_dim`` counts the blocks."""
+
+    block_dim: ClassVar[int] = 0
+    """Which dimension of a layer's cache counts the blocks."""
+
+    @abc.abstractmethod
+    def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
+        """Prepares one step's attention for a group; the result is handed to :meth:`attend` of each of its layers."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        plan: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Writes keys and values to the cache, then attends.
+
+        Args:
+            shape: the layer.
+            query: [tokens, heads, head_size].
+            key: [tokens, kv_heads, head_size]; unused if the layer reads another's cache.
+            value: like ``key``.
+            cache: the layer's cache, of :meth:`cache_shape`.
+            plan: what :meth:`plan` made of this step.
+            output: [tokens, heads, head_size], written in place.
+        """

