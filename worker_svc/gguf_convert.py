@@ -1,0 +1,251 @@
+"""Turns a GGUF file of the Llama or the Gemma 3 family into a Hugging Face folder, dequantized to bfloat16.
+
+Used for the packaged demo models alone, as a script with the arguments FILE and FOLDER, in a process of its own: its memory (the
+weights in float32) is given back when it ends.
+
+Weights come out bit for bit as transformers' own converter makes them, in a fifth of its time. Its tokenizers are not used: for
+Gemma it builds a unigram model out of what are ranks of merges ("capital" becomes four tokens, and no beginning-of-sequence token is
+added), and for SmolLM2 it declares ``<|im_start|>`` the end token.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+_TOP_LEVEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# The same GGUF name means another norm in each family.
+_NORMS = {
+    "llama": {"ffn_norm": "post_attention_layernorm"},
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+# ggml's kinds of tokens.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Writes weights, configuration and tokenizer to ``folder``, which must exist.
+
+    Raises:
+        ValueError: for another family of models.
+    """
+    reader = gguf.GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    family = fields["general.architecture"]
+    if family not in _NORMS:
+        raise ValueError(f"GGUF files of the architecture {family} are not converted here")
+    weights = dict(_weights(reader, family, fields))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library makes it private; a shared cache is not
+    config = _llama_config(fields) if family == "llama" else _gemma_config(fields)
+    config |= {
+        "dtype": "bfloat16",
+        "tie_word_embeddings": "lm_head.weight" not in weights,
+        "vocab_size": weights["model.embed_tokens.weight"].shape[0],
+    }
+    special = {
+        f"{short}_token_id": int(fields[f"tokenizer.ggml.{name}_token_id"])
+        for short, name in _SPECIAL.items()
+    }
+    _write(folder / "config.json", config | special)
+    _write(folder / "generation_config.json", {k: v for k, v in special.items() if k != "unk_token_id"})
+    tokenizer = _byte_level(fields) if fields["tokenizer.ggml.model"] == "gpt2" else _sentencepiece(fields)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = fields["tokenizer.ggml.tokens"]
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            **{f"{short}_token": tokens[special[f"{short}_token_id"]] for short in _SPECIAL},
+        },
+    )
+    template = fields.get("tokenizer.chat_template")
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+
+
+def _weights(
+    reader: gguf.GGUFReader, family: str, fields: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for tensor in reader.tensors:
+        name = _hugging_face_name(tensor.name, family)
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        if family == "llama" and ".q_proj." in name:
+            values = _unpermute(values, int(fields["llama.attention.head_count"]))
+        elif family == "llama" and ".k_proj." in name:
+            values = _unpermute(values, int(fields["llama.attention.head_count_kv"]))
+        elif family == "gemma3" and name.endswith("norm.weight"):
+            values = values - 1  # GGUF stores the factor, Gemma's layers add the one themselves
+        yield name, values.to(torch.bfloat16)
+
+
+def _hugging_face_name(name: str, family: str) -> str:
+    if name in _TOP_LEVEL:
+        return _TOP_LEVEL[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    part = ({**_IN_LAYER, **_NORMS[family]}).get(match[2]) if match else None
+    if match is None or part is None:
+        raise ValueError(f"unexpected tensor {name}")
+    return f"model.layers.{match[1]}.{part}.weight"
+
+
+def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undoes llama.cpp's interleaving of the two halves of each head, which its rotary embedding wants."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def _common_config(fields: dict[str, Any], family: str) -> dict[str, Any]:
+    def of(name: str) -> Any:
+        return fields[f"{family}.{name}"]
+
+    return {
+        "attention_bias": False,
+        "hidden_size": of("embedding_length"),
+        "intermediate_size": of("feed_forward_length"),
+        "max_position_embeddings": of("context_length"),
+        "num_attention_heads": of("attention.head_count"),
+        "num_hidden_layers": of("block_count"),
+        "num_key_value_heads": of("attention.head_count_kv"),
+        # Stored as float32; the double nearest to six digits is what the authors wrote.
+        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),
+    }
+
+
+def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
+    common = _common_config(fields, "llama")
+    return common | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": common["hidden_size"] // common["num_attention_heads"],
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+    }
+
+
+def _gemma_config(fields: dict[str, Any]) -> dict[str, Any]:
+    common = _common_config(fields, "gemma3")
+    head_dim = fields["gemma3.attention.key_length"]
+    full_every = 6  # not stored in the file: the same in all of the family
+    return common | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % full_every else "full_attention"
+            for layer in range(common["num_hidden_layers"])
+        ],
+        "query_pre_attn_scalar": head_dim,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": fields["gemma3.rope.freq_base"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": fields["gemma3.attention.sliding_window"],
+    }
+
+
+def _byte_level(fields: dict[str, Any]) -> Tokenizer:
+    """GPT-2's kind of tokenizer; SmolLM's splits digits apart first."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([digits, byte_level])
+        if fields.get("tokenizer.ggml.pre") == "smollm"
+        else byte_level
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_of_kind(fields, _CONTROL))
+    return tokenizer
+
+
+def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
+    """SentencePiece's BPE, as Gemma has it: the score of a piece is the rank of the merge that makes it."""
+    # Runs of spaces are stored as spaces in some files and as SentencePiece's sign for them in others.
+    tokens = [token.replace(" ", "▁") for token in fields["tokenizer.ggml.tokens"]]
+    scores = fields["tokenizer.ggml.scores"]
+    kinds = fields["tokenizer.ggml.token_type"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        if kind in (_CONTROL, _USER_DEFINED):
+            continue  # matched before any merging
+        halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+        known = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+        merges += [(-score, ids[left], ids[right], left, right) for left, right in known]
+    merges.sort()
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=ids, merges=[merge[3:] for merge in merges], unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
+            fuse_unk=True, byte_fallback=True,
+        )
+    )  # fmt: skip
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(_of_kind(fields, _CONTROL))
+    # Normalized, so that runs of "▁" are found in text whose spaces have been replaced.
+    tokenizer.add_tokens(
+        [
+            AddedToken(tokens[i], normalized="▁" in tokens[i])
+            for i, kind in enumerate(kinds)
+            if kind == _USER_DEFINED
+        ]
+    )
+    if fields.get("tokenizer.ggml.add_bos_token"):
+        bos = tokens[fields["tokenizer.ggml.bos_token_id"]]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids[bos])]
+        )
+    return tokenizer
+
+
+def _of_kind(fields: dict[str, Any], wanted: int) -> list[AddedToken]:
+    pairs = zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True)
+    return [AddedToken(token, special=True, normalized=False) for token, kind in pairs if kind == wanted]
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
