@@ -1,0 +1,122 @@
+"""What `triptych up` can be told: flags, or `TRIPTYCH_*` variables of the same name."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+OptionalCount = Annotated[int | None, Field(ge=1)]
+
+
+class LaunchSettings(BaseSettings):
+    """One model on this machine. What is left unset is decided by the service that owns the setting."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRIPTYCH_",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_prog_name="triptych up",
+        cli_hide_none_type=True,
+        cli_implicit_flags=True,
+        extra="ignore",
+    )
+
+    model: Annotated[
+        str,
+        Field(min_length=1, description="smollm2, gemma3-270m, a Hugging Face id or a local folder."),
+    ] = "smollm2"
+    served_model_name: Annotated[
+        str | None, Field(min_length=1, description="What clients call the model (default: --model).")
+    ] = None
+    host: Annotated[str, Field(min_length=1, description="Address that HTTP clients connect to.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Field(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 8000
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "rbln"], Field(description="What the workers run on.")
+    ] = "auto"
+    workers: Annotated[int, Field(ge=1, le=64, description="Copies of the model, one worker each.")] = 1
+    run_dir: Annotated[Path, Field(description="Folder for pid files and logs.")] = Path("run")
+    dtype: Annotated[
+        str | None, Field(description="auto, bfloat16, float16 or float32: weights and activations.")
+    ] = None
+    max_model_len: Annotated[OptionalCount, Field(description="Longest prompt plus output, tokens.")] = None
+    max_num_seqs: Annotated[OptionalCount, Field(description="Sequences that run at once.")] = None
+    max_num_batched_tokens: Annotated[
+        OptionalCount,
+        Field(description="Tokens of one prefill chunk; it and --block-size divide one another."),
+    ] = None
+    block_size: Annotated[OptionalCount, Field(description="Tokens of one block of KV memory.")] = None
+    enable_prefix_caching: Annotated[
+        bool | None, Field(description="Keep the KV of prompts for later ones that begin alike.")
+    ] = None
+    seed: Annotated[int | None, Field(ge=0, description="Where random numbers begin.")] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="Least severe level in the logs.")
+    ] = "info"
+
+
+def gateway_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
+    """The gateway's part of the settings."""
+    return [
+        *("--host", settings.host, "--port", str(port)),
+        *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
+        *_logging(settings),
+    ]
+
+
+def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
+    """The scheduler's part: memory, batches, and the model's public name."""
+    return [
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *_value("--served-model-name", settings.served_model_name),
+        *_value("--max-model-len", settings.max_model_len),
+        *_value("--max-num-seqs", settings.max_num_seqs),
+        *_value("--max-num-batched-tokens", settings.max_num_batched_tokens),
+        *_value("--block-size", settings.block_size),
+        *_switch("--enable-prefix-caching", settings.enable_prefix_caching),
+        *_logging(settings),
+    ]
+
+
+def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
+    """Each worker's part: the model, the device, and its share of the cores."""
+    return [
+        *("--model", settings.model, "--device", settings.device),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
+        *_value("--dtype", settings.dtype),
+        *_value("--seed", settings.seed),
+        *_value("--cpu-threads", _share_of_cores(settings.workers)),
+        *_logging(settings),
+    ]
+
+
+def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
+    """Gives each of several workers a device of its own: the `index`-th of those that the launcher may use."""
+    variable = {"cuda": "CUDA_VISIBLE_DEVICES", "rbln": "RBLN_DEVICES"}.get(settings.device)
+    if settings.workers == 1 or variable is None:
+        return {}
+    visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    if not visible:
+        return {variable: str(index)}
+    return {variable: visible[index % len(visible)]}
+
+
+def _share_of_cores(workers: int) -> int | None:
+    return None if workers == 1 else max(1, len(os.sched_getaffinity(0)) // workers)
+
+
+def _value(flag: str, value: object) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+def _switch(flag: str, value: bool | None) -> list[str]:
+    return [] if value is None else [flag if value else flag.replace("--", "--no-", 1)]
+
+
+def _logging(settings: LaunchSettings) -> list[str]:
+    # JSON always: the launcher reads progress from the logs.
+    return ["--log-level", settings.log_level, "--log-format", "json"]

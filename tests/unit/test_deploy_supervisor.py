@@ -1,0 +1,207 @@
+"""The launcher's supervisor, with small real processes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.launcher.process import ChildSpec, describe_exit
+from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor
+
+QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
+FOREVER = "import signal; print('up', flush=True); signal.pause()"
+
+
+class Told:
+    """Collects what a supervisor says; `wait_for` waits until it has said a text."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, text: str) -> None:
+        self.lines.append(text)
+        self._changed.set()
+
+    async def wait_for(self, text: str) -> str:
+        while True:
+            for line in self.lines:
+                if text in line:
+                    return line
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def spec(run_dir: Path, name: str, code: str) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-I", "-S", "-c", code), run_dir)
+
+
+@contextlib.asynccontextmanager
+async def supervised(supervisor: Supervisor) -> AsyncIterator[None]:
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def pid_of(child: ChildSpec, *, other_than: int = 0) -> int:
+    """Waits until the child has said that it is up."""
+    await until(
+        lambda: child.log.exists() and child.pid_file.exists() and child.log.read_text().endswith("up\n")
+    )
+    await until(lambda: int(child.pid_file.read_text() or 0) not in {0, other_than})
+    return int(child.pid_file.read_text())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
+    """A child that is killed is reported with its signal, its log and its last lines, and runs again under a new id."""
+    child = spec(tmp_path, "worker-0", FOREVER)
+    told = Told()
+    supervisor = Supervisor([[child]], told, policy=QUICK)
+    async with supervised(supervisor):
+        first = await pid_of(child)
+        os.kill(first, signal.SIGKILL)
+        message = await told.wait_for("worker-0 died")
+        assert "SIGKILL" in message
+        assert str(child.log) in message
+        assert "| up" in message
+        second = await pid_of(child, other_than=first)
+        assert alive(second)
+    assert not alive(second)
+    assert not child.pid_file.exists()
+
+
+async def test_a_refused_setting_ends_everything(tmp_path: Path) -> None:
+    """Exit code 2 at the first start is not retried: its last line is the error and the other children are stopped."""
+    other = spec(tmp_path, "scheduler", FOREVER)
+    bad = spec(tmp_path, "worker-0", "import sys; print('no such model: x', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(ExceptionGroup) as raised:
+        await Supervisor([[other], [bad]], Told(), policy=QUICK).run()
+    error = raised.value.exceptions[0]
+    assert isinstance(error, LaunchError)
+    assert str(error) == "no such model: x"
+    assert error.exit_code == 2
+    assert not list(tmp_path.glob("*.pid"))
+
+
+async def test_gives_up_on_a_child_that_never_works(tmp_path: Path) -> None:
+    """Before anything was served, the third death in a row ends the launcher; the error shows the log's last lines."""
+    bad = spec(tmp_path, "worker-0", "raise RuntimeError('no device')")
+    told = Told()
+    with pytest.raises(ExceptionGroup) as raised:
+        await Supervisor([[bad]], told, policy=QUICK).run()
+    error = raised.value.exceptions[0]
+    assert isinstance(error, LaunchError)
+    assert "no device" in str(error)
+    assert error.exit_code == 1
+    assert len(told.lines) == 2
+
+
+async def test_never_gives_up_once_served(tmp_path: Path) -> None:
+    """After the stack has served, a child may die any number of times."""
+    bad = spec(tmp_path, "worker-0", "raise SystemExit(2)")
+    told = Told()
+    supervisor = Supervisor([[bad]], told, policy=QUICK)
+    supervisor.mark_served()
+    async with supervised(supervisor):
+        await until(lambda: len(told.lines) >= 4)
+
+
+async def test_stops_stage_by_stage(tmp_path: Path) -> None:
+    """A later stage is asked to stop only after the earlier one has ended."""
+    order = tmp_path / "order"
+    polite = (
+        "import signal, sys, time\n"
+        "def end(*_):\n"
+        "    time.sleep(0.1)\n"
+        f"    open({str(order)!r}, 'a').write(NAME)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n" + FOREVER
+    )
+    stages = [[spec(tmp_path, name, f"NAME = {name!r}\n{polite}")] for name in ("g", "s", "w")]
+    async with supervised(Supervisor(stages, Told())):
+        for (child,) in stages:
+            await pid_of(child)
+    assert order.read_text() == "gsw"
+
+
+async def test_kills_what_does_not_stop(tmp_path: Path) -> None:
+    """A child that ignores SIGTERM is killed after the grace period, together with its own children, and that is said."""
+    stubborn = spec(
+        tmp_path,
+        "worker-0",
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "p = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()'])\n"
+        "print(p.pid)\n" + FOREVER,
+    )
+    told = Told()
+    async with supervised(Supervisor([[stubborn]], told, grace_s=0.1)):
+        child = await pid_of(stubborn)
+        grandchild = int(stubborn.log.read_text().split()[0])
+    assert not alive(child)
+    await until(lambda: not alive(grandchild) or is_zombie(grandchild))
+    assert "worker-0 did not end within 0.1 s" in told.lines[-1]
+
+
+def is_zombie(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def test_children_die_with_a_killed_launcher() -> None:
+    """A service does not outlive its launcher, not even when the launcher is killed without a chance to stop it."""
+    child = (
+        "import os, signal; from deploy.launcher.parent import die_with_launcher; "
+        "die_with_launcher(os.environ); print(os.getpid(), flush=True); signal.pause()"
+    )
+    parent = (
+        "import os, subprocess, sys\n"
+        f"environment = {{**os.environ, {PARENT_VARIABLE!r}: str(os.getpid())}}\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}], env=environment)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    with launcher:
+        assert launcher.stdout is not None
+        assert int(launcher.stdout.readline())
+        launcher.kill()
+        # The pipe ends when the last process that holds it is gone: the child.
+        assert launcher.stdout.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-64, "SIGRTMAX")]
+)
+def test_exits_are_told_in_words(status: int, text: str) -> None:
+    """A status is an exit code or a signal's name."""
+    assert describe_exit(status) == text
+
+
+def test_the_delay_doubles_up_to_a_limit() -> None:
+    """Deaths in a row wait longer and longer, but not for ever longer."""
+    policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=4)
+    assert [policy.delay_s(n) for n in range(1, 7)] == [0.5, 1, 2, 4, 4, 4]
