@@ -19,7 +19,7 @@ Every class knows its code in ``triptych.v1.ErrorCode``, its gRPC status and its
 ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's rich status.
 """
 
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -28,6 +28,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from protos.triptych.v1 import common_pb2 as pb
+from protos.wire import Context
 
 
 class TriptychError(Exception):
@@ -163,7 +164,7 @@ def from_proto(error: pb.Error) -> TriptychError:
 def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
     """The exception for a failed call: its typed detail if it has one, else what the bare status says."""
     # A status without details comes from the transport: the peer is gone, or never was there.
-    status = rpc_status.from_call(error) if error.trailing_metadata() else None
+    status = rpc_status.from_call(cast("grpc.Call", error)) if error.trailing_metadata() else None
     for detail in status.details if status else ():
         typed = pb.Error()
         if detail.Unpack(typed):
@@ -183,7 +184,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
             return Internal(text)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: TriptychError) -> NoReturn:  # type: ignore[type-arg]
+async def abort(context: Context, error: TriptychError) -> NoReturn:
     """Ends a call with the error's status, message and typed detail."""
     detail = any_pb2.Any()
     detail.Pack(error.to_proto())

@@ -57,13 +57,11 @@ class Server:
         await self._server.start()
         return self.port
 
-    async def set_serving(self, serving: bool) -> None:
-        """Reports SERVING or NOT_SERVING for every service and for the empty name."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in ("", *self._names):
-            await self._health.set(name, status)
+    async def set_serving(self, serving: bool, *names: str) -> None:
+        """Reports SERVING or NOT_SERVING for these services; for all and the server as a whole ("") without names."""
+        states = health_pb2.HealthCheckResponse
+        for name in names or ("", *self._names):
+            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Reports NOT_SERVING for good, refuses new calls and waits up to ``grace_s`` seconds for those under way."""

@@ -1,8 +1,11 @@
 """What both ends of a connection agree on: the schema's revision, message limits and keepalive."""
 
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""A call, as a servicer's method sees it."""
 
 # Raised whenever a message changes its meaning in a way that an older peer would misread. Exchanged at connect
 # (Register, Describe, the first message of Connect); unequal revisions are refused with SCHEMA_MISMATCH.

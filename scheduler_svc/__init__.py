@@ -1,0 +1,1 @@
+"""The scheduler: owns every KV block and every batch, decides with integers only, and never imports torch."""

@@ -1,0 +1,84 @@
+"""The scheduler service: reads its settings, builds the parts, serves until it is told to stop."""
+
+import asyncio
+import signal
+import sys
+import time
+
+import grpc.aio
+
+from protos.errors import TriptychError
+from protos.logs import configure, get_logger
+from protos.server import Server
+from protos.settings import load
+from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
+from scheduler_svc.deployment import Deployment
+from scheduler_svc.engine import Engine
+from scheduler_svc.registry import RegistryServicer
+from scheduler_svc.servicer import InferenceServicer
+from scheduler_svc.settings import Settings
+
+INFERENCE = "triptych.v1.Inference"
+REGISTRY = "triptych.v1.WorkerRegistry"
+
+
+async def serve(settings: Settings) -> None:
+    """Runs the service until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigurationRefused: if the address cannot be bound.
+    """
+    log = get_logger()
+    engine = Engine(
+        max_waiting=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        clock=time.monotonic,
+    )
+    deployment = Deployment(settings, engine)
+    inference = InferenceServicer(engine, deployment)
+    registry = RegistryServicer(deployment, step_timeout_s=settings.step_timeout_s)
+
+    def register(server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+        registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
+
+    server = Server((INFERENCE, REGISTRY), register)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    # Health follows the replicas: SERVING means that a request would be run.
+    changes: asyncio.Queue[bool] = asyncio.Queue()
+    deployment.on_serving(changes.put_nowait)
+    port = await server.start(settings.host, settings.port)
+    await server.set_serving(True, REGISTRY)
+    log.info("listening", host=settings.host, port=port)
+
+    async def follow() -> None:
+        while True:
+            await server.set_serving(await changes.get(), "", INFERENCE)
+
+    follower = asyncio.create_task(follow())
+    await stop.wait()
+    log.info("draining", running=engine.num_running, waiting=len(engine.waiting))
+    follower.cancel()
+    inference.drain()
+    await engine.drained(settings.drain_s)
+    await server.stop(grace_s=0.5)
+    log.info("stopped")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0 after a clean stop, 2 for a bad setting."""
+    try:
+        settings = load(Settings, argv)
+        configure("scheduler", level=settings.log_level, log_format=settings.log_format)
+        asyncio.run(serve(settings))
+    except TriptychError as error:
+        print(f"triptych scheduler: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

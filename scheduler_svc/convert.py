@@ -1,0 +1,237 @@
+"""Between protocol messages and the scheduler's own types: the only module that knows both."""
+
+import math
+import secrets
+from collections.abc import Sequence
+
+from protos.errors import InvalidArgument, from_proto
+from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from scheduler_svc.engine import Submission
+from scheduler_svc.geometry import DeviceLimits, Geometry
+from scheduler_svc.plan import Admission, BlockCopy, Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.request import Event, FinishReason, Logprobs
+from scheduler_svc.sampling import SamplingParams
+
+MAX_REQUEST_ID_BYTES = 128
+
+_FINISH_REASONS = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+}
+
+# SamplingParams fields that need the worker's help, and the value at which each is off.
+_WORKER_FIELDS: dict[str, object] = {
+    "temperature": None, "top_p": None, "top_k": 0, "min_p": None, "seed": None, "min_tokens": 0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+    "logprobs": None, "prompt_logprobs": None,
+}  # fmt: skip
+_WORKER_COLLECTIONS = ("logit_bias", "allowed_token_ids", "bad_words")
+
+
+def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
+    """Validates a request as far as that is possible without knowing the model.
+
+    Raises:
+        InvalidArgument: naming the field, its bounds and what was sent.
+    """
+    if not request.prompt_token_ids:
+        raise InvalidArgument("the prompt is empty; send at least one token", param="prompt_token_ids")
+    if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="request_id")
+    if request.HasField("n") and request.n != 1:
+        raise InvalidArgument(f"n must be 1, not {request.n}: send one request per sequence", param="n")
+    if request.lora_name:
+        raise InvalidArgument(f"no adapter is called {request.lora_name!r}", param="lora_name")
+    sampling = request.sampling
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+    if max_tokens == 0:
+        raise InvalidArgument("max_tokens must be at least 1", param="max_tokens")
+    return Submission(
+        request_id=request.request_id or secrets.token_hex(16),
+        prompt_token_ids=tuple(request.prompt_token_ids),
+        sampling=_sampling_from_proto(sampling),
+        max_tokens=max_tokens,
+        resumed_token_ids=tuple(request.resumed_token_ids),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        sampling_fields=_set_fields(sampling),
+    )
+
+
+def _sampling_from_proto(sampling: common_pb2.SamplingParams) -> SamplingParams:
+    temperature = _bounded(sampling, "temperature", 1.0, 0.0, 100.0)
+    top_p = _bounded(sampling, "top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise InvalidArgument("top_p must be above 0 and at most 1, not 0", param="top_p")
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=sampling.top_k,
+        min_p=_bounded(sampling, "min_p", 0.0, 0.0, 1.0),
+        # Drawn once: a replay after a lost worker must continue with the same random numbers.
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+
+
+def _bounded(
+    sampling: common_pb2.SamplingParams, name: str, default: float, low: float, high: float
+) -> float:
+    value = float(getattr(sampling, name)) if sampling.HasField(name) else default  # type: ignore[arg-type]
+    if math.isnan(value) or not low <= value <= high:
+        raise InvalidArgument(f"{name} must be between {low:g} and {high:g}, not {value:g}", param=name)
+    return value
+
+
+def _set_fields(sampling: common_pb2.SamplingParams) -> frozenset[str]:
+    """Names of the parameters that ask something of the worker."""
+    fields = {
+        name
+        for name, off in _WORKER_FIELDS.items()
+        if (sampling.HasField(name) if off is None or name == "repetition_penalty" else True)  # type: ignore[arg-type]
+        and getattr(sampling, name) != off
+    }
+    fields.update(name for name in _WORKER_COLLECTIONS if getattr(sampling, name))
+    if sampling.HasField("structured_output"):
+        fields.add("structured_output")
+    return frozenset(fields)
+
+
+def event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
+    """One event for a client."""
+    message = inference_pb2.GenerateEvent(
+        request_id=event.request_id,
+        token_ids=event.token_ids,
+        logprobs=[_logprobs_to_proto(entry) for entry in event.logprobs],
+        finish_reason=_FINISH_REASONS[event.finish_reason],
+        stop_token_id=event.stop_token_id,
+        error=event.error.to_proto() if event.error else None,
+    )
+    if event.first:
+        message.prompt.num_tokens = event.num_prompt_tokens
+        message.prompt.num_cached_tokens = event.num_cached_tokens
+        message.prompt.queue_ms = event.queue_s * 1000
+    return message
+
+
+def _logprobs_to_proto(entry: Logprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_token_ids=[token for token, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
+    """What a worker can run."""
+    return DeviceLimits(
+        max_context=description.model.max_model_len,
+        block_size_multiple=max(1, description.block_size_multiple),
+        max_batch=description.max_batch,
+        max_chunk=description.max_chunk,
+    )
+
+
+def configure_to_proto(geometry: Geometry, num_blocks: Sequence[int]) -> worker_pb2.ConfigureRequest:
+    """A geometry for a worker; ``num_blocks`` per group, or empty for as many as its memory allows."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=geometry.max_model_len,
+        max_num_seqs=geometry.max_num_seqs,
+        chunk=geometry.chunk,
+        block_size=geometry.block_size,
+        decode_buckets=geometry.buckets,
+        num_blocks=num_blocks,
+    )
+
+
+def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
+    """A plan for a worker."""
+    message = worker_pb2.StepPlan(
+        step=plan.step,
+        release=plan.release,
+        copies=[_copy_to_proto(copy) for copy in plan.copies],
+        admit=[_admission_to_proto(admission) for admission in plan.admit],
+        grow=[_growth_to_proto(growth) for growth in plan.grow],
+    )
+    match plan.work:
+        case Prefill(slot, start, num_tokens, sample):
+            message.prefill.slot = slot
+            message.prefill.start = start
+            message.prefill.num_tokens = num_tokens
+            message.prefill.sample = sample
+        case Decode(slots, positions, bucket):
+            message.decode.slots.extend(slots)
+            message.decode.positions.extend(positions)
+            message.decode.bucket = bucket
+        case None:
+            pass
+    return message
+
+
+def _copy_to_proto(copy: BlockCopy) -> worker_pb2.BlockCopy:
+    return worker_pb2.BlockCopy(
+        group_id=copy.group_id,
+        source_block=copy.source_block,
+        target_block=copy.target_block,
+        num_tokens=copy.num_tokens,
+    )
+
+
+def _growth_to_proto(growth: Growth) -> worker_pb2.SlotBlocks:
+    return worker_pb2.SlotBlocks(slot=growth.slot, group_id=growth.group_id, block_ids=growth.block_ids)
+
+
+def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
+    sampling = admission.sampling
+    return worker_pb2.SlotRequest(
+        slot=admission.slot,
+        request_id=admission.request_id,
+        token_ids=admission.token_ids,
+        num_prompt_tokens=admission.num_prompt_tokens,
+        num_computed_tokens=admission.num_computed,
+        sampling=common_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            logprobs=sampling.logprobs,
+        ),
+        blocks=[
+            worker_pb2.SlotBlocks(slot=admission.slot, group_id=group_id, block_ids=block_ids)
+            for group_id, block_ids in enumerate(admission.block_ids)
+        ],
+    )
+
+
+def result_from_proto(result: worker_pb2.StepResult) -> StepResult:
+    """A worker's answer."""
+    return StepResult(
+        step=result.step,
+        outputs=tuple(_output_from_proto(output) for output in result.outputs),
+        error=from_proto(result.error) if result.HasField("error") else None,
+        execute_us=result.execute_us,
+    )
+
+
+def _output_from_proto(output: worker_pb2.SlotOutput) -> SlotOutput:
+    return SlotOutput(
+        slot=output.slot,
+        token_ids=tuple(output.token_ids),
+        logprobs=tuple(
+            Logprobs(
+                entry.logprob, entry.rank, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+            )
+            for entry in output.logprobs
+        ),
+        error=from_proto(output.error) if output.HasField("error") else None,
+    )

@@ -1,0 +1,111 @@
+"""One step, as decided: what a worker is told and what it answers. No protocol types; ``convert`` translates."""
+
+from dataclasses import dataclass, field
+
+from protos.errors import TriptychError
+from scheduler_svc.request import Logprobs
+from scheduler_svc.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A device-to-device copy of a block's leading ``num_tokens`` tokens."""
+
+    group_id: int
+    source_block: int
+    target_block: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that gets a slot: everything the worker will ever be told about it, but for later blocks.
+
+    Attributes:
+        token_ids: all tokens known so far; the worker prefills those behind ``num_computed``.
+        block_ids: block table per KV group.
+    """
+
+    slot: int
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed: int
+    sampling: SamplingParams
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks appended to a slot's table of one group."""
+
+    slot: int
+    group_id: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One chunk of one request, at batch size 1.
+
+    Attributes:
+        start: position of the first token.
+        num_tokens: real tokens; the graph's chunk is padded beyond them.
+        sample: whether the known tokens end here, so that a next one is sampled.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One token for each of these slots, at a compiled batch size."""
+
+    slots: tuple[int, ...]
+    positions: tuple[int, ...]
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One graph execution and the bookkeeping before it, in the order in which a worker applies it.
+
+    Attributes:
+        step: number on this replica's stream, from 1.
+        release: slots whose request is over.
+    """
+
+    step: int
+    work: Prefill | Decode | None
+    release: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    admit: tuple[Admission, ...] = ()
+    grow: tuple[Growth, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOutput:
+    """What one slot produced in a step."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    error: TriptychError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A worker's answer to one plan.
+
+    Attributes:
+        error: the whole step failed; there are no outputs, and the KV of its slots is not to be trusted.
+        execute_us: time on the device and around it.
+    """
+
+    step: int
+    outputs: tuple[SlotOutput, ...] = field(default=())
+    error: TriptychError | None = None
+    execute_us: int = 0

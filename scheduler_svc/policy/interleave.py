@@ -1,0 +1,29 @@
+"""Whether a step runs a prefill chunk or a decode batch."""
+
+from typing import Literal
+
+Work = Literal["prefill", "decode"]
+
+
+class Interleave:
+    """Bounded stall: while both kinds of work exist, every chunk is followed by a fixed number of decode steps.
+
+    vLLM-RBLN runs all prefill first, which stalls every running request for as long as prompts keep coming; here the longest gap
+    between two tokens of a request is one chunk plus one decode step.
+    """
+
+    def __init__(self, decode_steps_per_chunk: int) -> None:
+        """Runs ``decode_steps_per_chunk`` (at least 1) decode steps between two chunks."""
+        self._ratio = decode_steps_per_chunk
+        # A first chunk may start at once.
+        self._decodes_since_chunk = decode_steps_per_chunk
+
+    def choose(self, *, prefill: bool, decode: bool) -> Work | None:
+        """The kind of the next step, given which kinds of work there are."""
+        if prefill and (not decode or self._decodes_since_chunk >= self._ratio):
+            self._decodes_since_chunk = 0
+            return "prefill"
+        if decode:
+            self._decodes_since_chunk += 1
+            return "decode"
+        return None

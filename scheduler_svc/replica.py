@@ -1,0 +1,169 @@
+"""One worker, driven: dial back, describe, configure, then one step after the other until it is lost or leaves."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import cast
+
+import grpc.aio
+
+from protos.errors import Internal, SchemaMismatch, Unavailable, from_rpc_error
+from protos.logs import get_logger
+from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from protos.wire import SCHEMA_REVISION, open_channel
+from scheduler_svc.convert import configure_to_proto, limits_from_proto, plan_to_proto, result_from_proto
+from scheduler_svc.deployment import Deployment
+from scheduler_svc.engine import AttachedReplica
+from scheduler_svc.model_files import receive_files
+
+# Describe needs the worker's process up and its model's configuration read; weights come later.
+DESCRIBE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Where a worker listens and who it is."""
+
+    replica_id: str
+    worker_id: str
+    target: str
+
+
+class Replica:
+    """Drives one worker from its registration to its end.
+
+    Attributes:
+        ready: set once the worker receives steps.
+    """
+
+    def __init__(self, address: WorkerAddress, deployment: Deployment, *, step_timeout_s: float) -> None:
+        """Prepares to dial ``address``.
+
+        Args:
+            address: the worker.
+            deployment: what it will be part of.
+            step_timeout_s: a step that takes longer means that the worker hangs and counts as lost.
+        """
+        self.address = address
+        self._deployment = deployment
+        self._step_timeout_s = step_timeout_s
+        self._log = get_logger(replica=address.replica_id, worker=address.worker_id, target=address.target)
+        self._work = asyncio.Event()
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs until the worker is lost.
+
+        Raises:
+            TriptychError: always, at the end: why it ended.
+        """
+        async with open_channel(self.address.target) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            self._deployment.starting[self.address.replica_id] = "dialling"
+            try:
+                await self._start(stub)
+                await self._serve(stub)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            finally:
+                requeued = self._deployment.detach(self.address.replica_id)
+                if requeued:
+                    self._log.warning("requests_requeued", count=requeued)
+
+    async def _start(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
+        description = await stub.Describe(
+            worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION),
+            timeout=DESCRIBE_TIMEOUT_S,
+            wait_for_ready=True,
+        )
+        if description.schema_revision != SCHEMA_REVISION:
+            raise SchemaMismatch(
+                f"the worker speaks schema revision {description.schema_revision}, this scheduler {SCHEMA_REVISION}; "
+                "run the same release on both"
+            )
+        geometry = self._deployment.geometry_for(description)
+        geometry.check(limits_from_proto(description))
+        self._log.info("configuring", device=description.device, model=description.model.source, chunk=geometry.chunk,
+                       block_size=geometry.block_size, buckets=geometry.buckets, max_model_len=geometry.max_model_len)  # fmt: skip
+        ready: worker_pb2.ConfigureReady | None = None
+        async for event in stub.Configure(configure_to_proto(geometry, self._deployment.num_blocks)):
+            if event.HasField("ready"):
+                ready = event.ready
+            else:
+                self._note_progress(event.progress)
+        if ready is None:
+            raise Internal("the worker ended Configure without saying that it is ready")
+        files = await receive_files(stub.GetModelFiles(worker_pb2.GetModelFilesRequest()))
+        scheduler = self._deployment.add(
+            self.address.replica_id, geometry, description, tuple(ready.num_blocks), files
+        )
+        self._scheduler = scheduler
+        self._log.info(
+            "ready",
+            num_blocks=list(ready.num_blocks),
+            graphs=len(ready.graphs),
+            phase_seconds=dict(ready.phase_seconds),
+        )
+
+    def _note_progress(self, progress: worker_pb2.ConfigureProgress) -> None:
+        phase = worker_pb2.ConfigureProgress.Phase.Name(progress.phase).removeprefix("PHASE_").lower()
+        of = f" {progress.done}/{progress.total}" if progress.total else ""
+        self._deployment.starting[self.address.replica_id] = f"{phase}{of} {progress.message}".strip()
+        self._log.info(
+            "progress", phase=phase, done=progress.done, total=progress.total, message=progress.message
+        )
+
+    async def _serve(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
+        call = stub.Execute()
+        try:
+            self._deployment.attach(self.address.replica_id, AttachedReplica(self._scheduler, self._work.set))
+            self.ready.set()
+            while True:
+                await self._one_step(call)
+        finally:
+            call.cancel()
+
+    async def _one_step(
+        self, call: "grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]"
+    ) -> None:
+        plan = self._scheduler.step()
+        if plan is None:
+            self._work.clear()
+            await self._idle(call)
+            return
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                await call.write(plan_to_proto(plan))
+                answer = await call.read()
+        except TimeoutError:
+            raise Unavailable(
+                f"step {plan.step} was not answered within {self._step_timeout_s:g} s; the worker hangs"
+            ) from None
+        except asyncio.InvalidStateError:
+            # The call ended before the write: its status says why.
+            answer = grpc.aio.EOF
+        if answer is grpc.aio.EOF:
+            code, details = await call.code(), await call.details()
+            raise Unavailable(f"the worker ended its stream: {details or code.name}")
+        result = result_from_proto(cast("worker_pb2.StepResult", answer))
+        if result.error is not None:
+            self._log.error("step_failed", step=plan.step, error=result.error.message)
+        self._scheduler.update(result)
+
+    async def _idle(
+        self, call: "grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]"
+    ) -> None:
+        """Waits for work, or for the worker to go."""
+        work = asyncio.ensure_future(self._work.wait())
+        ended = asyncio.ensure_future(call.code())
+        try:
+            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise Unavailable(
+                    f"the worker ended its stream: {await call.details() or ended.result().name}"
+                )
+        finally:
+            for task in (work, ended):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task

@@ -1,0 +1,177 @@
+"""``Inference``: each RPC parses, calls the engine and builds the answer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from protos.errors import NotFound, SchemaMismatch, TriptychError, Unavailable, Unimplemented, abort
+from protos.logs import bind_request, get_logger
+from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.wire import SCHEMA_REVISION, Context
+from scheduler_svc.convert import event_to_proto, submission_from_proto
+from scheduler_svc.deployment import Deployment
+from scheduler_svc.engine import Engine
+from scheduler_svc.model_files import ServedFiles
+from scheduler_svc.request import Event
+from scheduler_svc.sinks import EventBuffer
+
+# How often WatchLoad looks, at most, seconds: the load changes with every step.
+_LOAD_SAMPLE_S = 0.1
+
+
+def unserved(feature: str) -> Any:
+    """A method, unary or streaming, that says what this release does not serve."""
+
+    async def method(_self: object, _request: object, context: Context) -> None:
+        await abort(context, Unimplemented(f"{feature} are not served by this release"))
+
+    return method
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """The public face of a deployment."""
+
+    def __init__(self, engine: Engine, deployment: Deployment) -> None:
+        """Serves ``engine``."""
+        self._engine = engine
+        self._deployment = deployment
+        self._draining = False
+        self._log = get_logger()
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._draining = True
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateEvent]:
+        """Runs one request; the end of the call, for whatever reason, ends the request."""
+        buffer = EventBuffer()
+        try:
+            request_id = self._submit(request, buffer)
+        except TriptychError as error:
+            await abort(context, error)
+        try:
+            while True:
+                for event in await buffer.take():
+                    if event.error is not None:
+                        await abort(context, event.error)
+                    yield event_to_proto(event)
+                    if event.finish_reason is not None:
+                        return
+        finally:
+            self._engine.abort(request_id)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
+    ) -> AsyncIterator[inference_pb2.ConnectResponse]:
+        """Runs many requests; the stream's end aborts those that still run."""
+        buffer = EventBuffer()
+        mine: set[str] = set()
+        reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
+        try:
+            # A client that has said everything (half-closed) still wants its answers.
+            reader.add_done_callback(lambda _: buffer.wake())
+            while mine or not reader.done():
+                if events := await buffer.take():
+                    mine.difference_update(
+                        event.request_id for event in events if event.finish_reason or event.error
+                    )
+                    yield inference_pb2.ConnectResponse(events=[event_to_proto(event) for event in events])
+                if reader.done() and reader.exception() is not None:
+                    break
+            await reader
+        except TriptychError as error:
+            await abort(context, error)
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TriptychError):
+                await reader
+            for request_id in mine:
+                self._engine.abort(request_id)
+
+    async def _read(
+        self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
+    ) -> None:
+        """Submits and aborts what a stream asks for; faults of one request go back inline."""
+        first = True
+        async for message in messages:
+            if first and message.schema_revision != SCHEMA_REVISION:
+                raise SchemaMismatch(
+                    f"the client speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
+                    "run the same release on both"
+                )
+            first = False
+            match message.WhichOneof("message"):
+                case "generate":
+                    try:
+                        mine.add(self._submit(message.generate, buffer))
+                    except TriptychError as error:
+                        buffer.push(Event(message.generate.request_id, error=error))
+                case "abort":
+                    self._engine.abort(message.abort.request_id)
+
+    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> str:
+        if self._draining:
+            raise Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
+        served = self._deployment.served
+        if served is not None and request.model and request.model != served.info.served_name:
+            raise NotFound(
+                f"the model {request.model!r} is not served here; this is {served.info.served_name!r}",
+                param="model",
+            )
+        submission = submission_from_proto(request)
+        with bind_request(submission.request_id):
+            self._engine.submit(submission, buffer)
+            self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
+        return submission.request_id
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        """Ends a request."""
+        return inference_pb2.AbortResponse(found=self._engine.abort(request.request_id))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> common_pb2.ModelInfo:
+        """Describes the served model."""
+        return (await self._served(context)).info
+
+    async def GetTokenizer(
+        self, request: inference_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.FileChunk]:
+        """Streams the tokenizer's files."""
+        for chunk in (await self._served(context)).chunks():
+            yield chunk
+
+    async def GetLoad(self, request: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.Load:
+        """The load, now."""
+        return self._deployment.load()
+
+    async def WatchLoad(
+        self, request: inference_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.Load]:
+        """The load, sampled; only what differs from the last one is sent."""
+        last = None
+        interval = max(_LOAD_SAMPLE_S, request.min_interval_ms / 1000)
+        while True:
+            load = self._deployment.load()
+            if load != last:
+                yield load
+                last = load
+            await asyncio.sleep(interval)
+
+    Pool = unserved("pooling models")
+    WatchKvEvents = unserved("KV events")
+    LoadLora = unserved("LoRA adapters")
+    UnloadLora = unserved("LoRA adapters")
+    ListLoras = unserved("LoRA adapters")
+
+    async def _served(self, context: Context) -> ServedFiles:
+        served = self._deployment.served
+        if served is None:
+            starting = "; ".join(self._deployment.starting.values()) or "none has registered"
+            await abort(context, Unavailable(f"no worker is ready yet ({starting})", retry_after_ms=2000))
+        return served

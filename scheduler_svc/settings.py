@@ -1,0 +1,78 @@
+"""The scheduler's settings: flags (``--block-size``), then ``TRIPTYCH_*`` variables, then the reference documents' own names."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from protos.logs import LogFormat, LogLevel
+from protos.settings import ServiceSettings
+from scheduler_svc.buckets import BucketStrategy
+
+_BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
+
+
+class Settings(ServiceSettings):
+    """Everything that can be set about a scheduler. 0 or unset means: what the worker's device usually runs with."""
+
+    model_config = SettingsConfigDict(cli_prog_name="triptych scheduler", use_attribute_docstrings=True)
+
+    reference_names: ClassVar[dict[str, str]] = {
+        "decode_bucket_strategy": f"{_BUCKET}_STRATEGY",
+        "decode_bucket_min": f"{_BUCKET}_MIN",
+        "decode_bucket_step": f"{_BUCKET}_STEP",
+        "decode_bucket_limit": f"{_BUCKET}_LIMIT",
+        "decode_buckets": f"{_BUCKET}_MANUAL_BUCKETS",
+    }
+
+    host: str = Field("127.0.0.1")
+    """Address to listen on."""
+    port: int = Field(50051, ge=0, le=65535)
+    """Port to listen on; 0 for any free one."""
+    served_model_name: str | None = Field(None, min_length=1)
+    """Name that requests use. Default: the worker's model id or folder name."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest sequence (prompt plus output), tokens. Default: the model's context."""
+    max_num_seqs: int | None = Field(None, ge=1, le=4096)
+    """Requests that run at once on a replica."""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Tokens of one prefill chunk: the static query length of the prefill graph."""
+    block_size: int | None = Field(None, ge=1)
+    """Tokens of one KV block. Chunk and block size divide one another."""
+    num_blocks: int | None = Field(None, ge=2)
+    """KV blocks per group and replica, the null block included. Default: as many as the worker's memory allows."""
+    enable_prefix_caching: bool = Field(True)
+    """Reuse the KV of equal prompt prefixes."""
+    decode_steps_per_chunk: int = Field(1, ge=1, le=1000)
+    """Decode steps between two prefill chunks while both kinds of work exist."""
+    decode_bucket_strategy: BucketStrategy = "exponential"
+    """How decode batch sizes are chosen: exponential (exp), linear or manual."""
+    decode_bucket_min: int = Field(1, ge=1)
+    """No bucket is smaller."""
+    decode_bucket_step: int = Field(2, ge=1)
+    """Divisor (exponential) or difference (linear) between buckets."""
+    decode_bucket_limit: int = Field(16, ge=1)
+    """At most that many buckets."""
+    decode_buckets: Annotated[tuple[int, ...], NoDecode] = ()
+    """Manual buckets, for example 1,2,4,8."""
+    max_waiting_requests: int = Field(1024, ge=1)
+    """Requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED."""
+    max_waiting_tokens: int = Field(1_000_000, ge=1)
+    """Prompt tokens that may wait for a slot."""
+    step_timeout_s: float = Field(120.0, gt=0)
+    """A worker that needs longer for one step counts as lost, seconds."""
+    replica_wait_s: float = Field(120.0, ge=0)
+    """How long accepted requests wait for a worker when none is left, seconds."""
+    drain_s: float = Field(30.0, ge=0)
+    """On SIGTERM, how long running requests may go on, seconds."""
+    log_level: LogLevel = Field("info")
+    """Least severe level that is logged."""
+    log_format: LogFormat = Field("json")
+    """json for machines, console for people."""
+
+    @field_validator("decode_buckets", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return tuple(part.strip() for part in value.split(",") if part.strip())
