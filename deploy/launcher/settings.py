@@ -5,23 +5,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from protos.logs import LogLevel
+from protos.settings import ServiceSettings
+
+# How long running requests may go on after Ctrl-C: less than the supervisor's patience, so that they end in order.
+_GATEWAY_DRAIN_S = 5.0
+_SCHEDULER_DRAIN_S = 2.0
 
 OptionalCount = Annotated[int | None, Field(ge=1)]
 
 
-class LaunchSettings(BaseSettings):
+class LaunchSettings(ServiceSettings):
     """One model on this machine. What is left unset is decided by the service that owns the setting."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TRIPTYCH_",
-        frozen=True,
-        cli_kebab_case=True,
-        cli_prog_name="triptych up",
-        cli_hide_none_type=True,
-        cli_implicit_flags=True,
-        extra="ignore",
-    )
+    model_config = SettingsConfigDict(cli_prog_name="triptych up")
 
     model: Annotated[
         str,
@@ -53,9 +52,7 @@ class LaunchSettings(BaseSettings):
         bool | None, Field(description="Keep the KV of prompts for later ones that begin alike.")
     ] = None
     seed: Annotated[int | None, Field(ge=0, description="Where random numbers begin.")] = None
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Field(description="Least severe level in the logs.")
-    ] = "info"
+    log_level: Annotated[LogLevel, Field(description="Least severe level in the logs.")] = "info"
 
 
 def gateway_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
@@ -63,6 +60,7 @@ def gateway_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> l
     return [
         *("--host", settings.host, "--port", str(port)),
         *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
+        *("--drain-timeout-s", str(_GATEWAY_DRAIN_S)),
         *_logging(settings),
     ]
 
@@ -71,6 +69,7 @@ def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
     """The scheduler's part: memory, batches, and the model's public name."""
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
+        *("--drain-s", str(_SCHEDULER_DRAIN_S)),
         *_value("--served-model-name", settings.served_model_name),
         *_value("--max-model-len", settings.max_model_len),
         *_value("--max-num-seqs", settings.max_num_seqs),

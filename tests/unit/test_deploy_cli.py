@@ -1,8 +1,10 @@
 """The command `triptych`."""
 
+import importlib.util
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -40,24 +42,33 @@ def test_help_of_services_loads_no_torch(command: str) -> None:
         "import sys; from deploy import cli\n"
         f"try: cli.main([{command!r}, '--help'])\n"
         "except SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'vllm', 'worker_svc'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: triptych" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"), [(["models", "fetch", "smollm2"], "worker"), (["worker"], "worker")]
-)
-def test_a_missing_package_names_its_extra(command: list[str], extra: str) -> None:
-    """Where torch is not installed, the commands that need it say which extra brings it."""
+def test_a_worker_without_torch_names_the_extra() -> None:
+    """Where torch is not installed, the worker says in one line which extra brings it."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
         "from deploy import cli\n"
-        f"sys.exit(cli.main({command!r}))"
+        "sys.exit(cli.main(['worker', '--model', 'smollm2', '--device', 'cpu']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert f"pip install 'triptych[{extra}]'" in done.stderr
+    assert "pip install 'triptych[worker]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_fetching_without_torch_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A demo model cannot be converted without torch; the command says what to install instead of how it failed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr("deploy.models.find_spec", lambda name: None if name == "torch" else real(name))
+    unwritable = tmp_path / "file"
+    unwritable.touch()
+    assert cli.main(["models", "fetch", "smollm2", "--cache-dir", str(unwritable)]) == 1
+    assert "pip install 'triptych[worker]'" in capsys.readouterr().err

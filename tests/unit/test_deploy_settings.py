@@ -8,7 +8,9 @@ import pytest
 from deploy import up
 from deploy.launcher import settings as flags
 from deploy.launcher.run_dir import claim
+from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.supervisor import LaunchError
+from protos.settings import load
 
 
 def pairs(command: list[str]) -> dict[str, str]:
@@ -18,7 +20,8 @@ def pairs(command: list[str]) -> dict[str, str]:
 
 def test_each_service_gets_its_own_settings() -> None:
     """The model goes to the worker, the geometry to the scheduler, the HTTP address to the gateway, and nothing elsewhere."""
-    settings = up.load(
+    settings = load(
+        LaunchSettings,
         [
             "--model",
             "m",
@@ -43,17 +46,19 @@ def test_each_service_gets_its_own_settings() -> None:
             "--seed",
             "7",
             "--no-enable-prefix-caching",
-        ]
+        ],
     )
     common = {"--log-level": "info", "--log-format": "json"}
     assert pairs(flags.gateway_flags(settings, 8123, 9)) == common | {
         "--host": "0.0.0.0",
         "--port": "8123",
         "--scheduler-address": "127.0.0.1:9",
+        "--drain-timeout-s": "5.0",
     }
     assert pairs(flags.scheduler_flags(settings, 9)) == common | {
         "--host": "127.0.0.1",
         "--port": "9",
+        "--drain-s": "2.0",
         "--served-model-name": "pet",
         "--max-model-len": "512",
         "--max-num-seqs": "4",
@@ -74,40 +79,36 @@ def test_each_service_gets_its_own_settings() -> None:
 
 def test_what_is_not_set_is_not_passed() -> None:
     """The services' own defaults hold where the launcher was told nothing."""
-    settings = up.load([])
-    assert set(pairs(flags.scheduler_flags(settings, 9))) == {
-        "--host",
-        "--port",
-        "--log-level",
-        "--log-format",
-    }
+    settings = load(LaunchSettings, [])
+    always = {"--host", "--port", "--drain-s", "--log-level", "--log-format"}
+    assert set(pairs(flags.scheduler_flags(settings, 9))) == always
 
 
 def test_variables_set_what_flags_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRIPTYCH_MODEL is --model; a flag wins over it."""
     monkeypatch.setenv("TRIPTYCH_MODEL", "from-environment")
-    assert up.load([]).model == "from-environment"
-    assert up.load(["--model", "from-flag"]).model == "from-flag"
+    assert load(LaunchSettings, []).model == "from-environment"
+    assert load(LaunchSettings, ["--model", "from-flag"]).model == "from-flag"
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several workers split the cores; a single one is left to take them all."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert pairs(flags.worker_flags(up.load(["--workers", "3"]), 8, 9))["--cpu-threads"] == "2"
-    assert "--cpu-threads" not in flags.worker_flags(up.load([]), 8, 9)
+    assert pairs(flags.worker_flags(load(LaunchSettings, ["--workers", "3"]), 8, 9))["--cpu-threads"] == "2"
+    assert "--cpu-threads" not in flags.worker_flags(load(LaunchSettings, []), 8, 9)
 
 
 def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several workers take one visible device each, round and round."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.delenv("RBLN_DEVICES", raising=False)
-    cuda = up.load(["--device", "cuda", "--workers", "3"])
+    cuda = load(LaunchSettings, ["--device", "cuda", "--workers", "3"])
     assert [flags.worker_environment(cuda, i) for i in range(3)] == [
         {"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "4")
     ]
-    rbln = up.load(["--device", "rbln", "--workers", "2"])
+    rbln = load(LaunchSettings, ["--device", "rbln", "--workers", "2"])
     assert flags.worker_environment(rbln, 1) == {"RBLN_DEVICES": "1"}
-    assert flags.worker_environment(up.load(["--device", "cuda"]), 0) == {}
+    assert flags.worker_environment(load(LaunchSettings, ["--device", "cuda"]), 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,6 @@ def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "0"], "--workers"),
         (["--device", "tpu"], "--device"),
         (["--max-model-len", "many"], "--max-model-len"),
-        (["--model", ""], "--model"),
         (["--modle", "x"], "--modle"),
     ],
 )
@@ -157,5 +157,5 @@ def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:
 
 def test_ports_are_all_different() -> None:
     """The gateway, the scheduler and every worker get a free port each."""
-    with up.free_ports(up.load(["--port", "0", "--workers", "4"])) as ports:
+    with up.free_ports(load(LaunchSettings, ["--port", "0", "--workers", "4"])) as ports:
         assert len(set(ports)) == 6
