@@ -124,6 +124,11 @@ class VllmModel:
                 disable_log_stats=True,
                 enable_prefix_caching=False,
             ).create_engine_config()
+            if self._config.model_config.runner_type != "generate":
+                architecture = self._config.model_config.architecture
+                raise ConfigurationRefused(
+                    f"{folder.name} ({architecture}) does not generate text; pooling models are not served yet"
+                )
             _init_single_process()
             set_random_seed(seed)
             # vLLM's own operators are called directly: without a compiler their dispatch through torch is only overhead.

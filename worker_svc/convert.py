@@ -1,0 +1,197 @@
+"""Between protocol messages and the worker's own types: the only module that knows both."""
+
+from collections.abc import Sequence
+
+from protos.errors import TriptychError
+from protos.triptych.v1 import common_pb2, worker_pb2
+from protos.wire import SCHEMA_REVISION
+from worker_svc.geometry import Geometry, GroupKind
+from worker_svc.loader import display_name
+from worker_svc.plan import (
+    Admission,
+    BlockCopy,
+    DecodeWork,
+    Growth,
+    Logprobs,
+    Output,
+    Plan,
+    PrefillWork,
+    Sampling,
+)
+from worker_svc.worker import Phase, Ready, Worker
+
+# Fields of SamplingParams that change what is sampled here. Those that only say when to stop are the scheduler's.
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs")
+# More than a chat client can ask for, little enough to be cheap.
+_MAX_LOGPROBS = 20
+# Rows and tokens beyond which a static graph is a mistake in a setting.
+_MAX_BATCH, _MAX_CHUNK = 4096, 65536
+
+_GROUP_KINDS = {
+    GroupKind.FULL: common_pb2.KV_GROUP_KIND_FULL,
+    GroupKind.PAGED_WINDOW: common_pb2.KV_GROUP_KIND_PAGED_WINDOW,
+}
+_PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
+    "load": worker_pb2.ConfigureProgress.PHASE_LOAD,
+    "allocate": worker_pb2.ConfigureProgress.PHASE_ALLOCATE,
+    "warm_up": worker_pb2.ConfigureProgress.PHASE_WARM_UP,
+}
+
+
+def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
+    """What a prepared worker can run. ``model`` is the setting that named the model."""
+    description, device = worker.description, worker.device
+    defaults = common_pb2.SamplingParams()
+    for name, value in description.default_sampling.items():
+        setattr(defaults, name, int(value) if name == "top_k" else float(value))
+    return worker_pb2.DescribeResponse(
+        schema_revision=SCHEMA_REVISION,
+        worker_id=worker_id,
+        device=device.name,
+        device_name=device.product_name(),
+        memory_bytes=device.free_memory(),
+        model=common_pb2.ModelInfo(
+            source=display_name(model),
+            architecture=description.architecture,
+            vocab_size=description.vocab_size,
+            max_model_len=description.max_model_len,
+            eos_token_ids=description.eos_token_ids,
+            dtype=str(description.dtype).removeprefix("torch."),
+            default_sampling=defaults,
+        ),
+        kv_groups=[
+            common_pb2.KvGroup(
+                group_id=group.group_id,
+                kind=_GROUP_KINDS[group.kind],
+                window=group.window,
+                num_layers=len(group.layers),
+                bytes_per_token=group.bytes_per_token,
+            )
+            for group in worker.groups
+        ],
+        block_size_multiple=device.block_size_multiple,
+        max_batch=_MAX_BATCH,
+        max_chunk=_MAX_CHUNK,
+        default_block_size=device.default_block_size,
+        default_chunk=device.default_chunk,
+        default_max_num_seqs=device.default_max_num_seqs,
+        graph_kinds=[common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
+        sampling_fields=_SAMPLING_FIELDS,
+        max_logprobs=_MAX_LOGPROBS,
+        max_lease_steps=1,
+    )
+
+
+def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry:
+    """The sizes that a scheduler asks for; unchecked."""
+    return Geometry(
+        max_model_len=request.max_model_len,
+        max_num_seqs=request.max_num_seqs,
+        chunk=request.chunk,
+        block_size=request.block_size,
+        decode_buckets=tuple(request.decode_buckets),
+        num_blocks=tuple(request.num_blocks),
+    )
+
+
+def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> worker_pb2.ConfigureEvent:
+    """One event of a Configure stream."""
+    return worker_pb2.ConfigureEvent(
+        progress=worker_pb2.ConfigureProgress(phase=_PHASES[phase], done=done, total=total, message=message)
+    )
+
+
+def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
+    """The last event of a Configure stream."""
+    geometry = ready.geometry
+    prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=geometry.chunk)
+    decode = [
+        common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_DECODE, batch=bucket, query_len=1)
+        for bucket in geometry.decode_buckets
+    ]
+    return worker_pb2.ConfigureEvent(
+        ready=worker_pb2.ConfigureReady(
+            num_blocks=geometry.num_blocks,
+            bytes_per_block=ready.bytes_per_block,
+            graphs=[prefill, *decode],
+            phase_seconds=dict(ready.phase_seconds.items()),
+        )
+    )
+
+
+def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
+    """One step; unchecked against the worker's state."""
+    work: PrefillWork | DecodeWork | None = None
+    match plan.WhichOneof("work"):
+        case "prefill":
+            prefill = plan.prefill
+            work = PrefillWork(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
+        case "decode":
+            decode = plan.decode
+            work = DecodeWork(tuple(decode.slots), tuple(decode.positions), decode.bucket)
+        case "pool":
+            raise NotImplementedError("pooling")
+        case _:
+            pass
+    return Plan(
+        step=plan.step,
+        release=tuple(plan.release),
+        copies=tuple(
+            BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
+            for copy in plan.copies
+        ),
+        admit=tuple(_admission_from_proto(request) for request in plan.admit),
+        grow=tuple(Growth(growth.slot, growth.group_id, tuple(growth.block_ids)) for growth in plan.grow),
+        work=work,
+    )
+
+
+def result_to_proto(step: int, outputs: Sequence[Output], execute_us: int) -> worker_pb2.StepResult:
+    """A step that went well."""
+    return worker_pb2.StepResult(
+        step=step,
+        last=True,
+        outputs=[
+            worker_pb2.SlotOutput(
+                slot=output.slot,
+                token_ids=output.token_ids,
+                logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.logprobs],
+            )
+            for output in outputs
+        ],
+        execute_us=execute_us,
+    )
+
+
+def failure_to_proto(step: int, error: TriptychError, execute_us: int) -> worker_pb2.StepResult:
+    """A step that failed as a whole."""
+    return worker_pb2.StepResult(step=step, last=True, error=error.to_proto(), execute_us=execute_us)
+
+
+def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
+    sampling = request.sampling
+    return Admission(
+        slot=request.slot,
+        token_ids=tuple(request.token_ids),
+        num_computed_tokens=request.num_computed_tokens,
+        sampling=Sampling(
+            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            logprobs=min(sampling.logprobs, _MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
+        ),
+        blocks={blocks.group_id: tuple(blocks.block_ids) for blocks in request.blocks},
+        request_id=request.request_id,
+        sequence=request.sequence,
+    )
+
+
+def _logprobs_to_proto(logprobs: Logprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )

@@ -1,0 +1,53 @@
+"""Announces the worker to the scheduler, again and again for as long as both live."""
+
+import asyncio
+import random
+
+import grpc.aio
+
+from protos.errors import TriptychError, from_rpc_error
+from protos.logs import get_logger
+from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
+from protos.wire import SCHEMA_REVISION, open_channel
+
+_FIRST_DELAY_S = 0.2
+_LONGEST_DELAY_S = 5.0
+
+
+async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: int) -> None:
+    """Keeps one Register stream open; opens the next when it ends. Returns when cancelled, never by itself.
+
+    Args:
+        scheduler: host:port.
+        worker_id: this process'.
+        host: to be dialled by the scheduler; empty for where it sees the call come from.
+        port: likewise.
+    """
+    log = get_logger(scheduler=scheduler)
+    request = registry_pb2.RegisterRequest(
+        schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port
+    )
+    delay_s = _FIRST_DELAY_S
+    last_reason = ""
+    async with open_channel(scheduler) as channel:
+        stub = registry_pb2_grpc.WorkerRegistryStub(channel)
+        while True:
+            try:
+                # Waits for a scheduler that is not up yet, with the channel's own backoff.
+                async for event in stub.Register(request, wait_for_ready=True):
+                    delay_s, last_reason = _FIRST_DELAY_S, ""
+                    log.info("registered", state=_state(event.state), message=event.message)
+                reason = "the scheduler ended the registration"
+            except grpc.aio.AioRpcError as error:
+                reason = from_rpc_error(error).message
+            except TriptychError as error:
+                reason = error.message
+            if reason != last_reason:  # once, not every five seconds
+                log.warning("not_registered", reason=reason, retry="until it works")
+                last_reason = reason
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - spreads reconnects, hides nothing
+            delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
+
+
+def _state(state: registry_pb2.RegisterEvent.State.ValueType) -> str:
+    return registry_pb2.RegisterEvent.State.Name(state).removeprefix("STATE_").lower()

@@ -1,0 +1,160 @@
+"""``triptych.v1.Worker``: each call parsed, handed to the model's thread, and answered."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import grpc.aio
+
+from protos.errors import ConfigurationRefused, Internal, SchemaMismatch, TriptychError, abort
+from protos.logs import get_logger
+from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.wire import FILE_CHUNK_BYTES, SCHEMA_REVISION
+from worker_svc import convert, loader
+from worker_svc.model_thread import ModelThread
+from worker_svc.worker import Phase, Ready, Worker
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Serves one worker to one scheduler.
+
+    A fault in a step is that step's answer; it ends neither the stream nor the process.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        thread: ModelThread,
+        *,
+        prepared: asyncio.Future[None],
+        worker_id: str,
+        model: str,
+        on_ready: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Serves ``worker``.
+
+        Args:
+            worker: touched on ``thread`` alone, except for what :meth:`Worker.prepare` leaves behind.
+            thread: the model's.
+            prepared: done once the worker is prepared.
+            worker_id: announced to the scheduler.
+            model: the setting that named the model.
+            on_ready: awaited once the worker is configured.
+        """
+        self._worker = worker
+        self._thread = thread
+        self._prepared = prepared
+        self._worker_id = worker_id
+        self._model = model
+        self._on_ready = on_ready
+        self._ready: Ready | None = None
+        self._executing = False
+        self._log = get_logger()
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        """Answers once the model's configuration is read."""
+        if request.schema_revision != SCHEMA_REVISION:
+            await abort(
+                context,
+                SchemaMismatch(
+                    f"the scheduler speaks schema revision {request.schema_revision}, this worker {SCHEMA_REVISION};"
+                    " run the same release on both"
+                ),
+            )
+        await asyncio.shield(self._prepared)
+        return convert.description_to_proto(self._worker, worker_id=self._worker_id, model=self._model)
+
+    async def Configure(
+        self, request: worker_pb2.ConfigureRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
+        """Streams progress, then what the worker runs with."""
+        geometry = convert.geometry_from_proto(request)
+        await asyncio.shield(self._prepared)
+        events: asyncio.Queue[worker_pb2.ConfigureEvent | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def progress(phase: Phase, done: int, total: int, message: str) -> None:
+            loop.call_soon_threadsafe(
+                events.put_nowait, convert.progress_to_proto(phase, done, total, message)
+            )
+
+        def work() -> Ready:
+            # On the model's thread, behind whatever an earlier stream left there.
+            if self._executing and not self._worker.is_configured_as(geometry):
+                raise ConfigurationRefused(
+                    "another configuration is being executed; end the Execute stream first"
+                )
+            return self._worker.configure(geometry, progress)
+
+        configuring = self._thread.submit(work)
+        configuring.add_done_callback(lambda _: events.put_nowait(None))
+        while (event := await events.get()) is not None:
+            yield event
+        try:
+            self._ready = configuring.result()
+        except TriptychError as error:
+            self._log.error("configuration_refused", reason=error.message)
+            await abort(context, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the scheduler is told and may try again
+            self._log.exception("configuration_failed")
+            await abort(context, Internal(f"the worker failed to start: {_one_line(error)}"))
+        await self._on_ready()
+        yield convert.ready_to_proto(self._ready)
+
+    async def GetModelFiles(
+        self, request: worker_pb2.GetModelFilesRequest, context: Context
+    ) -> AsyncIterator[common_pb2.FileChunk]:
+        """Streams the tokenizer's files, piece by piece."""
+        del request, context
+        await asyncio.shield(self._prepared)
+        for path in loader.tokenizer_files(self._worker.folder):
+            data = await asyncio.to_thread(path.read_bytes)
+            for start in range(0, max(len(data), 1), FILE_CHUNK_BYTES):
+                end = start + FILE_CHUNK_BYTES
+                yield common_pb2.FileChunk(name=path.name, data=data[start:end], last=end >= len(data))
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        """Runs plans in order until either side ends the stream; then every slot is free."""
+        if self._ready is None or self._executing:
+            why = "another Execute stream is open" if self._ready else "the worker is not configured yet"
+            await abort(context, ConfigurationRefused(why))
+        self._executing = True
+        try:
+            async for plan in request_iterator:
+                yield await self._thread.submit(lambda plan=plan: self._run(plan))  # type: ignore[misc]
+        finally:
+            self._executing = False
+            # Behind the step that may still run; a new stream's plans come behind this.
+            self._thread.submit(self._worker.reset)
+
+    def _run(self, message: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        """One step, on the model's thread."""
+        started = time.perf_counter()
+        try:
+            outputs = self._worker.execute(convert.plan_from_proto(message))
+        except Exception as error:  # noqa: BLE001 - a fault of one step is that step's answer
+            elapsed_us = _elapsed_us(started)
+            self._log.exception("step_failed", step=message.step)
+            known = (
+                error
+                if isinstance(error, TriptychError)
+                else Internal(f"the step failed: {_one_line(error)}")
+            )
+            return convert.failure_to_proto(message.step, known, elapsed_us)
+        return convert.result_to_proto(message.step, outputs, _elapsed_us(started))
+
+
+def _elapsed_us(started: float) -> int:
+    return round((time.perf_counter() - started) * 1e6)
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

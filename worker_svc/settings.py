@@ -1,0 +1,56 @@
+"""What a worker can be told: flags (``--kv-memory``), or ``TRIPTYCH_*`` variables of the same name."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from protos.logs import LogFormat, LogLevel
+from protos.settings import ServiceSettings
+
+
+class Settings(ServiceSettings, cli_prog_name="triptych worker"):
+    """One worker: which model, on what, and whom it serves. Shapes are the scheduler's to set."""
+
+    model: str = Field(
+        min_length=1, description="A Hugging Face id or a folder with config.json and safetensors."
+    )
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub model.")
+    device: Literal["auto", "cpu", "cuda", "rbln"] = Field(
+        "auto", description="What to run on; auto takes a GPU if there is one, else the CPU."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and activations; auto is what the model was saved in."
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto", description="How weights are stored; dummy makes them up (for measuring)."
+    )
+    kv_memory: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for the KV cache, GiB. Default: half of what is free after the weights.",
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**32,
+        description="Of what the process draws by itself; requests have seeds of their own.",
+    )
+    cpu_threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads of a CPU's kernels. Default: all cores."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    scheduler_address: str = Field(
+        "127.0.0.1:50051",
+        pattern=r"^(.+:\d+)?$",
+        description="host:port of the scheduler; empty: wait to be found.",
+    )
+    advertise_host: str = Field(
+        "",
+        description="Host that the scheduler dials back. Default: where it sees this worker's call come from.",
+    )
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="A step that takes longer makes the worker report NOT_SERVING, seconds."
+    )
+    log_level: LogLevel = Field("info", description="Least severe level that is logged.")
+    log_format: LogFormat = Field("json", description="json for machines, console for people.")

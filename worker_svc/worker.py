@@ -1,0 +1,182 @@
+"""A worker without its wire: opens the device and the model, takes a geometry, runs plans. All of it on one thread."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from protos.errors import Internal
+from protos.logs import get_logger
+from worker_svc import loader
+from worker_svc.devices import Device, open_device
+from worker_svc.geometry import Geometry, KvGroup, group_layers
+from worker_svc.kv_cache import count_blocks
+from worker_svc.plan import Output, Plan
+from worker_svc.runner import Runner
+from worker_svc.settings import Settings
+
+if TYPE_CHECKING:
+    from worker_svc.vllm_adapter.engine import ModelDescription, VllmModel
+
+Phase = Literal["load", "allocate", "warm_up"]
+Progress = Callable[[Phase, int, int, str], None]
+"""Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
+
+# Of the memory that is free once the weights are loaded, how much the KV cache takes unless it is said.
+_KV_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a configured worker runs with."""
+
+    geometry: Geometry
+    """With ``num_blocks`` set."""
+    bytes_per_block: tuple[int, ...]
+    """Per KV group, over all of its layers."""
+    phase_seconds: Mapping[Phase, float]
+
+
+class Worker:
+    """One model on one device.
+
+    Attributes:
+        device: set by :meth:`prepare`.
+        folder: the model's files; set by :meth:`prepare`.
+        groups: the model's KV groups; set by :meth:`prepare`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Does nothing yet: what takes time is in :meth:`prepare` and :meth:`configure`."""
+        self._settings = settings
+        self._log = get_logger()
+        self._model: VllmModel | None = None
+        self._runner: Runner | None = None
+        self._loaded = False
+        self._asked: Geometry | None = None
+        self._ready: Ready | None = None
+        self.device: Device
+        self.folder: Path
+        self.groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def description(self) -> "ModelDescription":
+        """What the model is.
+
+        Raises:
+            Internal: before :meth:`prepare`.
+        """
+        if self._model is None:
+            raise Internal("the worker is not prepared yet")
+        return self._model.description
+
+    def prepare(self) -> None:
+        """Opens the device and the model's configuration; no weights. Takes the seconds that importing takes.
+
+        Raises:
+            ConfigurationRefused: if a setting cannot be met, in one line.
+        """
+        started = time.monotonic()
+        self.folder = loader.resolve(self._settings.model, self._settings.revision)
+        import torch
+
+        if self._settings.cpu_threads is not None:
+            torch.set_num_threads(self._settings.cpu_threads)
+        name = self._settings.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = open_device(name)
+        from worker_svc.vllm_adapter import engine
+
+        engine.prepare(self.device)
+        imported = time.monotonic()
+        settings = self._settings
+        self._model = engine.VllmModel(
+            self.folder,
+            self.device,
+            dtype=settings.dtype,
+            load_format=settings.load_format,
+            seed=settings.seed,
+        )
+        self.groups = group_layers(self.description.layers)
+        self._log.info(
+            "prepared", model=loader.display_name(settings.model), architecture=self.description.architecture,
+            device=self.device.name, device_name=self.device.product_name(),
+            import_s=round(imported - started, 2), build_s=round(time.monotonic() - imported, 2),
+        )  # fmt: skip
+
+    def is_configured_as(self, geometry: Geometry) -> bool:
+        """Whether :meth:`configure` with this geometry would change nothing."""
+        return self._ready is not None and geometry == self._asked
+
+    def configure(self, geometry: Geometry, progress: Progress) -> Ready:
+        """Loads, allocates and warms up; the same geometry again changes nothing.
+
+        Raises:
+            ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be configured again.
+        """
+        if self._ready is not None and self.is_configured_as(geometry):
+            return self._ready
+        asked = geometry
+        description, model = self.description, self._model
+        if model is None:
+            raise Internal("the worker is not prepared yet")
+        if len(geometry.num_blocks) == 1:  # one number for all groups
+            geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self.groups))
+        geometry.check(
+            self.groups,
+            block_size_multiple=self.device.block_size_multiple,
+            longest_context=description.max_model_len,
+        )
+        seconds: dict[Phase, float] = {}
+        clock = time.monotonic()
+
+        def lap(phase: Phase) -> None:
+            nonlocal clock
+            now = time.monotonic()
+            seconds[phase] = now - clock
+            clock = now
+
+        # The old cache goes before the new one comes: both might not fit.
+        self._asked, self._ready, self._runner = None, None, None
+        if not self._loaded:
+            progress("load", 0, 0, f"weights of {loader.display_name(self._settings.model)}")
+            model.load_weights()
+            self._loaded = True
+        lap("load")
+        if not geometry.num_blocks:
+            geometry = replace(geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget()))
+        progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
+        runner = Runner(model, self.device, self.groups, geometry)
+        lap("allocate")
+        runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
+        lap("warm_up")
+        # What exists now lives as long as the process; collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self._runner, self._asked = runner, asked
+        self._ready = Ready(geometry, runner.cache.bytes_per_block, seconds)
+        return self._ready
+
+    def execute(self, plan: Plan) -> list[Output]:
+        """Runs one step; see ``Runner.execute``.
+
+        Raises:
+            Internal: if the worker is not configured, or the plan contradicts earlier ones.
+        """
+        if self._runner is None:
+            raise Internal("the worker is not configured")
+        return self._runner.execute(plan)
+
+    def reset(self) -> None:
+        """Frees every slot."""
+        if self._runner is not None:
+            self._runner.reset()
+
+    def _kv_budget(self) -> int:
+        """Bytes for the KV cache."""
+        if self._settings.kv_memory is not None:
+            return int(self._settings.kv_memory * 2**30)
+        return int(self.device.free_memory() * _KV_SHARE)
