@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -63,8 +64,13 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigurationRefused(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
+            f"cannot listen on {host}:{port}: {_reason(error)}; choose another --host or --port"
         ) from error
+
+
+def _reason(error: OSError) -> str:
+    # asyncio and socket append the address to the text of the error number; name look-ups have numbers of their own.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
 
 
 def serve(settings: Settings) -> None:

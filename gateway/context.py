@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,13 +46,13 @@ def context_of(request: Request) -> Context:
 async def read_body(request: Request, model: type[M]) -> M:
     """The request's body; see :func:`gateway.schemas.base.parse` for what it raises."""
     body = parse(model, await request.body())
-    note(request, model=getattr(body, "model", None), user=getattr(body, "user", None))
+    note(request.scope, model=getattr(body, "model", None), user=getattr(body, "user", None))
     return body
 
 
-def note(request: Request, **fields: Any) -> None:
+def note(scope: MutableMapping[str, Any], **fields: Any) -> None:
     """Adds fields to the request's line in the access log; ``None`` values are left out."""
-    noted = request.scope.setdefault("triptych.access", {})
+    noted = scope.setdefault("triptych.access", {})
     noted.update({name: value for name, value in fields.items() if value is not None})
 
 

@@ -40,7 +40,7 @@ class Metrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         self._model_name = model_name
-        self._labelled = ""
+        self._labelled: str | None = None
         names = ("model_name",)
 
         def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
@@ -75,11 +75,13 @@ class Metrics:
             registry=self.registry,
         )
         live.set_function(num_live)
-        self._relabel()
 
     def _relabel(self) -> None:
         # Looking a labelled child up costs more than observing it; tokens come by the thousand.
-        name = self._labelled = self._model_name()
+        name = self._model_name()
+        if name == self._labelled:
+            return
+        self._labelled = name
         self._ttft_now = self._ttft.labels(name)
         self._itl_now = self._itl.labels(name)
         self._e2e_now = self._e2e.labels(name)
@@ -88,8 +90,7 @@ class Metrics:
 
     def first_token(self, count: int, seconds: float) -> None:
         """A sequence's first ``count`` tokens, ``seconds`` after the request's arrival."""
-        if self._labelled != self._model_name():
-            self._relabel()
+        self._relabel()
         self._ttft_now.observe(seconds)
         self._generated_now.inc(count)
 
@@ -100,9 +101,10 @@ class Metrics:
 
     def finished(self, reason: str, num_prompt_tokens: int, seconds: float) -> None:
         """A sequence's end, ``seconds`` after the request's arrival."""
+        self._relabel()
         self._prompt_now.inc(num_prompt_tokens)
         self._e2e_now.observe(seconds)
-        self._success.labels(self._labelled, reason).inc()
+        self._success.labels(self._model_name(), reason).inc()
 
     def answered(self, handler: str, method: str, status: int) -> None:
         """An HTTP answer; ``handler`` is the route's pattern."""
@@ -110,4 +112,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
+        if self._model_name():
+            # So that a scrape before the first request shows zeros rather than nothing.
+            self._relabel()
         return generate_latest(self.registry)

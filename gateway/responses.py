@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import sse
+from gateway.context import note
 from gateway.errors import ClientGone, internal
 from gateway.generation import Delta, Generation
 from protos.errors import TriptychError
@@ -39,7 +40,20 @@ async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIte
         watcher.cancel()
 
 
-async def collect(generation: Generation, receive: Receive) -> list[Delta]:
+@contextlib.contextmanager
+def noted(scope: Scope, generation: Generation) -> Iterator[None]:
+    """Puts what became of ``generation`` on the request's line in the access log."""
+    try:
+        yield
+    except ClientGone:
+        note(scope, client_gone=True)
+        raise
+    finally:
+        usage = generation.usage
+        note(scope, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+
+
+async def collect(generation: Generation, scope: Scope, receive: Receive) -> list[Delta]:
     """The whole text of each sequence.
 
     Raises:
@@ -47,7 +61,7 @@ async def collect(generation: Generation, receive: Receive) -> list[Delta]:
     """
     texts: list[list[str]] = [[] for _ in generation.sequences]
     ends: dict[int, Delta] = {}
-    with generation:
+    with generation, noted(scope, generation):
         async with ends_with_client(receive, generation):
             while deltas := await generation.deltas():
                 for delta in deltas:
@@ -75,10 +89,10 @@ class EventStream(Response):
         self._continuous_usage = continuous_usage
         self._opened = [False] * len(generation.sequences)
 
-    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the stream to its end."""
         generation = self._generation
-        with generation:
+        with generation, noted(scope, generation):
             async with ends_with_client(receive, generation):
                 deltas = await generation.deltas()
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -89,6 +103,7 @@ class EventStream(Response):
                         deltas = await generation.deltas()
                     last = self._chunks.usage(generation.usage.body()) if self._include_usage else b""
                 except ClientGone:
+                    note(scope, client_gone=True)
                     return
                 except Exception as error:  # noqa: BLE001 - the status line is gone; the stream must still say so
                     last = sse.error_event(_expected(error))

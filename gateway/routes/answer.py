@@ -6,7 +6,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import context_of, note
+from gateway.context import context_of
 from gateway.deployment import Served
 from gateway.generation import Delta, Generation, Usage
 from gateway.prompts import generate_requests
@@ -50,14 +50,12 @@ async def answer(
         arrived=request.scope["triptych.arrived"],
     )
     created, model = int(context.wall_clock()), served.model.served_name
-    note(request, prompt_tokens=generation.usage.prompt_tokens, model=model)
     if body.stream:
         chunks = shape.chunks(answer_id, created, model, with_usage=body.include_usage)
         return EventStream(
             generation, chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
         )
-    ends = await collect(generation, request.receive)
-    note(request, completion_tokens=generation.usage.completion_tokens)
+    ends = await collect(generation, request.scope, request.receive)
     return Response(
         shape.body(answer_id, created, model, ends, generation.usage), media_type="application/json"
     )

@@ -1,0 +1,213 @@
+"""The gateway's peer in tests: a small scripted ``Inference`` service with faults at the press of a button.
+
+It answers every prompt with the same tokens, one event a step, all requests of a stream together, as the scheduler does. Run as a
+program (``python -m tests.gateway_peer --port 50051``) it serves load tests of the gateway.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from protos import wire
+from protos.errors import SchemaMismatch, TriptychError, Unavailable, abort
+from protos.server import Server
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+GENERATE = inference.GenerateRequest
+
+
+@dataclass
+class Running:
+    """One request of a stream."""
+
+    request: GENERATE
+    sent: int
+    first: bool = True
+
+
+@dataclass
+class ScriptedInference(InferenceServicer):
+    """Plays ``reply`` to every request.
+
+    Attributes:
+        folder: the tokenizer files.
+        reply: tokens of every answer.
+        tokens_per_event: how many of them an event carries.
+        step_s: pause between steps.
+        pause_after: stop stepping requests after that many tokens until :meth:`resume`; ``None``: never.
+        refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
+        ready: whether a replica is ready.
+        requests, aborted: what came in, in order.
+    """
+
+    folder: Path
+    reply: list[int] = field(default_factory=list)
+    model: str = "smollm2"
+    max_model_len: int = 512
+    eos: int = 2
+    tokens_per_event: int = 1
+    step_s: float = 0.0
+    pause_after: int | None = None
+    refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
+    ready: bool = True
+    break_after: int | None = None
+    schema_revision: int = wire.SCHEMA_REVISION
+    requests: list[GENERATE] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    sampling_defaults: pb.SamplingParams = field(default_factory=pb.SamplingParams)
+    num_tokenizer_loads: int = 0
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until ``condition`` holds; it is looked at after every change."""
+        async with self.changed, asyncio.timeout(20):
+            await self.changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def resume(self) -> None:
+        """Goes on after ``pause_after``."""
+        self.pause_after = None
+        await self._notify()
+
+    async def GetModel(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+        if not self.ready:
+            await abort(context, Unavailable("no replica is ready", retry_after_ms=2500))
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+        return pb.ModelInfo(
+            served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
+            eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
+            default_sampling=self.sampling_defaults,
+        )  # fmt: skip
+
+    async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+        self.num_tokenizer_loads += 1
+        for path in sorted(self.folder.iterdir()):
+            data = path.read_bytes()
+            for start in range(0, len(data), wire.FILE_CHUNK_BYTES):
+                piece = data[start : start + wire.FILE_CHUNK_BYTES]
+                yield pb.FileChunk(name=path.name, data=piece, last=start + len(piece) >= len(data))
+
+    async def GetLoad(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+        state = inference.REPLICA_STATE_READY if self.ready else inference.REPLICA_STATE_CONFIGURING
+        return inference.Load(replicas=[inference.ReplicaLoad(replica_id="r0", state=state, detail="compiling 3 of 7")])
+
+    async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+        running: dict[str, Running] = {}
+        refused: list[inference.GenerateEvent] = []
+        first = True
+
+        async def read() -> None:
+            nonlocal first
+            async for message in request_iterator:
+                if first and message.schema_revision != self.schema_revision:
+                    await abort(context, SchemaMismatch("the scheduler speaks another revision"))
+                first = False
+                if message.HasField("generate"):
+                    request = message.generate
+                    self.requests.append(request)
+                    if (error := self.refuse(request)) is not None:
+                        refused.append(inference.GenerateEvent(request_id=request.request_id, error=error.to_proto()))
+                    else:
+                        running[request.request_id] = Running(request, len(request.resumed_token_ids))
+                elif message.HasField("abort"):
+                    self.aborted.append(message.abort.request_id)
+                    running.pop(message.abort.request_id, None)
+                await self._notify()
+
+        reader = asyncio.create_task(read())
+        try:
+            while not reader.done():
+                events = refused + [event for one in list(running.values()) if (event := self._step(one)) is not None]
+                refused.clear()
+                for event in events:
+                    if event.finish_reason:
+                        running.pop(event.request_id, None)
+                if events:
+                    yield inference.ConnectResponse(events=events)
+                    await self._notify()
+                    if self.break_after is not None and any(one.sent >= self.break_after for one in running.values()):
+                        self.break_after = None
+                        await abort(context, Unavailable("the stream was broken on purpose"))
+                    await asyncio.sleep(self.step_s)
+                else:
+                    async with self.changed:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self.changed.wait(), 0.05)
+            await reader
+        finally:
+            reader.cancel()
+            self.aborted.extend(running)
+            await self._notify()
+
+    def _step(self, one: Running) -> inference.GenerateEvent | None:
+        limit = min(
+            one.request.sampling.max_tokens or 10**9,
+            self.max_model_len - len(one.request.prompt_token_ids),
+        )
+        if self.pause_after is not None and one.sent >= self.pause_after:
+            return None
+        end = min(one.sent + self.tokens_per_event, limit)
+        tokens = [self.reply[i % len(self.reply)] for i in range(one.sent, end)]
+        event = inference.GenerateEvent(request_id=one.request.request_id)
+        if one.first:
+            one.first = False
+            event.prompt.num_tokens = len(one.request.prompt_token_ids)
+            event.prompt.num_cached_tokens = 3
+        stops = set(one.request.sampling.stop_token_ids) | (
+            set() if one.request.sampling.ignore_eos else {self.eos}
+        )
+        for position, token in enumerate(tokens):
+            if token in stops:
+                del tokens[position + 1 :]
+                event.finish_reason = pb.FINISH_REASON_STOP
+                event.stop_token_id = token
+                break
+        else:
+            if end >= limit:
+                event.finish_reason = pb.FINISH_REASON_LENGTH
+        event.token_ids.extend(tokens)
+        one.sent += len(tokens)
+        return event
+
+
+@contextlib.asynccontextmanager
+async def serving(peer: ScriptedInference, port: int = 0) -> AsyncIterator[Server]:
+    """Serves ``peer`` on a real port."""
+    server = Server(["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(peer, grpc_server))
+    await server.start("127.0.0.1", port)
+    await server.set_serving(True)
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    reply = [504 + n for n in range(100)]
+    peer = ScriptedInference(arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0)
+    async with serving(peer, arguments.port):
+        print("ready", time.time(), file=sys.stderr, flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    asyncio.run(_main(parser.parse_args()))
