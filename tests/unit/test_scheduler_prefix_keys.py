@@ -1,0 +1,42 @@
+"""Prefix identity: equal keys if and only if equal history, model, adapter and salt."""
+
+import pytest
+
+from scheduler_svc.prefix_cache import KeyChain, block_key, seed_key
+
+
+def test_keys_chain_over_blocks() -> None:
+    """The second block's key depends on the first block's tokens."""
+    seed = seed_key(model="m")
+    one, two = KeyChain(seed, 2), KeyChain(seed, 2)
+    assert one.extend([1, 2, 3, 4], 2)[1] != two.extend([9, 2, 3, 4], 2)[1]
+
+
+def test_equal_tokens_give_equal_keys_however_they_were_asked_for() -> None:
+    """Hashing block by block or all at once is the same."""
+    seed = seed_key(model="m")
+    steps = KeyChain(seed, 2)
+    for count in (1, 2, 3):
+        steps.extend([1, 2, 3, 4, 5, 6], count)
+    assert steps.keys == KeyChain(seed, 2).extend([1, 2, 3, 4, 5, 6], 3)
+
+
+def test_asking_again_hashes_nothing_again() -> None:
+    """Known keys are returned as they are, even if the tokens given were wrong."""
+    chain = KeyChain(seed_key(model="m"), 2)
+    first = chain.extend([1, 2], 1)
+    assert chain.extend([7, 7], 1) == first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "x"}, {"model": "m", "salt": "s"}, {"model": "m", "lora": "l"}, {"model": "", "lora": "m"}],
+)
+def test_model_adapter_and_salt_separate_prefixes(other: dict[str, str]) -> None:
+    """No part can be mistaken for another."""
+    assert seed_key(model="m") != seed_key(**other)
+
+
+def test_a_key_is_the_same_in_every_process() -> None:
+    """Unlike hash(), so that it can be shared and compared later."""
+    assert block_key(b"", [1, 2, 3]).hex().startswith("4636993d3e1da4e9")
