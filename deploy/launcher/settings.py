@@ -33,6 +33,9 @@ class LaunchSettings(ServiceSettings):
         "127.0.0.1"
     )
     port: Annotated[int, Field(ge=0, le=65535, description="HTTP port; 0 takes a free one.")] = 8000
+    scheduler_port: Annotated[
+        int, Field(ge=0, le=65535, description="Port for direct gRPC clients; 0 takes a free one.")
+    ] = 50051
     device: Annotated[
         Literal["auto", "cpu", "cuda", "rbln"], Field(description="What the workers run on.")
     ] = "auto"
