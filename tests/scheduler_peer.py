@@ -1,0 +1,213 @@
+"""The scheduler's two neighbours for contract tests: a worker on a simulated device, and a running scheduler, both on real gRPC."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from protos.errors import TriptychError, abort
+from protos.server import Server
+from protos.triptych.v1 import (
+    common_pb2,
+    inference_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from protos.wire import SCHEMA_REVISION, Context, open_channel
+from scheduler_svc.deployment import Deployment
+from scheduler_svc.engine import Engine
+from scheduler_svc.geometry import Geometry
+from scheduler_svc.plan import Admission, Decode, Growth, Prefill, StepPlan
+from scheduler_svc.registry import RegistryServicer
+from scheduler_svc.servicer import InferenceServicer
+from scheduler_svc.settings import Settings
+from tests.scheduler_factories import EOS, SimulatedDevice, make_sampling
+
+FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
+
+
+@dataclass
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """Speaks the Worker service over real gRPC; computes tokens with a simulated device.
+
+    Attributes:
+        gate: steps are answered while this is set.
+        die_at_step: ends the Execute stream instead of answering that step.
+        configured: what Configure asked for.
+    """
+
+    num_blocks: int = 65
+    die_at_step: int | None = None
+    refuse_configure: TriptychError | None = None
+    schema_revision: int = SCHEMA_REVISION
+    kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
+    source: str = "simulated"
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    configured: worker_pb2.ConfigureRequest | None = None
+    device: SimulatedDevice | None = None
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(
+            schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
+            model=common_pb2.ModelInfo(source=self.source, architecture="Hash", vocab_size=97, max_model_len=64,
+                                       eos_token_ids=[EOS], dtype="float32"),
+            kv_groups=[common_pb2.KvGroup(group_id=0, kind=self.kind, num_layers=1, bytes_per_token=8)],
+            block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=4, default_chunk=4,
+            default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
+        )  # fmt: skip
+
+    async def Configure(
+        self, request: worker_pb2.ConfigureRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
+        if self.refuse_configure is not None:
+            await abort(context, self.refuse_configure)
+        self.configured = request
+        progress = worker_pb2.ConfigureProgress(
+            phase=worker_pb2.ConfigureProgress.PHASE_LOAD, message="weights"
+        )
+        yield worker_pb2.ConfigureEvent(progress=progress)
+        yield worker_pb2.ConfigureEvent(ready=worker_pb2.ConfigureReady(num_blocks=[self.num_blocks]))
+
+    async def GetModelFiles(
+        self, request: worker_pb2.GetModelFilesRequest, context: Context
+    ) -> AsyncIterator[common_pb2.FileChunk]:
+        for name, data in FILES.items():
+            half = len(data) // 2
+            yield common_pb2.FileChunk(name=name, data=data[:half])
+            yield common_pb2.FileChunk(name=name, data=data[half:], last=True)
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        assert self.configured is not None
+        geometry = Geometry(
+            self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
+            self.configured.block_size, tuple(self.configured.decode_buckets),
+        )  # fmt: skip
+        self.device = SimulatedDevice(geometry)
+        async for message in request_iterator:
+            await self.gate.wait()
+            self.steps += 1
+            if self.steps == self.die_at_step:
+                return
+            result = self.device.run(plan_from_proto(message))
+            yield worker_pb2.StepResult(
+                step=result.step,
+                outputs=[
+                    worker_pb2.SlotOutput(slot=out.slot, token_ids=out.token_ids) for out in result.outputs
+                ],
+            )
+
+
+def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
+    """Reads a plan as a worker does."""
+    work: Prefill | Decode | None = None
+    if message.HasField("prefill"):
+        work = Prefill(
+            message.prefill.slot, message.prefill.start, message.prefill.num_tokens, message.prefill.sample
+        )
+    elif message.HasField("decode"):
+        work = Decode(tuple(message.decode.slots), tuple(message.decode.positions), message.decode.bucket)
+    return StepPlan(
+        message.step,
+        work,
+        release=tuple(message.release),
+        admit=tuple(
+            Admission(new.slot, new.request_id, tuple(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens,
+                      make_sampling(), tuple(tuple(blocks.block_ids) for blocks in new.blocks))
+            for new in message.admit
+        ),
+        grow=tuple(Growth(new.slot, new.group_id, tuple(new.block_ids)) for new in message.grow),
+    )  # fmt: skip
+
+
+@dataclass
+class RunningScheduler:
+    """A scheduler's services on a port of their own."""
+
+    engine: Engine
+    deployment: Deployment
+    servicer: InferenceServicer
+    server: Server
+    channel: grpc.aio.Channel
+    serving: asyncio.Queue[bool]
+
+    @property
+    def inference(self) -> "inference_pb2_grpc.InferenceAsyncStub":
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    @property
+    def registry(self) -> "registry_pb2_grpc.WorkerRegistryAsyncStub":
+        return registry_pb2_grpc.WorkerRegistryStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def run_scheduler(settings: Settings | None = None) -> AsyncIterator[RunningScheduler]:
+    """The parts of ``scheduler_svc.__main__``, wired as there."""
+    settings = settings or Settings()
+    engine = Engine(max_waiting=settings.max_waiting_requests, max_waiting_tokens=settings.max_waiting_tokens,
+                    clock=time.monotonic)  # fmt: skip
+    deployment = Deployment(settings, engine)
+    serving: asyncio.Queue[bool] = asyncio.Queue()
+    deployment.on_serving(serving.put_nowait)
+    servicer = InferenceServicer(engine, deployment)
+    registry = RegistryServicer(deployment, step_timeout_s=settings.step_timeout_s)
+
+    def register(server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+        registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
+
+    server = Server(("triptych.v1.Inference", "triptych.v1.WorkerRegistry"), register)
+    port = await server.start("127.0.0.1", 0)
+    channel = open_channel(f"127.0.0.1:{port}")
+    try:
+        yield RunningScheduler(engine, deployment, servicer, server, channel, serving)
+    finally:
+        await channel.close()
+        await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def run_worker(worker: ScriptedWorker) -> AsyncIterator[int]:
+    """Serves the worker; yields its port."""
+    server = Server(
+        ("triptych.v1.Worker",),
+        lambda grpc_server: worker_pb2_grpc.add_WorkerServicer_to_server(worker, grpc_server),
+    )
+    try:
+        yield await server.start("127.0.0.1", 0)
+    finally:
+        worker.gate.set()
+        await server.stop(0)
+
+
+def announcement(port: int, worker_id: str = "w") -> registry_pb2.RegisterRequest:
+    """What a worker on this machine says of itself."""
+    return registry_pb2.RegisterRequest(schema_revision=SCHEMA_REVISION, worker_id=worker_id, port=port)
+
+
+@contextlib.asynccontextmanager
+async def joined(
+    scheduler: RunningScheduler, worker: ScriptedWorker, worker_id: str = "w"
+) -> AsyncIterator[None]:
+    """The worker is registered and serving within the block, and leaves at its end."""
+    async with run_worker(worker) as port:
+        call = scheduler.registry.Register(announcement(port, worker_id))
+        async for event in call:
+            if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
+                break
+        try:
+            yield
+        finally:
+            call.cancel()
