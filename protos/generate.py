@@ -29,8 +29,20 @@ def generate(target: Path) -> None:
 
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / PACKAGE).glob("*.proto"))]
     include = resources.files("grpc_tools") / "_proto"
-    arguments = ["protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={target}", f"--mypy_out=quiet:{target}",
-                 f"--grpc_python_out={target}", f"--mypy_grpc_out=quiet:{target}", *files]  # fmt: skip
+    # The plugins lie beside the interpreter; a virtual environment need not be activated.
+    plugins = Path(sys.executable).parent
+    arguments = [
+        "protoc",
+        f"-I{ROOT}",
+        f"-I{include}",
+        f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
+        f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
+        f"--python_out={target}",
+        f"--mypy_out=quiet:{target}",
+        f"--grpc_python_out={target}",
+        f"--mypy_grpc_out=quiet:{target}",
+        *files,
+    ]
     if protoc.main(arguments) != 0:
         raise RuntimeError("protoc failed")
     for stub in [*(target / PACKAGE).glob("*.py"), *(target / PACKAGE).glob("*.pyi")]:
