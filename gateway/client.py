@@ -264,11 +264,9 @@ class InferenceClient:
             # It has run before: the scheduler is new and has no replica yet, or lost its last one.
             self._mark_lost(live)
             pause = error.retry_after_ms / 1000 or _RESUBMIT_PAUSE_S
-            del self._live[live.wire_id]
-            live.renew()
-            self._live[live.wire_id] = live
             live.retry = asyncio.get_running_loop().call_later(pause, self._retry, live)
         else:
+            self._forget(live)
             live.submission.fail(error)
 
     def _retry(self, live: Live) -> None:

@@ -1,5 +1,7 @@
 """What happens around every HTTP request: its id, the log line, the count, and the limit on its body."""
 
+import asyncio
+import contextlib
 import re
 from collections.abc import Callable, MutableMapping
 from typing import Any, Final
@@ -15,6 +17,10 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 
 # What is asked every few seconds by machines is logged only at debug level.
 _QUIET: Final = frozenset({"/health", "/metrics"})
+
+# How much of a body that is too long is read and thrown away, in limits and in seconds.
+_DISCARD_FACTOR: Final = 8
+_DISCARD_S: Final = 10
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -66,6 +72,8 @@ class RequestMiddleware:
         with bind_request(request_id), self._metrics.http_in_flight.track_inprogress():
             try:
                 if int(headers.get("content-length") or 0) > self._max_body_bytes:
+                    if "expect" not in headers:
+                        await self._discard(receive)
                     await error_response(self._too_large())(scope, receive, send_with_id)
                 else:
                     await self._app(scope, self._limited(receive), send_with_id)
@@ -74,6 +82,17 @@ class RequestMiddleware:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is longer than {self._max_body_bytes} bytes; send less at once")
+
+    async def _discard(self, receive: Receive) -> None:
+        """Reads the rest of a body, within reason: a client that is cut off while it sends never sees the answer."""
+        rest = _DISCARD_FACTOR * self._max_body_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while rest > 0:
+                    message = await receive()
+                    rest -= len(message.get("body", b""))
+                    if not message.get("more_body"):
+                        return
 
     def _limited(self, receive: Receive) -> Receive:
         """Counts a body that came without its length."""
@@ -84,6 +103,8 @@ class RequestMiddleware:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
+                if message.get("more_body"):
+                    await self._discard(receive)
                 raise self._too_large()
             return message
 

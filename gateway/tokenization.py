@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 
 import jinja2
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from gateway.chat_template import ChatTemplate
 from gateway.detokenizer import DetokenizerFactory
@@ -67,7 +66,6 @@ class TextCodec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        _apply_bos_eos(tokenizer, config, special)
         source = _template_source(folder, config)
         try:
             template = ChatTemplate(source, special) if source is not None else None
@@ -80,7 +78,8 @@ class TextCodec:
 
         Args:
             text: the text.
-            add_special_tokens: also add those that the model expects around a text (BOS). Chat templates carry their own.
+            add_special_tokens: also add those that the model expects around a text (BOS), as tokenizer.json says; transformers 5
+                ignores ``add_bos_token`` of the configuration beside it, too. Chat templates carry their own.
         """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -135,17 +134,6 @@ def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict
         if isinstance(value, str):
             found[name] = value
     return found
-
-
-def _apply_bos_eos(tokenizer: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Follows ``add_bos_token`` / ``add_eos_token`` where the configuration has them (transformers' ``update_post_processor``)."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    known = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-    single = f"{f'{bos}:0 ' if bos is not None else ''}$A:0{f' {eos}:0' if eos is not None else ''}"
-    tokenizer.post_processor = TemplateProcessing(single=single, pair=None, special_tokens=known)
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:

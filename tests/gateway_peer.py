@@ -13,8 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import grpc.aio
+from typing import TYPE_CHECKING, Any
 
 from protos import wire
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, abort
@@ -24,6 +23,12 @@ from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
 GENERATE = inference.GenerateRequest
+
+# The base class answers UNIMPLEMENTED for what is not written here; its type insists on every method.
+if TYPE_CHECKING:
+    _Servicer = Any
+else:
+    _Servicer = InferenceServicer
 
 
 @dataclass
@@ -36,7 +41,7 @@ class Running:
 
 
 @dataclass
-class ScriptedInference(InferenceServicer):
+class ScriptedInference(_Servicer):  # type: ignore[misc]
     """Plays ``reply`` to every request.
 
     Attributes:
@@ -68,6 +73,13 @@ class ScriptedInference(InferenceServicer):
     sampling_defaults: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     num_tokenizer_loads: int = 0
 
+    def reset(self) -> None:
+        """Forgets what came in and every fault that was set."""
+        self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
+        self.refuse = lambda _: None
+        self.requests.clear()
+        self.aborted.clear()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until ``condition`` holds; it is looked at after every change."""
         async with self.changed, asyncio.timeout(20):
@@ -82,7 +94,7 @@ class ScriptedInference(InferenceServicer):
         self.pause_after = None
         await self._notify()
 
-    async def GetModel(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+    async def GetModel(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         if not self.ready:
             await abort(context, Unavailable("no replica is ready", retry_after_ms=2500))
         digest = hashlib.sha256()
@@ -94,7 +106,7 @@ class ScriptedInference(InferenceServicer):
             default_sampling=self.sampling_defaults,
         )  # fmt: skip
 
-    async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+    async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         self.num_tokenizer_loads += 1
         for path in sorted(self.folder.iterdir()):
             data = path.read_bytes()
@@ -102,11 +114,13 @@ class ScriptedInference(InferenceServicer):
                 piece = data[start : start + wire.FILE_CHUNK_BYTES]
                 yield pb.FileChunk(name=path.name, data=piece, last=start + len(piece) >= len(data))
 
-    async def GetLoad(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+    async def GetLoad(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         state = inference.REPLICA_STATE_READY if self.ready else inference.REPLICA_STATE_CONFIGURING
-        return inference.Load(replicas=[inference.ReplicaLoad(replica_id="r0", state=state, detail="compiling 3 of 7")])
+        return inference.Load(
+            replicas=[inference.ReplicaLoad(replica_id="r0", state=state, detail="compiling 3 of 7")]
+        )
 
-    async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, N802
+    async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         running: dict[str, Running] = {}
         refused: list[inference.GenerateEvent] = []
         first = True
@@ -121,7 +135,9 @@ class ScriptedInference(InferenceServicer):
                     request = message.generate
                     self.requests.append(request)
                     if (error := self.refuse(request)) is not None:
-                        refused.append(inference.GenerateEvent(request_id=request.request_id, error=error.to_proto()))
+                        refused.append(
+                            inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())
+                        )
                     else:
                         running[request.request_id] = Running(request, len(request.resumed_token_ids))
                 elif message.HasField("abort"):
@@ -132,7 +148,9 @@ class ScriptedInference(InferenceServicer):
         reader = asyncio.create_task(read())
         try:
             while not reader.done():
-                events = refused + [event for one in list(running.values()) if (event := self._step(one)) is not None]
+                events = refused + [
+                    event for one in list(running.values()) if (event := self._step(one)) is not None
+                ]
                 refused.clear()
                 for event in events:
                     if event.finish_reason:
@@ -140,7 +158,9 @@ class ScriptedInference(InferenceServicer):
                 if events:
                     yield inference.ConnectResponse(events=events)
                     await self._notify()
-                    if self.break_after is not None and any(one.sent >= self.break_after for one in running.values()):
+                    if self.break_after is not None and any(
+                        one.sent >= self.break_after for one in running.values()
+                    ):
                         self.break_after = None
                         await abort(context, Unavailable("the stream was broken on purpose"))
                     await asyncio.sleep(self.step_s)
@@ -188,7 +208,9 @@ class ScriptedInference(InferenceServicer):
 @contextlib.asynccontextmanager
 async def serving(peer: ScriptedInference, port: int = 0) -> AsyncIterator[Server]:
     """Serves ``peer`` on a real port."""
-    server = Server(["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(peer, grpc_server))
+    server = Server(
+        ["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(peer, grpc_server)
+    )
     await server.start("127.0.0.1", port)
     await server.set_serving(True)
     try:
@@ -199,7 +221,9 @@ async def serving(peer: ScriptedInference, port: int = 0) -> AsyncIterator[Serve
 
 async def _main(arguments: argparse.Namespace) -> None:
     reply = [504 + n for n in range(100)]
-    peer = ScriptedInference(arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0)
+    peer = ScriptedInference(
+        arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0
+    )
     async with serving(peer, arguments.port):
         print("ready", time.time(), file=sys.stderr, flush=True)
         await asyncio.Event().wait()

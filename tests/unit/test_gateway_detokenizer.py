@@ -10,6 +10,8 @@ from gateway.detokenizer import DetokenizerFactory, WindowedDetokenizer
 from gateway.tokenization import TextCodec
 from tests.gateway_support import smollm2_folder
 
+UNKNOWN = "<unk>"
+
 
 @pytest.fixture(scope="module")
 def codec() -> TextCodec:
@@ -19,10 +21,12 @@ def codec() -> TextCodec:
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
     """A small tokenizer in the style of Gemma and Llama 2: word borders as ▁, bytes for what is not in the vocabulary."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    trainer = trainers.BpeTrainer(vocab_size=100, special_tokens=["<unk>", "<s>"], show_progress=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=100, special_tokens=[UNKNOWN, "<s>"], show_progress=False)
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 3], trainer)
     described = json.loads(tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
@@ -39,7 +43,10 @@ def test_byte_level_tokenizers_take_the_fast_path(codec: TextCodec) -> None:
     assert codec.detokenizers.bytewise
 
 
-@pytest.mark.parametrize("text", ["Paris.", "naïve café", "日本語です", "👩‍👩‍👧‍👦 family", "a\u0301b", "\n\n\t x", "Привет", "🇫🇷", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["Paris.", "naïve café", "日本語です", "👩‍👩‍👧‍👦 family", "a\u0301b", "\n\n\t x", "Привет", "🇫🇷", ""],
+)
 def test_deltas_add_up_and_never_hold_half_a_character(codec: TextCodec, text: str) -> None:
     """The deltas of any text are whole characters and add up to it."""
     ids = codec.encode(text, add_special_tokens=False)
@@ -100,7 +107,9 @@ def test_byte_fallback_joins_bytes_to_characters(sentencepiece: Tokenizer, text:
 
 def test_other_decoders_use_a_window() -> None:
     """Word pieces depend on their neighbours, and still add up."""
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "now": 3, "!": 4}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({UNKNOWN: 0, "play": 1, "##ing": 2, "now": 3, "!": 4}, unk_token=UNKNOWN)
+    )
     tokenizer.decoder = decoders.WordPiece()
     factory = DetokenizerFactory(tokenizer)
     assert not factory.bytewise

@@ -1,0 +1,310 @@
+"""Request bodies: what is taken, what is refused, and in which words."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.schemas.base import parse, path_of
+from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from gateway.schemas.tokenize import TokenizeRequest
+from protos.errors import InvalidArgument, Unsupported
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse(ChatCompletionRequest, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "no body"),
+        (b"  ", "no body"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "a",}', "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b'{"prompt": NaN}', "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused(body: bytes, words: str) -> None:
+    """Malformed JSON is named as such."""
+    with pytest.raises(InvalidArgument, match=words):
+        parse(CompletionRequest, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("temperature", True), ("temperature", [1]),
+        ("top_p", 0), ("top_p", 1.01), ("top_p", -1),
+        ("top_k", -2), ("top_k", 1.5), ("top_k", 2**40), ("top_k", "5"),
+        ("min_p", -0.1), ("min_p", 1.1),
+        ("seed", 2**63), ("seed", 1.5), ("seed", "7"),
+        ("frequency_penalty", 2.5), ("presence_penalty", -2.5), ("repetition_penalty", 0), ("repetition_penalty", 11),
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**32), ("max_tokens", 1.5), ("max_tokens", "5"),
+        ("min_tokens", -1), ("min_tokens", "5"),
+        ("stop", 5), ("stop", [5]), ("stop", [""]), ("stop", ""), ("stop", ["x"] * 17), ("stop", ["x" * 1001]),
+        ("stop_token_ids", 5), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", [2**32]),
+        ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
+        ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("logit_bias", {"-1": 1}),
+        ("ignore_eos", 1), ("ignore_eos", "true"), ("skip_special_tokens", 0), ("stream", "yes"),
+        ("include_stop_str_in_output", 1), ("priority", 2**31), ("priority", "high"),
+        ("cache_salt", ""), ("cache_salt", 5), ("user", 5), ("model", 5), ("stream_options", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> None:
+    """Wrong types and absurd numbers name the parameter."""
+    with pytest.raises(InvalidArgument) as caught:
+        make(**{name: value, **({"stream": True} if name == "stream_options" else {})})
+    assert caught.value.param.partition("[")[0] == name
+    assert name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("n", 1, 2), ("best_of", 1, 3), ("use_beam_search", False, True), ("length_penalty", 1.0, 0.5),
+        ("bad_words", [], ["x"]), ("prompt_logprobs", None, 1), ("truncate_prompt_tokens", None, 10),
+        ("response_format", {"type": "text"}, {"type": "json_object"}), ("return_token_ids", False, True),
+        ("spaces_between_special_tokens", True, False), ("service_tier", "auto", "flex"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [chat, completion])
+def test_unserved_parameters_are_taken_where_they_change_nothing(
+    make: Any, name: str, neutral: Any, other: Any
+) -> None:
+    """Null and the neutral value pass; anything else is refused as unsupported, by name and with a hint."""
+    make(**{name: None})
+    make(**{name: neutral})
+    with pytest.raises(Unsupported, match="is not supported: ") as caught:
+        make(**{name: other})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [
+        ("logprobs", False, True), ("top_logprobs", 0, 5), ("tools", [], [{"type": "function"}]),
+        ("tool_choice", "auto", "required"), ("functions", [], [{}]), ("parallel_tool_calls", True, False),
+        ("echo", False, True), ("modalities", ["text"], ["text", "audio"]), ("store", False, True),
+        ("metadata", {}, {"a": "b"}), ("reasoning_effort", None, "low"), ("continue_final_message", False, True),
+        ("chat_template", None, "{{ messages }}"), ("documents", [], [{"text": "x"}]),
+    ],
+)  # fmt: skip
+def test_unserved_chat_parameters(name: str, neutral: Any, other: Any) -> None:
+    """The same for what only chats have."""
+    chat(**{name: neutral})
+    with pytest.raises(Unsupported) as caught:
+        chat(**{name: other})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"), [("echo", False, True), ("suffix", "", "x"), ("logprobs", None, 0)]
+)
+def test_unserved_completion_parameters(name: str, neutral: Any, other: Any) -> None:
+    """The same for what only plain completions have."""
+    completion(**{name: neutral})
+    with pytest.raises(Unsupported) as caught:
+        completion(**{name: other})
+    assert caught.value.param == name
+
+
+def test_zero_is_not_false() -> None:
+    """A neutral false does not let the number 0 pass, nor the other way round."""
+    with pytest.raises(Unsupported):
+        chat(logprobs=0)
+    with pytest.raises(Unsupported):
+        chat(n=True)
+
+
+@pytest.mark.parametrize("name", ["temprature", "guided_json", "foo"])
+def test_unknown_parameters_are_refused(name: str) -> None:
+    """Nothing unknown is ignored; near misses get a suggestion."""
+    with pytest.raises(InvalidArgument, match=f"unknown parameter '{name}'") as caught:
+        chat(**{name: 1})
+    assert caught.value.param == name
+    assert ("did you mean 'temperature'?" in caught.value.message) == (name == "temprature")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "words"),
+    [
+        ([], "messages", "at least 1 item"),
+        ("hi", "messages", "valid list"),
+        ([5], "messages[0]", "object"),
+        ([{"role": "user"}], "messages[0].content", "is required"),
+        ([{"content": "x"}], "messages[0].role", "is required"),
+        (
+            [{"role": "bob", "content": "x"}],
+            "messages[0].role",
+            "'system', 'developer', 'user' or 'assistant'",
+        ),
+        ([{"role": "tool", "content": "x"}], "messages[0].role", "tools are not served"),
+        ([{"role": "user", "content": None}], "messages[0].content", "string or a list"),
+        ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
+        ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content", "image_url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content", "needs 'text'"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}],
+            "messages[0].content",
+            "'y'",
+        ),
+        ([{"role": "user", "content": "x", "name": "bob"}], "messages[0].name", "not supported"),
+        ([{"role": "user", "content": "x", "mood": "bad"}], "messages[0].mood", "unknown parameter"),
+        (
+            [*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [{}]}],
+            "messages[1].tool_calls",
+            "tools",
+        ),
+    ],
+)
+def test_bad_messages_name_their_place(messages: Any, param: str, words: str) -> None:
+    """An error within messages says which one."""
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        chat(messages=messages)
+    assert caught.value.param == param
+
+
+def test_messages_are_required() -> None:
+    """A chat without messages says so."""
+    with pytest.raises(InvalidArgument, match="'messages' is required"):
+        parse(ChatCompletionRequest, b"{}")
+
+
+def test_an_answers_message_may_come_back() -> None:
+    """The null fields of an answer's message are taken in the next request."""
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+        "audio": None,
+    }
+    assert chat(messages=[*MESSAGES, turn]).messages[1].content == "x"
+
+
+def test_text_parts_are_joined() -> None:
+    """A list of text parts is one text."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_have_four_shapes(prompt: Any, expected: Any) -> None:
+    """Text, texts, token ids, lists of token ids."""
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, [None], [1, "a"], ["a", 1], [-1], [True], [1.5], [[1], "a"], [[2**32]], {}]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    """Anything else names the shapes that are taken."""
+    with pytest.raises(InvalidArgument, match="must be a string") as caught:
+        completion(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_empty_prompts_are_refused(prompt: Any) -> None:
+    """Also where only one of several is empty."""
+    with pytest.raises(InvalidArgument, match="is empty") as caught:
+        completion(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+def test_long_values_are_quoted_in_part() -> None:
+    """An error does not send a whole prompt back."""
+    with pytest.raises(InvalidArgument) as caught:
+        completion(prompt=[[1] * 10_000, "a"])
+    assert len(caught.value.message) < 300
+
+
+def test_limits_have_two_names() -> None:
+    """max_completion_tokens is max_tokens; both are taken only if they agree."""
+    assert chat(max_tokens=5).output_limit == 5
+    assert chat(max_completion_tokens=5).output_limit == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).output_limit == 5
+    assert chat().output_limit is None
+    assert completion().output_limit == DEFAULT_MAX_TOKENS
+    with pytest.raises(InvalidArgument, match="mean the same"):
+        chat(max_completion_tokens=5, max_tokens=6)
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 3, "min_tokens": 4}, {"min_tokens": 17}])
+def test_min_tokens_must_fit(fields: dict[str, int]) -> None:
+    """min_tokens above the limit can never be met."""
+    with pytest.raises(InvalidArgument, match="must not exceed") as caught:
+        completion(**fields)
+    assert caught.value.param == "min_tokens"
+
+
+def test_stream_options_need_a_stream() -> None:
+    """As at OpenAI."""
+    with pytest.raises(InvalidArgument, match="stream=true") as caught:
+        chat(stream_options={"include_usage": True})
+    assert caught.value.param == "stream_options"
+    body = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert body.include_usage
+    assert body.continuous_usage
+    assert not chat(stream=True).include_usage
+
+
+def test_null_is_the_default() -> None:
+    """Clients send null for what they leave open."""
+    names = (
+        "temperature",
+        "top_p",
+        "stop",
+        "stop_token_ids",
+        "stream",
+        "ignore_eos",
+        "min_tokens",
+        "user",
+        "priority",
+    )
+    body = chat(**dict.fromkeys(names))
+    assert body.stop == []
+    assert not body.stream
+    assert body.skip_special_tokens
+
+
+def test_stop_is_a_string_or_a_list() -> None:
+    """Both forms mean a list."""
+    assert chat(stop="a").stop == ["a"]
+    assert chat(stop=["a", "b"]).stop == ["a", "b"]
+
+
+def test_logit_bias_keys_are_token_ids() -> None:
+    """JSON's text keys become integers."""
+    assert chat(logit_bias={"5": -100, "7": 1.5}).logit_bias == {5: -100, 7: 1.5}
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "a", "messages": MESSAGES}])
+def test_tokenize_takes_text_or_messages(fields: dict[str, Any]) -> None:
+    """Neither and both are refused."""
+    with pytest.raises(InvalidArgument, match="either 'prompt' or 'messages'"):
+        parse(TokenizeRequest, json.dumps(fields).encode())
+
+
+def test_paths_read_like_code() -> None:
+    """A location in a body is written as one would index it."""
+    assert path_of(("messages", 0, "content", 1, "type")) == "messages[0].content[1].type"

@@ -1,0 +1,87 @@
+"""Chunks, byte for byte."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.sse import DONE, ChatChunks, Chunks, CompletionChunks, error_event
+from protos.errors import Unavailable
+
+
+def read(data: bytes) -> list[dict[str, Any]]:
+    """The objects of some events; checks the framing."""
+    events = data.decode().split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def make(cls: type[Chunks], *, with_usage: bool = False) -> Chunks:
+    return cls("id-1", 1_700_000_000, "smol", with_usage=with_usage)
+
+
+@pytest.mark.parametrize(
+    "text", ["a", 'quote " backslash \\', "line\nbreak", "日本 🇫🇷", "\u2028", "\x00", "data: x\n\n"]
+)
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_text_survives_the_framing(cls: type[Chunks], text: str) -> None:
+    """No text can break out of its event."""
+    (chunk,) = read(make(cls).delta(0, text))
+    choice = chunk["choices"][0]
+    assert (choice["delta"]["content"] if cls is ChatChunks else choice["text"]) == text
+
+
+def test_chat_chunks() -> None:
+    """Role first, then text, then the reason with an empty delta."""
+    chunks = make(ChatChunks)
+    (opening,) = read(chunks.opening(0))
+    assert opening == {
+        "id": "id-1", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "smol",
+        "choices": [{
+            "index": 0, "delta": {"role": "assistant", "content": "", "refusal": None},
+            "logprobs": None, "finish_reason": None,
+        }],
+    }  # fmt: skip
+    last_text, end = read(chunks.final(0, "bye", "length", None))
+    assert last_text["choices"][0]["delta"] == {"content": "bye"}
+    assert last_text["choices"][0]["finish_reason"] is None
+    assert end["choices"][0]["delta"] == {}
+    assert end["choices"][0]["finish_reason"] == "length"
+    assert len(read(chunks.final(0, "", "stop", None))) == 1
+
+
+def test_completion_chunks() -> None:
+    """No role, and the reason comes with the last text."""
+    chunks = make(CompletionChunks)
+    assert chunks.opening(0) == b""
+    (end,) = read(chunks.final(3, "bye", "stop", "END"))
+    assert end["object"] == "text_completion"
+    assert end["choices"] == [
+        {"index": 3, "text": "bye", "logprobs": None, "finish_reason": "stop", "stop_reason": "END"}
+    ]
+
+
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_usage_is_null_until_its_chunk(cls: type[Chunks]) -> None:
+    """With usage asked for, every chunk says null, and the last one has no choices."""
+    chunks = make(cls, with_usage=True)
+    assert read(chunks.delta(0, "a"))[0]["usage"] is None
+    (last,) = read(chunks.usage({"total_tokens": 3}))
+    assert last["choices"] == []
+    assert last["usage"] == {"total_tokens": 3}
+    assert "usage" not in read(make(cls).delta(0, "a"))[0]
+
+
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_usage_may_come_with_every_chunk(cls: type[Chunks]) -> None:
+    """continuous_usage_stats."""
+    (chunk,) = read(make(cls, with_usage=True).delta(1, "a", {"total_tokens": 3}))
+    assert chunk["usage"] == {"total_tokens": 3}
+    assert chunk["choices"][0]["index"] == 1
+
+
+def test_errors_and_the_end() -> None:
+    """An error in mid-stream is OpenAI's error object."""
+    assert read(error_event(Unavailable("gone")))[0]["error"]["message"] == "gone"
+    assert DONE == b"data: [DONE]\n\n"
