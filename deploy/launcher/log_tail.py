@@ -45,6 +45,26 @@ def parse(line: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
+def progress(line: str) -> tuple[str, str] | None:
+    """What a line of the scheduler's or a worker's log says about a worker's way to readiness.
+
+    Returns:
+        The worker's address (empty if it is the log's own) and a text for people; None for every other line.
+    """
+    entry = parse(line) or {}
+    target = str(entry.get("target", ""))
+    match entry:
+        case {"event": "prepared", "architecture": architecture, "device_name": device}:
+            return target, f"{architecture} on {device}"
+        case {"event": "progress", "phase": phase, "done": done, "total": total, "message": message}:
+            count = f" {done}/{total}" if total else ""
+            return target, f"{str(phase).replace('_', ' ')}{count} {message}"
+        case {"event": "ready", "phase_seconds": {**seconds}}:
+            return target, f"ready ({', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())})"
+        case _:
+            return None
+
+
 class LogTail:
     """The lines that were added to a file since the last look. The file may not exist yet."""
 

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from deploy.launcher.log_tail import LogTail, humanize, last_lines
-from deploy.up import progress_lines
+from deploy.launcher.log_tail import LogTail, humanize, last_lines, progress
 
 
 def test_a_structured_line_becomes_readable() -> None:
@@ -43,14 +42,17 @@ def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     assert list(tail.new_lines()) == []
 
 
-def test_progress_is_told_with_its_count() -> None:
-    """Only progress is shown, with done and total where they are known."""
-    lines = [
-        json.dumps(
-            {"event": "progress", "phase": "compile", "done": 2, "total": 7, "message": "decode, batch 4"}
-        ),
-        json.dumps({"event": "progress", "phase": "load", "done": 0, "total": 0, "message": "weights"}),
-        json.dumps({"event": "registered"}),
-        "noise",
-    ]
-    assert list(progress_lines(lines)) == ["compile 2/7 decode, batch 4", "load weights"]
+def test_progress_is_told_in_words() -> None:
+    """Phases come with their worker's address, and with done and total where they are known; other lines are not shown."""
+
+    def told(**entry: object) -> tuple[str, str] | None:
+        return progress(json.dumps({"target": "127.0.0.1:7", **entry}))
+
+    here = "127.0.0.1:7"
+    warm_up = {"event": "progress", "phase": "warm_up", "done": 2, "total": 7, "message": "decode of 4 rows"}
+    load = {"event": "progress", "phase": "load", "done": 0, "total": 0, "message": "weights"}
+    assert told(**warm_up) == (here, "warm up 2/7 decode of 4 rows")
+    assert told(**load) == (here, "load weights")
+    assert told(event="ready", phase_seconds={"load": 1.26}) == (here, "ready (load 1.3 s)")
+    assert told(event="registered") is None
+    assert progress("noise") is None

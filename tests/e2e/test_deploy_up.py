@@ -1,0 +1,138 @@
+"""`triptych up` with real services and a real model."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+QUICK = ["--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "1024"]
+
+
+@contextlib.contextmanager
+def launcher(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher on a free port; killed at the end if it still runs, and its children with it."""
+    command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--run-dir", str(run_dir), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Reads the launcher's output up to the line with a text, and returns that line."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} never came; the launcher said: {''.join(seen)}{process.communicate()[1]}")
+
+
+def ask(base: str) -> str:
+    """Asks for France's capital; greedy, so that the answer is always the same."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": "smollm2", "messages": question, "temperature": 0, "max_tokens": 10}
+    request = urllib.request.Request(
+        f"{base}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["message"]["content"])
+
+
+def pids(run_dir: Path) -> dict[str, int]:
+    """The services' process ids, by name."""
+    return {path.stem: int(path.read_text()) for path in run_dir.glob("*.pid")}
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(processes: dict[str, int]) -> None:
+    deadline = time.monotonic() + 20
+    while left := {name: pid for name, pid in processes.items() if running(pid)}:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
+
+
+def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> None:
+    """From one command to an answer; again after the worker was killed; and nothing is left after Ctrl-C."""
+    with launcher(tmp_path, *QUICK) as process:
+        address = next(
+            word for word in read_until(process, "Serving smollm2").split() if word.startswith("http")
+        )
+        assert "curl" in read_until(process, "/chat/completions")
+        assert "Paris" in ask(address)
+        before = pids(tmp_path)
+        assert set(before) == {"launcher", "gateway", "scheduler", "worker-0"}
+
+        os.kill(before["worker-0"], signal.SIGKILL)
+        assert str(tmp_path / "worker-0.log") in read_until(process, "worker-0 died (SIGKILL)")
+        read_until(process, "worker-0 starts again")
+        assert "Paris" in ask(address)
+        after = pids(tmp_path)
+        assert after["worker-0"] != before["worker-0"]
+        assert after["gateway"] == before["gateway"]
+
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert errors == ""
+    assert list(tmp_path.glob("*.pid")) == []
+    wait_until_gone(before | after)
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    """Also a launcher that had no chance to stop its services leaves none of them behind."""
+    with launcher(tmp_path, *QUICK) as process:
+        read_until(process, "logs in")
+        deadline = time.monotonic() + 20
+        while len(started := pids_written(tmp_path)) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        read_until(process, "worker-0: ")
+        process.kill()
+    wait_until_gone(started)
+
+
+def pids_written(run_dir: Path) -> dict[str, int]:
+    """Like `pids`, while files are still being written."""
+    with contextlib.suppress(ValueError):
+        return pids(run_dir)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--model", "/nonexistent/model"], "/nonexistent/model"),
+        (["--block-size", "100", "--max-num-batched-tokens", "64"], "block"),
+    ],
+)
+def test_a_setting_that_a_service_refuses_ends_the_launcher(
+    tmp_path: Path, arguments: list[str], word: str
+) -> None:
+    """The service's one line is the launcher's, and so is its exit code."""
+    with launcher(tmp_path, *arguments) as process:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2, errors
+    assert word in errors
+    assert errors.count("\n") == 1
+    assert list(tmp_path.glob("*.pid")) == []
