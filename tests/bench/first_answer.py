@@ -1,0 +1,80 @@
+"""From a clean clone to the first answer, and again: what ``make serve`` costs a newcomer.
+
+``python -m tests.bench.first_answer [--quick]``: clones the repository into an empty folder, runs ``make serve`` there with an empty model
+cache, asks one question, stops it with Ctrl-C; then the same again in the same folder. ``--quick`` measures only the second kind, in this
+checkout and with its environment.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.bench.report import report
+
+ROOT = Path(__file__).parents[2]
+QUESTION = {
+    "model": "smollm2",
+    "temperature": 0,
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+}
+
+
+def serve_once(folder: Path, environment: dict[str, str], port: int) -> float:
+    """Seconds from ``make serve`` to the first answer.
+
+    Raises:
+        RuntimeError: if it ends without serving, or does not end with exit code 0 after Ctrl-C.
+    """
+    started = time.monotonic()
+    process = subprocess.Popen(
+        ["make", "--no-print-directory", "serve", f"PORT={port}"], cwd=folder, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stderr.write(line)
+        if "curl " in line:
+            break
+    else:
+        raise RuntimeError("make serve ended without serving")
+    httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=QUESTION, timeout=60).raise_for_status()
+    seconds = time.monotonic() - started
+    # Ctrl-C reaches the terminal's whole process group.
+    os.killpg(process.pid, signal.SIGINT)
+    sys.stderr.write(process.communicate(timeout=60)[0])
+    return seconds
+
+
+def main() -> None:
+    """Runs the bench and prints its line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="this checkout, environment already made")
+    parser.add_argument("--port", type=int, default=8017)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        again = serve_once(ROOT, dict(os.environ), arguments.port)
+        report("first_answer", {"second_s": round(again, 1)}, {})
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        clone = Path(temporary) / "triptych"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        environment = {**os.environ, "TRIPTYCH_CACHE": str(Path(temporary) / "cache")}
+        first = serve_once(clone, environment, arguments.port)
+        second = serve_once(clone, environment, arguments.port)
+    report(
+        "first_answer",
+        {"first_s": round(first, 1), "second_s": round(second, 1)},
+        {"second_to_first": second / first},
+    )
+
+
+if __name__ == "__main__":
+    main()

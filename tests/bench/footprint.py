@@ -1,0 +1,110 @@
+"""How long the torch-free services take to be ready, and how much memory they hold while they serve SmolLM2.
+
+``python -m tests.bench.footprint [--quick]``: starts each service several times (median), then a whole stack, sends it requests and reads
+the resident memory of gateway and scheduler.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+import httpx
+import psutil
+
+from tests.bench.report import report
+
+READY_LIMIT_S: Final = 3.0
+LIMITS_MIB: Final = {"scheduler": 80.0, "gateway": 150.0}
+
+
+def time_to_ready(package: str) -> float:
+    """Seconds from starting a service's process to its "listening" line; it is stopped again.
+
+    Raises:
+        RuntimeError: if it ends before it listens.
+    """
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", package, "--port", "0"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if line.startswith("{") and json.loads(line)["event"] == "listening":
+                return time.monotonic() - started
+        raise RuntimeError(f"{package} ended before it was ready")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+def resident_mib(requests: int) -> dict[str, float]:
+    """Resident memory of gateway and scheduler, MiB, after that many streamed chat requests."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "deploy.cli",
+            "up",
+            "--port",
+            "0",
+            "--scheduler-port",
+            "0",
+            "--run-dir",
+            folder,
+        ]
+        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert launcher.stdout is not None
+        try:
+            url = next(
+                word
+                for line in launcher.stdout
+                if "curl " in line
+                for word in line.split()
+                if word.startswith("http")
+            )
+            for index in range(requests):
+                body = {
+                    "model": "smollm2",
+                    "max_tokens": 16,
+                    "messages": [{"role": "user", "content": f"Count to {index}."}],
+                }
+                httpx.post(url, json=body, timeout=60).raise_for_status()
+            return {
+                name: psutil.Process(int((Path(folder) / f"{name}.pid").read_text())).memory_info().rss
+                / 2**20
+                for name in LIMITS_MIB
+            }
+        finally:
+            launcher.send_signal(signal.SIGINT)
+            launcher.communicate(timeout=60)
+
+
+def main() -> None:
+    """Runs the bench and prints its line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    quick = parser.parse_args().quick
+    ready = {
+        name: statistics.median(time_to_ready(package) for _ in range(3 if quick else 9))
+        for name, package in (("scheduler", "scheduler_svc"), ("gateway", "gateway"))
+    }
+    memory = resident_mib(5 if quick else 50)
+    figures = {
+        "ready_s": {name: round(value, 2) for name, value in ready.items()},
+        "resident_mib": {name: round(value, 1) for name, value in memory.items()},
+    }
+    ratios = {f"ready_{name}": value / READY_LIMIT_S for name, value in ready.items()}
+    ratios |= {f"resident_{name}": value / LIMITS_MIB[name] for name, value in memory.items()}
+    report("footprint", figures, ratios)
+
+
+if __name__ == "__main__":
+    main()
