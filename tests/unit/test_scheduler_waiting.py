@@ -10,9 +10,9 @@ def test_lower_priority_numbers_come_first_then_arrival() -> None:
     for request in (late := make_request(priority=1), first := make_request(), second := make_request()):
         queue.add(request)
     order = []
-    while (request := queue.peek()) is not None:
-        queue.remove(request)
-        order.append(request)
+    while (head := queue.peek()) is not None:
+        queue.remove(head)
+        order.append(head)
     assert order == [first, second, late]
 
 
