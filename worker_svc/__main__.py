@@ -16,11 +16,10 @@ from worker_svc.settings import Settings
 
 def _quiet_libraries() -> None:
     """Keeps what vLLM and transformers tell about themselves out of our logs; their errors stay."""
-    for name in ("vllm", "transformers", "torch", "huggingface_hub"):
+    for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module=r"(vllm|transformers|torch)\b")
 

@@ -9,9 +9,6 @@ from worker_svc.devices.base import Device
 from worker_svc.geometry import Geometry, KvGroup
 from worker_svc.plan import BlockCopy
 
-# Every slot at full length, twice: once for running requests, once for prefixes that are worth keeping. More would never be used.
-_GENEROUS_FILLS = 2
-
 
 class KvCache:
     """The memory of all KV groups.
@@ -36,11 +33,7 @@ class KvCache:
         try:
             for group, count in zip(groups, num_blocks, strict=True):
                 shape = device.cache_shape(group.layers[0], count, block_size)
-                self._tensors.append(
-                    torch.zeros(
-                        (len(group.layers), *shape), dtype=group.layers[0].dtype, device=device.torch_device
-                    )
-                )
+                self._tensors.append(device.allocate((len(group.layers), *shape), group.layers[0].dtype))
         except RuntimeError as error:
             gib = (
                 sum(c * g.bytes_per_token * block_size for g, c in zip(groups, num_blocks, strict=True))
@@ -73,6 +66,8 @@ class KvCache:
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
     """Blocks per group that fit into ``budget`` bytes, in the ratio in which the longest sequences use them.
 
+    No more than every slot can use at full length; what shorter sequences leave is for prefixes worth keeping.
+
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.
     """
@@ -85,5 +80,5 @@ def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> 
             f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, {max(budget, 0) / 2**20:.0f} MiB"
             " are available; raise --kv-memory or lower --max-model-len"
         )
-    sequences = min(usable / one, _GENEROUS_FILLS * geometry.max_num_seqs)
+    sequences = min(usable / one, geometry.max_num_seqs)  # every slot at full length
     return tuple(1 + int(count * sequences) for count in per_sequence)

@@ -27,7 +27,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     kv_memory: float | None = Field(
         None,
         gt=0,
-        description="Memory for the KV cache, GiB. Default: half of what is free after the weights.",
+        description="Memory for the KV cache, GiB. Default: 40% of what is free after the weights.",
     )
     seed: int = Field(
         0,

@@ -25,7 +25,7 @@ Progress = Callable[[Phase, int, int, str], None]
 """Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
 
 # Of the memory that is free once the weights are loaded, how much the KV cache takes unless it is said.
-_KV_SHARE = 0.5
+_KV_SHARE = 0.4
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,14 @@ class Device(abc.ABC):
     block_dim: ClassVar[int] = 0
     """Which dimension of a layer's cache counts the blocks."""
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory on the device.
+
+        Raises:
+            RuntimeError: if there is not enough.
+        """
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
     @abc.abstractmethod
     def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
         """Prepares one step's attention for a group; the result is handed to :meth:`attend` of each of its layers."""

@@ -1,10 +1,12 @@
 """CPUs: vLLM's compiled kernels for paged attention, called as torch operators."""
 
+import math
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import torch
 
@@ -64,6 +66,14 @@ class CpuDevice(Device):
     def cache_shape(self, layer: AttentionLayer, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class. Within a block each head has all of its keys, then all of its values."""
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See the base class. Pages are the kernel's zeroes until they are written, so a cache costs what of it is used."""
+        try:
+            zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        except MemoryError as error:
+            raise RuntimeError(str(error)) from error
+        return torch.from_numpy(zeros).view(dtype).view(shape)
 
     def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
         """See the base class."""

@@ -119,6 +119,7 @@ class VllmModel:
                 dtype=dtype,
                 load_format=load_format,
                 seed=seed,
+                use_tqdm_on_load=False,
                 enforce_eager=True,
                 block_size=device.default_block_size,
                 disable_log_stats=True,
