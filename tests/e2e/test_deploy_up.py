@@ -21,7 +21,19 @@ QUICK = ["--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "1024"]
 @contextlib.contextmanager
 def launcher(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher on a free port; killed at the end if it still runs, and its children with it."""
-    command = [sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--run-dir", str(run_dir), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.cli",
+        "up",
+        "--port",
+        "0",
+        "--scheduler-port",
+        "0",
+        "--run-dir",
+        str(run_dir),
+        *arguments,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process

@@ -1,0 +1,44 @@
+# A worker. Build from the repository's root; for a CPU:
+#   docker build -f deploy/worker.Dockerfile -t triptych-worker .
+# torch's CPU build is not on every index: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS say where it lies.
+ARG PYTHON_IMAGE=python:3.11-slim
+
+FROM ${PYTHON_IMAGE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_TRUSTED_HOST
+# For other devices than CPUs: requirements that replace the lock's torch, installed with what they need.
+ARG DEVICE_REQUIREMENTS=""
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+# The environment keeps its pip: demo models are packages, fetched when the worker is first started.
+RUN python3 -m venv /opt/triptych
+COPY deploy/locks/ deploy/locks/
+RUN grep -v '^torch==' deploy/locks/worker-cpu.txt > /tmp/without-torch.txt \
+ && if [ -n "$DEVICE_REQUIREMENTS" ]; then \
+      /opt/triptych/bin/python -m pip install -c /tmp/without-torch.txt $DEVICE_REQUIREMENTS; \
+    else \
+      torch="$(grep '^torch==' deploy/locks/worker-cpu.txt)"; \
+      /opt/triptych/bin/python -m pip install --no-deps --only-binary :all: "$torch" \
+      || { echo "no $torch found: pass --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, a place that has it" >&2; exit 1; }; \
+    fi \
+ && /opt/triptych/bin/python -m pip install --no-deps -r /tmp/without-torch.txt
+COPY . .
+RUN /opt/triptych/bin/python -m pip install --no-deps --no-build-isolation .
+
+FROM ${PYTHON_IMAGE}
+# vLLM's CPU kernels ask which memory belongs to which processor.
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/triptych /opt/triptych
+# The cache is the only folder that a worker writes to, besides /tmp; mount a volume there.
+RUN install -d -o 10001 -g 10001 /cache
+ENV PATH=/opt/triptych/bin:$PATH HOME=/cache XDG_CACHE_HOME=/cache \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 50061
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s \
+  CMD ["/opt/triptych/bin/python", "-m", "deploy.healthcheck", "127.0.0.1:50061"]
+ENTRYPOINT ["/opt/triptych/bin/triptych", "worker"]
+CMD ["--host", "0.0.0.0"]
