@@ -163,6 +163,10 @@ class Engine:
                 break
         return True
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request with that id waits or runs."""
+        return request_id in self._live
+
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
         """Adds a ready replica; it may draw from the queue at once."""
         self.replicas[replica_id] = replica

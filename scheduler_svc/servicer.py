@@ -75,9 +75,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             reader.add_done_callback(lambda _: buffer.wake())
             while mine or not reader.done():
                 if events := await buffer.take():
-                    mine.difference_update(
-                        event.request_id for event in events if event.finish_reason or event.error
-                    )
+                    # Not by the event alone: a refused duplicate of a live id must not orphan the live one.
+                    ended = {event.request_id for event in events if event.finish_reason or event.error}
+                    mine.difference_update(name for name in ended if not self._engine.is_live(name))
                     yield inference_pb2.ConnectResponse(events=[event_to_proto(event) for event in events])
                 if reader.done() and reader.exception() is not None:
                     break

@@ -451,3 +451,23 @@ async def test_a_deadline_ends_the_request() -> None:
         worker.gate.set()
         assert isinstance(error, Unavailable | Aborted)
         assert await scheduler.engine.drained(5)
+
+
+async def test_a_refused_duplicate_does_not_orphan_the_live_request() -> None:
+    """When the stream ends, the first request of that id is aborted like any other."""
+    worker = ScriptedWorker()
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        call = scheduler.inference.Connect()
+        for _ in range(2):
+            message = inference_pb2.ConnectRequest(
+                schema_revision=1, generate=generate_request(request_id="twin")
+            )
+            await call.write(message)
+        response = await call.read()
+        assert isinstance(response, inference_pb2.ConnectResponse)
+        assert "in use" in response.events[0].error.message
+        assert scheduler.engine.is_live("twin")
+        call.cancel()
+        worker.gate.set()
+        assert await scheduler.engine.drained(5)
