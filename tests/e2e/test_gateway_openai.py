@@ -1,0 +1,262 @@
+"""The official openai client against the real stack: what it can do here, and the ways in which it is refused."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol
+
+import httpx
+import openai
+import pytest
+
+from protos import wire
+from protos.triptych.v1 import inference_pb2 as inference
+from protos.triptych.v1.inference_pb2_grpc import InferenceStub
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+MODEL = "smollm2"
+
+
+class Stack(Protocol):
+    """What these tests need of the running stack."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def scheduler_address(self) -> str: ...
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="unused", max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.fixture
+async def client_async(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.base_url}/v1", api_key="unused", max_retries=0, timeout=120
+    ) as made:
+        yield made
+
+
+async def until_idle(stack: Stack) -> None:
+    """Waits until the scheduler runs nothing."""
+    async with wire.open_channel(stack.scheduler_address) as channel, asyncio.timeout(30):
+        async for load in InferenceStub(channel).WatchLoad(inference.WatchLoadRequest()):
+            if load.num_running == load.num_waiting == 0:
+                return
+
+
+def test_models(client: openai.OpenAI) -> None:
+    """The served model is listed and can be asked for."""
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    """A greedy chat knows France's capital and counts its tokens."""
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    choice = answer.choices[0]
+    assert "Paris" in (choice.message.content or "")
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_streaming_says_the_same(client: openai.OpenAI) -> None:
+    """Deltas add up to the collected answer, and so does the usage."""
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len(chunks) > 5
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    """An answer's message can be appended to the next request as the client returns it."""
+    first = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=20)
+    turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Italy?"}]
+    second = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=20)
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.prompt_tokens > first.usage.total_tokens
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    """Greedy continuation, alone and as one of several prompts, as text and as token ids."""
+    prompt = "The capital of France is"
+    alone = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8)
+    assert alone.choices[0].text.startswith(" Paris")
+    both = client.completions.create(
+        model=MODEL, prompt=["Water boils at", prompt], temperature=0, max_tokens=8
+    )
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[1].text == alone.choices[0].text
+    ids = httpx.post(str(client.base_url.join("/tokenize")), json={"prompt": prompt}).json()["tokens"]
+    assert (
+        client.completions.create(model=MODEL, prompt=ids, temperature=0, max_tokens=8).choices[0].text
+        == alone.choices[0].text
+    )
+
+
+def test_completions_stream(client: openai.OpenAI) -> None:
+    """Two prompts in one stream add up to the collected texts."""
+    prompts = ["Once upon a time", "The sea is"]
+    options: dict[str, Any] = {"model": MODEL, "prompt": prompts, "temperature": 0, "max_tokens": 12}
+    whole = client.completions.create(**options)
+    texts = ["", ""]
+    for chunk in client.completions.create(**options, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
+    """The text ends before the stop string, wherever token borders are."""
+    free = (
+        client.completions.create(model=MODEL, prompt="Count: 1, 2, 3,", temperature=0, max_tokens=40)
+        .choices[0]
+        .text
+    )
+    stop = free[10:14]
+    stopped = client.completions.create(
+        model=MODEL, prompt="Count: 1, 2, 3,", temperature=0, max_tokens=40, stop=[stop, "never said"]
+    )
+    assert stopped.choices[0].text == free[: free.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.usage is not None
+    assert stopped.usage.completion_tokens < 40
+
+
+def test_seeds_repeat(client: openai.OpenAI) -> None:
+    """The same seed gives the same text, another one another."""
+
+    def sample(seed: int) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt="My favourite", seed=seed, temperature=1, max_tokens=24
+        )
+        return answer.choices[0].text
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_the_extra_parameters_of_vllm(client: openai.OpenAI) -> None:
+    """Passed in extra_body, as vLLM's users do."""
+    answer = client.completions.create(
+        model=MODEL, prompt="x", max_tokens=30, extra_body={"ignore_eos": True, "top_k": 5, "min_tokens": 30}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 30
+
+
+async def test_many_at_once(client_async: openai.AsyncOpenAI) -> None:
+    """Sixteen streams of different lengths each get all of their own tokens."""
+
+    async def one(count: int) -> tuple[int, str]:
+        stream = await client_async.completions.create(
+            model=MODEL, prompt=f"Number {count} is", max_tokens=count, temperature=0, stream=True,
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        used, text = 0, ""
+        async for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+            used = chunk.usage.completion_tokens if chunk.usage else used
+        return used, text
+
+    results = await asyncio.gather(*(one(count) for count in range(1, 17)))
+    assert [used for used, _ in results] == list(range(1, 17))
+    assert all(text for _, text in results)
+
+
+async def test_a_closed_stream_cancels_the_request(client_async: openai.AsyncOpenAI, stack: Stack) -> None:
+    """Leaving a stream ends the request at the scheduler."""
+    stream = await client_async.completions.create(
+        model=MODEL, prompt="Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    await stream.close()
+    await until_idle(stack)
+
+
+async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, stack: Stack) -> None:
+    """So does a client that gives up waiting for a whole answer."""
+    with pytest.raises(openai.APITimeoutError):
+        await client_async.with_options(timeout=0.7).completions.create(
+            model=MODEL, prompt="Once", max_tokens=1500, extra_body={"ignore_eos": True}
+        )
+    await until_idle(stack)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": -1}, "temperature"), ({"temperature": 9}, "temperature"), ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"messages": []}, "messages"),
+        ({"n": 3}, "n"), ({"logprobs": True}, "logprobs"), ({"stop": [""]}, "stop"),
+        ({"response_format": {"type": "json_object"}}, "response_format"), ({"extra_body": {"made_up": 1}}, "made_up"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"presence_penalty": 1.5}, "presence_penalty"), ({"logit_bias": {"5": 10}}, "logit_bias"),
+    ],
+)  # fmt: skip
+def test_refusals_name_their_parameter(client: openai.OpenAI, changes: dict[str, Any], param: str) -> None:
+    """Wrong and unserved parameters are BadRequestErrors that say which and why."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": MODEL, "messages": QUESTION, "max_tokens": 5, **changes})
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    """With the name that would work."""
+    with pytest.raises(openai.NotFoundError, match=MODEL) as caught:
+        client.chat.completions.create(model="gpt-9", messages=QUESTION)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model=MODEL, input="x")
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "word " * 5000}, {"prompt": "x", "max_tokens": 5000}])
+def test_beyond_the_context_is_refused_in_numbers(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    """Prompt, or prompt plus answer."""
+    with pytest.raises(openai.BadRequestError, match="2048") as caught:
+        client.completions.create(model=MODEL, **fields)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_empty_prompt_is_refused(client: openai.OpenAI) -> None:
+    """Nothing to continue."""
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        client.completions.create(model=MODEL, prompt="")
+
+
+def test_every_route_refuses_malformed_json(stack: Stack) -> None:
+    """400 with the OpenAI body everywhere."""
+    routes = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+    for path, body in itertools.product(routes, (b"{", b"", b"[]", b'{"prompt": }')):
+        response = httpx.post(stack.base_url + path, content=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
