@@ -1,8 +1,9 @@
 """Drives a worker's runner without a scheduler: hands out blocks in order, prefills in chunks, decodes all sequences together."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from worker_svc.devices import open_device
 from worker_svc.geometry import Geometry, group_layers
@@ -16,7 +17,11 @@ _MODELS: dict[tuple[Path, engine.Dtype], engine.VllmModel] = {}
 
 
 def load(folder: Path, dtype: engine.Dtype) -> engine.VllmModel:
-    """The model with its weights, once per process."""
+    """The model with its weights, once per process.
+
+    On one thread: teams of threads that wait for one another crawl where other processes compete for the cores, as in a test run.
+    """
+    torch.set_num_threads(1)
     device = open_device("cpu")
     if (folder, dtype) not in _MODELS:
         engine.prepare(device)
@@ -115,4 +120,4 @@ def tokens_of(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-__all__ = ["GREEDY", "Growth", "Harness", "load", "math", "tokens_of"]
+__all__ = ["GREEDY", "Growth", "Harness", "load", "tokens_of"]
