@@ -13,7 +13,7 @@ from gateway import version
 from gateway.client import InferenceClient
 from gateway.context import Context, random_id
 from gateway.deployment import Deployment
-from gateway.errors import UnknownRoute, WrongMethod, error_response, internal
+from gateway.errors import UnknownRoute, WrongMethod, error_response
 from gateway.metrics import Metrics
 from gateway.middleware import RequestMiddleware
 from gateway.routes import chat, completions, models, ops, tokenize
@@ -70,7 +70,6 @@ def create_app(
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_any_exception)
     app.add_middleware(
         RequestMiddleware, metrics=metrics, max_body_bytes=settings.max_body_bytes, new_id=new_id, clock=clock
     )
@@ -99,8 +98,3 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
             return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers)
         case _:
             return error_response(InvalidArgument(str(error.detail)), headers)
-
-
-def _on_any_exception(_: Request, error: Exception) -> Response:
-    get_logger().error("unexpected exception", exc_info=error)
-    return error_response(internal(error))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.client import InferenceClient
-from gateway.errors import UnknownModel
+from gateway.errors import UnknownModel, internal
 from gateway.tokenization import TextCodec
 from protos.errors import TriptychError, Unavailable
 from protos.logs import get_logger
@@ -79,9 +79,12 @@ class Deployment:
                         error=str(error),
                     )
                 self._trouble = error
-            except Exception:  # noqa: BLE001 - whatever a tokenizer file does, the next look may be better
+            except Exception as error:  # noqa: BLE001 - whatever a tokenizer file does, the next look may be better
                 self._log.exception("the served model could not be looked up")
-            pause = self._poll_s if self._served is not None else min(_IMPATIENT_POLL_S, self._poll_s)
+                self._trouble = internal(error)
+            # Files that cannot be read do not get better by being fetched four times a second.
+            waiting = self._served is None and isinstance(self._trouble, Unavailable)
+            pause = min(_IMPATIENT_POLL_S, self._poll_s) if waiting else self._poll_s
             try:
                 await asyncio.wait_for(self._poke.wait(), pause)
             except TimeoutError:

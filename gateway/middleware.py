@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import PayloadTooLarge, error_response
+from gateway.errors import PayloadTooLarge, error_response, internal
 from gateway.metrics import Metrics
 from protos.logs import bind_request, get_logger
 
@@ -77,6 +77,11 @@ class RequestMiddleware:
                     await error_response(self._too_large())(scope, receive, send_with_id)
                 else:
                     await self._app(scope, self._limited(receive), send_with_id)
+            except Exception as error:
+                self._log.exception("unexpected exception")
+                if status:
+                    raise  # the answer has begun: only the server can cut it off
+                await error_response(internal(error))(scope, receive, send_with_id)
             finally:
                 self._account(scope, status, began)
 

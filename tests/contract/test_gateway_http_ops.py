@@ -1,10 +1,12 @@
 """What operators see: health, metrics, ids."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from gateway.deployment import Deployment
 from gateway.version import VERSION
 from tests.gateway_support import Stack, running_stack
 
@@ -77,6 +79,20 @@ async def test_unusable_request_ids_are_replaced(stack: Stack, given: str) -> No
     response = await stack.http.get("/version", headers={b"X-Request-Id": given.encode()})
     assert response.headers["x-request-id"] != given
     assert len(response.headers["x-request-id"]) == 32
+
+
+async def test_a_bug_is_a_500_that_can_be_found(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected exception has the OpenAI body and the request's id, and keeps its details to the log."""
+
+    def broken(_self: Any, _model: Any = None) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Deployment, "served", broken)
+    response = await stack.http.get("/v1/models", headers={"X-Request-Id": "find-me"})
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "a secret" not in response.text
+    assert response.headers["x-request-id"] == "find-me"
 
 
 async def test_openapi_describes_the_bodies(stack: Stack) -> None:

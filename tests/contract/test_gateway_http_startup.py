@@ -52,6 +52,21 @@ async def test_before_the_first_replica(peer: ScriptedInference) -> None:
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
+async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
+    """Requests say what is wrong with the model's files."""
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    async with (
+        serving(ScriptedInference(tmp_path, [504])) as server,
+        running_gateway(server.port, wait=False) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url) as http,
+    ):
+        async with asyncio.timeout(10):
+            while (response := await http.post("/v1/chat/completions", json=CHAT)).status_code == 503:
+                await asyncio.sleep(0.02)
+        assert response.status_code == 500
+        assert "no tokenizer.json" in response.json()["error"]["message"]
+
+
 async def test_without_a_scheduler(peer: ScriptedInference) -> None:
     """A gateway whose scheduler is away says so, and finds it when it comes."""
     async with serving(peer) as server:
