@@ -153,7 +153,9 @@ class RunningScheduler:
 
 
 @contextlib.asynccontextmanager
-async def run_scheduler(settings: Settings | None = None) -> AsyncIterator[RunningScheduler]:
+async def run_scheduler(
+    settings: Settings | None = None, *, port: int = 0
+) -> AsyncIterator[RunningScheduler]:
     """The parts of ``scheduler_svc.__main__``, wired as there."""
     settings = settings or Settings()
     engine = Engine(max_waiting=settings.max_waiting_requests, max_waiting_tokens=settings.max_waiting_tokens,
@@ -169,7 +171,7 @@ async def run_scheduler(settings: Settings | None = None) -> AsyncIterator[Runni
         registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
 
     server = Server(("triptych.v1.Inference", "triptych.v1.WorkerRegistry"), register)
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", port)
     channel = open_channel(f"127.0.0.1:{port}")
     try:
         yield RunningScheduler(engine, deployment, servicer, server, channel, serving)

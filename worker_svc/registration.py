@@ -5,7 +5,7 @@ import random
 
 import grpc.aio
 
-from protos.errors import TriptychError, from_rpc_error
+from protos.errors import ConfigurationRefused, InvalidArgument, SchemaMismatch, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
@@ -13,15 +13,21 @@ from protos.wire import SCHEMA_REVISION, open_channel
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
 
+# What a restart of either side with the same settings would not mend.
+_FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
+
 
 async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: int) -> None:
-    """Keeps one Register stream open; opens the next when it ends. Returns when cancelled, never by itself.
+    """Keeps one Register stream open; opens the next when it ends. Never returns by itself.
 
     Args:
         scheduler: host:port.
         worker_id: this process'.
         host: to be dialled by the scheduler; empty for where it sees the call come from.
         port: likewise.
+
+    Raises:
+        ConfigurationRefused: if the scheduler's settings do not suit this worker: trying again would change nothing.
     """
     log = get_logger(scheduler=scheduler)
     request = registry_pb2.RegisterRequest(
@@ -39,9 +45,12 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
                     log.info("registered", state=_state(event.state), message=event.message)
                 reason = "the scheduler ended the registration"
             except grpc.aio.AioRpcError as error:
-                reason = from_rpc_error(error).message
-            except TriptychError as error:
-                reason = error.message
+                failure = from_rpc_error(error)
+                if isinstance(failure, _FINAL):
+                    raise ConfigurationRefused(
+                        f"the scheduler at {scheduler} refuses this worker: {failure.message}"
+                    ) from error
+                reason = failure.message
             if reason != last_reason:  # once, not every five seconds
                 log.warning("not_registered", reason=reason, retry="until it works")
                 last_reason = reason

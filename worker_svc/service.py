@@ -21,7 +21,7 @@ async def serve(settings: Settings) -> None:
     """Runs the service until SIGTERM or SIGINT.
 
     Raises:
-        ConfigurationRefused: if the address cannot be bound or the model cannot be served.
+        ConfigurationRefused: if the address cannot be bound, the model cannot be served or the scheduler refuses the worker.
     """
     log = get_logger()
     stop = asyncio.Event()
@@ -53,6 +53,9 @@ async def serve(settings: Settings) -> None:
                     settings.scheduler_address, worker_id=worker_id, host=settings.advertise_host, port=port
                 )
                 tasks.append(asyncio.create_task(registration))
+                await asyncio.wait((tasks[-1], stopped), return_when=asyncio.FIRST_COMPLETED)
+                if tasks[-1].done():
+                    tasks[-1].result()  # only ever raises
         await stopped
     finally:
         for task in tasks:
