@@ -1,0 +1,109 @@
+"""Between the wire and the worker's own types."""
+
+from protos.errors import Internal
+from protos.triptych.v1 import common_pb2, worker_pb2
+from worker_svc import convert
+from worker_svc.geometry import Geometry
+from worker_svc.plan import (
+    Admission,
+    BlockCopy,
+    DecodeWork,
+    Growth,
+    Logprobs,
+    Output,
+    Plan,
+    PrefillWork,
+    Sampling,
+)
+from worker_svc.worker import Ready
+
+
+def test_a_full_plan_arrives() -> None:
+    """Every part of a plan has its counterpart."""
+    message = worker_pb2.StepPlan(
+        step=7,
+        release=[3, 1],
+        copies=[worker_pb2.BlockCopy(group_id=1, source_block=5, target_block=6, num_tokens=64)],
+        admit=[
+            worker_pb2.SlotRequest(
+                slot=2, request_id="r", sequence=1, token_ids=[10, 11, 12], num_prompt_tokens=2, num_computed_tokens=1,
+                sampling=common_pb2.SamplingParams(temperature=0.5, top_p=0.25, top_k=4, min_p=0.125, seed=2**64 - 1, logprobs=3),
+                blocks=[worker_pb2.SlotBlocks(slot=2, group_id=0, block_ids=[8, 9])],
+            )
+        ],
+        grow=[worker_pb2.SlotBlocks(slot=0, group_id=1, block_ids=[4])],
+        decode=worker_pb2.Decode(slots=[0, 2], positions=[5, 6], bucket=4),
+    )  # fmt: skip
+    assert convert.plan_from_proto(message) == Plan(
+        step=7,
+        release=(3, 1),
+        copies=(BlockCopy(1, 5, 6, 64),),
+        admit=(
+            Admission(2, (10, 11, 12), 1, Sampling(0.5, 0.25, 4, 0.125, 2**64 - 1, 3), {0: (8, 9)}, "r", 1),
+        ),
+        grow=(Growth(0, 1, (4,)),),
+        work=DecodeWork((0, 2), (5, 6), 4),
+    )
+
+
+def test_absent_sampling_fields_are_off() -> None:
+    """What nobody set filters nothing; a temperature of 0 that was set stays greedy."""
+    slots = [
+        worker_pb2.SlotRequest(token_ids=[1]),
+        worker_pb2.SlotRequest(token_ids=[1], sampling=common_pb2.SamplingParams(temperature=0)),
+    ]
+    first, second = convert.plan_from_proto(worker_pb2.StepPlan(admit=slots)).admit
+    assert first.sampling == Sampling(1.0, 1.0, 0, 0.0, 0, None)
+    assert second.sampling.temperature == 0
+
+
+def test_prefill_and_no_work() -> None:
+    """The two other forms of a plan."""
+    prefill = worker_pb2.Prefill(slot=1, start=128, num_tokens=5, sample=True)
+    assert convert.plan_from_proto(worker_pb2.StepPlan(prefill=prefill)).work == PrefillWork(
+        1, 128, 5, sample=True
+    )
+    assert convert.plan_from_proto(worker_pb2.StepPlan(release=[1])).work is None
+
+
+def test_results_carry_tokens_and_logprobs() -> None:
+    """Outputs keep their order and what was asked for."""
+    outputs = [Output(4, (9,), (Logprobs(-0.5, 2, (8, 9), (-0.25, -0.5)),)), Output(1, (3,))]
+    message = convert.result_to_proto(11, outputs, 1234)
+    assert (message.step, message.last, message.execute_us) == (11, True, 1234)
+    assert [(output.slot, list(output.token_ids)) for output in message.outputs] == [(4, [9]), (1, [3])]
+    (report,) = message.outputs[0].logprobs
+    assert (report.logprob, report.rank) == (-0.5, 2)
+    assert list(report.top_token_ids) == [8, 9]
+    assert not message.outputs[1].logprobs
+    assert not message.HasField("error")
+
+
+def test_failures_are_typed() -> None:
+    """A failed step has a code and a message, and no outputs."""
+    message = convert.failure_to_proto(3, Internal("broken"), 10)
+    assert (message.step, message.last, len(message.outputs)) == (3, True, 0)
+    assert (message.error.code, message.error.message) == (common_pb2.ERROR_CODE_INTERNAL, "broken")
+
+
+def test_ready_lists_every_graph() -> None:
+    """One prefill graph, one decode graph a bucket."""
+    geometry = Geometry(1024, 4, 128, 128, (1, 2, 4), (33, 20))
+    ready = convert.ready_to_proto(Ready(geometry, (100, 50), {"load": 1.5})).ready
+    assert list(ready.num_blocks) == [33, 20]
+    assert list(ready.bytes_per_block) == [100, 50]
+    assert [(graph.kind, graph.batch, graph.query_len) for graph in ready.graphs] == [
+        (common_pb2.GRAPH_KIND_PREFILL, 1, 128),
+        (common_pb2.GRAPH_KIND_DECODE, 1, 1),
+        (common_pb2.GRAPH_KIND_DECODE, 2, 1),
+        (common_pb2.GRAPH_KIND_DECODE, 4, 1),
+    ]
+    assert dict(ready.phase_seconds) == {"load": 1.5}
+
+
+def test_geometry_arrives() -> None:
+    """Sizes come as they were sent; no numbers of blocks means as many as the memory allows."""
+    request = worker_pb2.ConfigureRequest(
+        max_model_len=1000, max_num_seqs=4, chunk=128, block_size=256, decode_buckets=[2, 4]
+    )
+    assert convert.geometry_from_proto(request) == Geometry(1000, 4, 128, 256, (2, 4))
