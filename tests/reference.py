@@ -31,7 +31,8 @@ class Reference:
         """Log-probabilities, float32 [continuation, vocab], of the token at each place of the continuation given all before it."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *continuation[:-1]]])).logits[0, len(prompt) - 1 :]
-            return logits.float().log_softmax(dim=-1)
+            logprobs: torch.Tensor = logits.float().log_softmax(dim=-1)
+            return logprobs
 
     def greedy_mismatch(self, prompt: Sequence[int], continuation: Sequence[int]) -> str:
         """Empty if greedy generation from ``prompt`` yields ``continuation``, else where it differs, and by how much."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,9 +13,11 @@ async def test_functions_run_in_order_on_one_thread() -> None:
     """Whatever is submitted first runs first, on the same thread."""
     thread = ModelThread()
     names: list[tuple[int, str]] = []
-    futures = [
-        thread.submit(lambda n=n: names.append((n, threading.current_thread().name))) for n in range(5)
-    ]  # type: ignore[misc]
+
+    def note(number: int) -> None:
+        names.append((number, threading.current_thread().name))
+
+    futures = [thread.submit(partial(note, number)) for number in range(5)]
     await asyncio.gather(*futures)
     assert names == [(n, MODEL_THREAD) for n in range(5)]
     await thread.close(1)

@@ -58,7 +58,7 @@ def test_failed_fetch_leaves_nothing(catalog: Path, monkeypatch: pytest.MonkeyPa
         raise models.FetchError("the power went out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(models.shutil, "copytree", fail)
+        patch.setattr("shutil.copytree", fail)
         with pytest.raises(models.FetchError, match="power"):
             models.fetch("tiny", catalog)
     assert [path.name for path in catalog.iterdir()] == [".tiny.lock"]
