@@ -79,7 +79,8 @@ def create_app(
 def _on_triptych_error(_: Request, error: Exception) -> Response:
     if not isinstance(error, TriptychError):
         raise error
-    if error.http_status >= 500:
+    # "Retry later" is an answer, not a fault; health checks ask for it every second while a model loads.
+    if error.http_status >= 500 and not error.retryable:
         get_logger().warning("request failed", error=str(error), code=type(error).__name__)
     return error_response(error)
 

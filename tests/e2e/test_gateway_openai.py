@@ -163,7 +163,10 @@ def test_seeds_repeat(client: openai.OpenAI) -> None:
 def test_the_extra_parameters_of_vllm(client: openai.OpenAI) -> None:
     """Passed in extra_body, as vLLM's users do."""
     answer = client.completions.create(
-        model=MODEL, prompt="x", max_tokens=30, extra_body={"ignore_eos": True, "top_k": 5, "min_tokens": 30}
+        model=MODEL,
+        prompt="x",
+        max_tokens=30,
+        extra_body={"ignore_eos": True, "top_k": 5, "skip_special_tokens": False},
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
