@@ -1,0 +1,325 @@
+"""A worker process, driven over its wire as a scheduler drives it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.errors import ConfigurationRefused, SchemaMismatch, from_rpc_error
+from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.wire import SCHEMA_REVISION, open_channel
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+PROMPT = [504, 3575, 282, 4649, 314]  # The capital of France is
+PARIS = [7042, 30]
+LONG = list(range(1000, 1128))  # exactly one block and one chunk
+SIZES = worker_pb2.ConfigureRequest(
+    max_model_len=512, max_num_seqs=4, chunk=128, block_size=128, decode_buckets=[1, 2, 4], num_blocks=[20]
+)
+GREEDY = common_pb2.SamplingParams(temperature=0)
+
+Steps = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A worker process and where it listens."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+
+def start(folder: Path, *flags: str) -> Running:
+    command = [
+        sys.executable,
+        "-m",
+        "worker_svc",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+        "--scheduler-address",
+        "",
+    ]
+    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        entry = json.loads(line)
+        if entry["event"] == "listening":
+            return Running(process, f"127.0.0.1:{entry['port']}")
+    raise AssertionError("the worker ended before it listened")
+
+
+@pytest.fixture(scope="module")
+def running(smollm2: Path) -> Iterator[Running]:
+    """Configured by the first test that needs it, in float32."""
+    running = start(smollm2, "--dtype", "float32")
+    yield running
+    running.process.kill()
+    running.process.wait()
+    assert running.process.stderr is not None
+    running.process.stderr.close()
+
+
+@pytest.fixture
+async def channel(running: Running) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(running.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def stub(channel: grpc.aio.Channel) -> "worker_pb2_grpc.WorkerAsyncStub":
+    return worker_pb2_grpc.WorkerStub(channel)
+
+
+@pytest.fixture
+async def steps(stub: "worker_pb2_grpc.WorkerAsyncStub") -> AsyncIterator[Steps]:
+    """An Execute stream of a configured worker."""
+    await configure(stub, SIZES)
+    call = stub.Execute()
+    yield call
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+
+
+async def configure(
+    stub: "worker_pb2_grpc.WorkerAsyncStub", sizes: worker_pb2.ConfigureRequest
+) -> list[worker_pb2.ConfigureEvent]:
+    return [event async for event in stub.Configure(sizes)]
+
+
+async def run(steps: Steps, **fields: object) -> worker_pb2.StepResult:
+    await steps.write(worker_pb2.StepPlan(**fields))  # type: ignore[arg-type]
+    result = await steps.read()
+    assert isinstance(result, worker_pb2.StepResult)
+    return result
+
+
+def admission(
+    slot: int,
+    tokens: list[int],
+    blocks: list[int],
+    computed: int = 0,
+    sampling: common_pb2.SamplingParams = GREEDY,
+) -> worker_pb2.SlotRequest:
+    return worker_pb2.SlotRequest(
+        slot=slot, token_ids=tokens, num_prompt_tokens=len(tokens), num_computed_tokens=computed, sampling=sampling,
+        blocks=[worker_pb2.SlotBlocks(slot=slot, group_id=0, block_ids=blocks)],
+    )  # fmt: skip
+
+
+def prefill(slot: int, start: int, count: int) -> worker_pb2.Prefill:
+    return worker_pb2.Prefill(slot=slot, start=start, num_tokens=count, sample=True)
+
+
+def tokens(result: worker_pb2.StepResult) -> dict[int, list[int]]:
+    assert not result.HasField("error"), result.error
+    return {output.slot: list(output.token_ids) for output in result.outputs}
+
+
+async def health(channel: grpc.aio.Channel) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs know the synchronous one alone
+    status: int = (await stub.Check(health_pb2.HealthCheckRequest())).status
+    return status
+
+
+async def test_describe_and_health_before_configure(
+    stub: "worker_pb2_grpc.WorkerAsyncStub", channel: grpc.aio.Channel
+) -> None:
+    """Without weights the worker says what the model is, and does not claim to serve."""
+    answer = await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION), timeout=60)
+    assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert answer.device == "cpu"
+    assert answer.model.architecture == "LlamaForCausalLM"
+    assert answer.model.source == "smollm2"
+    assert (answer.model.vocab_size, answer.model.max_model_len) == (49152, 8192)
+    assert list(answer.model.eos_token_ids) == [2]
+    assert answer.model.dtype == "float32"
+    (group,) = answer.kv_groups
+    assert (group.kind, group.num_layers, group.bytes_per_token) == (
+        common_pb2.KV_GROUP_KIND_FULL, 30, 30 * 2 * 3 * 64 * 4
+    )  # fmt: skip
+    assert answer.default_block_size % answer.block_size_multiple == 0
+
+
+async def test_other_schema_is_refused(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
+    """A scheduler of another release is told so."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION + 1))
+    assert isinstance(from_rpc_error(caught.value), SchemaMismatch)
+
+
+async def test_model_files_are_the_tokenizer(stub: "worker_pb2_grpc.WorkerAsyncStub", smollm2: Path) -> None:
+    """The files arrive whole, without the weights."""
+    files: dict[str, bytes] = {}
+    async for chunk in stub.GetModelFiles(worker_pb2.GetModelFilesRequest()):
+        files[chunk.name] = files.get(chunk.name, b"") + chunk.data
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"} <= set(files)
+    assert all((smollm2 / name).read_bytes() == data for name, data in files.items())
+    assert "model.safetensors" not in files
+
+
+async def test_bad_sizes_are_refused_and_good_ones_work_after(
+    stub: "worker_pb2_grpc.WorkerAsyncStub", channel: grpc.aio.Channel
+) -> None:
+    """A refusal names the setting; the same worker takes other sizes, reports progress and then serves."""
+    bad = worker_pb2.ConfigureRequest()
+    bad.CopyFrom(SIZES)
+    bad.block_size = 100
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await configure(stub, bad)
+    refusal = from_rpc_error(caught.value)
+    assert isinstance(refusal, ConfigurationRefused)
+    assert "multiple of 32" in refusal.message
+    assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+    events = await configure(stub, SIZES)
+    assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
+    phases = {event.progress.phase for event in events if event.HasField("progress")}
+    assert {worker_pb2.ConfigureProgress.PHASE_LOAD, worker_pb2.ConfigureProgress.PHASE_WARM_UP} <= phases
+    ready = events[-1].ready
+    assert list(ready.num_blocks) == [20]
+    assert len(ready.graphs) == 4
+    again = await configure(stub, SIZES)
+    assert len(again) == 1
+    assert again[0].ready == ready
+
+
+async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
+    """Admitted once; afterwards plans name the slot alone."""
+    result = await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
+    assert result.step == 1
+    assert result.last
+    assert tokens(result) == {1: PARIS[:1]}
+    decode = worker_pb2.Decode(slots=[1], positions=[5], bucket=2)
+    assert tokens(await run(steps, step=2, decode=decode)) == {1: PARIS[1:]}
+    assert tokens(await run(steps, step=3, release=[1])) == {}
+
+
+async def test_a_bad_plan_fails_alone(steps: Steps) -> None:
+    """The step is answered with a typed error, and the next one works."""
+    decode = worker_pb2.Decode(slots=[2], positions=[0], bucket=1)
+    result = await run(steps, step=1, decode=decode)
+    assert result.error.code == common_pb2.ERROR_CODE_INTERNAL
+    assert "slot 2" in result.error.message
+    result = await run(steps, step=2, admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))
+    assert tokens(result) == {2: PARIS[:1]}
+
+
+async def test_the_end_of_a_stream_frees_every_slot(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
+    """What one stream admitted is gone in the next, also if the stream is torn down; two at once are refused."""
+    await configure(stub, SIZES)
+    first = stub.Execute()
+    await run(first, step=1, admit=[admission(slot, PROMPT, [3 + slot]) for slot in range(4)])
+    with pytest.raises(grpc.aio.AioRpcError, match="another Execute stream is open"):
+        await stub.Execute(iter([worker_pb2.StepPlan(step=1)])).read()
+    first.cancel()
+    # The worker notices the cancelled stream in its own time; until then it refuses the next one.
+    async with asyncio.timeout(10):
+        result, other = None, first
+        while result is None:
+            other = stub.Execute()
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                result = await run(other, step=1, admit=[admission(0, PROMPT, [3])], prefill=prefill(0, 0, 5))
+    assert tokens(result) == {0: PARIS[:1]}
+    await other.done_writing()
+
+
+async def test_a_copied_block_is_as_good_as_a_computed_one(steps: Steps) -> None:
+    """A request that starts behind a copy of another's first block samples what that one samples."""
+    prompt = [*LONG, *PROMPT]
+    admit = [admission(0, prompt, [3, 4])]
+    first = worker_pb2.Prefill(slot=0, start=0, num_tokens=128)
+    await run(steps, step=1, admit=admit, prefill=first)
+    expected = tokens(await run(steps, step=2, prefill=prefill(0, 128, 5)))[0]
+    copies = [worker_pb2.BlockCopy(group_id=0, source_block=3, target_block=7, num_tokens=128)]
+    result = await run(
+        steps,
+        step=3,
+        copies=copies,
+        admit=[admission(1, prompt, [7, 8], computed=128)],
+        prefill=prefill(1, 128, 5),
+    )
+    assert tokens(result) == {1: expected}
+    # The copy counts: a block that was never written leads elsewhere.
+    result = await run(
+        steps, step=4, admit=[admission(2, prompt, [12, 9], computed=128)], prefill=prefill(2, 128, 5)
+    )
+    assert tokens(result) != {2: expected}
+
+
+async def test_samples_are_replayed(steps: Steps) -> None:
+    """A random request continues with the same tokens when its worker is lost after a few of them, in another slot and bucket."""
+    sampling = common_pb2.SamplingParams(temperature=1.0, seed=11)
+    result = await run(
+        steps, step=1, admit=[admission(0, PROMPT, [3], sampling=sampling)], prefill=prefill(0, 0, 5)
+    )
+    drawn = tokens(result)[0]
+    for at in range(6):
+        decode = worker_pb2.Decode(slots=[0], positions=[5 + at], bucket=1)
+        drawn += tokens(await run(steps, step=2 + at, decode=decode))[0]
+    replayed = drawn[:3]
+    admit = [admission(3, [*PROMPT, *replayed], [5], sampling=sampling)]
+    replayed += tokens(await run(steps, step=8, admit=admit, prefill=prefill(3, 0, 8)))[3]
+    for at in range(3):
+        decode = worker_pb2.Decode(slots=[3], positions=[8 + at], bucket=4)
+        replayed += tokens(await run(steps, step=9 + at, decode=decode))[3]
+    assert replayed == drawn
+
+
+async def test_sigterm_ends_it_cleanly(running: Running, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
+    """With a stream open and idle, the process is gone within moments, with exit code 0.
+
+    The last of these tests: it ends the worker.
+    """
+    await configure(stub, SIZES)
+    call = stub.Execute()
+    await run(call, step=1)
+    asked = time.monotonic()
+    os.kill(running.process.pid, signal.SIGTERM)
+    assert await asyncio.to_thread(running.process.wait, 10) == 0
+    assert time.monotonic() - asked < 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "/nowhere"), "there is no folder /nowhere"),
+        (("--model", ".", "--dtype", "int3"), "--dtype"),
+        (("--model", "."), "no config.json"),
+        ((), "--model"),
+    ],
+)
+def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    """No traceback: what was wrong, and the flag."""
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, "-m", "worker_svc", "--port", "0", *flags],
+        check=False, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_absent_device_is_one_line_and_code_2(smollm2: Path) -> None:
+    """The refusal names what is missing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "worker_svc", "--port", "0", "--model", str(smollm2), "--device", "rbln"],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "rebel" in done.stderr.splitlines()[-1]
