@@ -168,8 +168,9 @@ class Launcher:
             await asyncio.sleep(_POLL_S)
             model = await asyncio.to_thread(served_model, base)
         self._supervisor.mark_served()
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        body = json.dumps({"model": model, "messages": question})
+        question = [{"role": "user", "content": "Name the capital of France."}]
+        # Short and greedy: a first answer within a second or two, whatever the model makes of the question.
+        body = json.dumps({"model": model, "messages": question, "temperature": 0, "max_tokens": 64})
         say(
             f"\nServing {model} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"

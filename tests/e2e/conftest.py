@@ -83,4 +83,3 @@ def stack(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         launcher.send_signal(signal.SIGINT)
         launcher.communicate(timeout=30)
     assert launcher.returncode == 0, "Ctrl-C ends the stack cleanly"
-
