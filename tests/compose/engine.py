@@ -161,6 +161,11 @@ class Engine:
         return round(int(found["Size"]) / 1_000_000)
 
 
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Says nothing about requests."""
+
+
 @contextlib.contextmanager
 def wheels_over_http() -> Iterator[dict[str, str]]:
     """Build arguments that let pip in a build find the wheels of this machine's `PIP_FIND_LINKS`, if that is a folder."""
@@ -168,7 +173,7 @@ def wheels_over_http() -> Iterator[dict[str, str]]:
     if not folder.is_absolute() or not folder.is_dir():
         yield {}
         return
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    handler = functools.partial(_QuietHandler, directory=str(folder))
     host = _own_address()
     with http.server.ThreadingHTTPServer((host, 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

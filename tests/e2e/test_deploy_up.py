@@ -54,7 +54,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 def ask(base: str) -> str:
     """Asks for France's capital; greedy, so that the answer is always the same."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "Name the capital of France."}]
     body = {"model": "smollm2", "messages": question, "temperature": 0, "max_tokens": 10}
     request = urllib.request.Request(
         f"{base}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
