@@ -56,6 +56,16 @@ class KvCache:
             for index, layer in enumerate(group.layers)
         }
 
+    def clear(self, group_id: int, block_ids: Sequence[int]) -> None:
+        """Zeroes blocks that change hands.
+
+        Kernels read a block in whole tiles and weigh what lies behind a sequence's end with 0. That hides anything finite; but 0 times
+        NaN is NaN, so what one broken request left would break the next.
+        """
+        blocks = self._tensors[group_id]
+        for block in block_ids:
+            blocks[:, block].zero_()
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks, in order. Whole blocks: how tokens lie within one is the kernels' business."""
         for copy in copies:

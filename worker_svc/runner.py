@@ -1,5 +1,6 @@
 """Runs plans: prepare the inputs, execute the model, sample."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -98,8 +99,12 @@ class Runner:
         self.cache.copy(plan.copies)
         for request in plan.admit:
             self._batch.admit(request)
+            hit = math.ceil(request.num_computed_tokens / self._geometry.block_size)
+            for group_id, block_ids in request.blocks.items():
+                self.cache.clear(group_id, block_ids[hit:])
         for growth in plan.grow:
             self._batch.grow(growth)
+            self.cache.clear(growth.group_id, growth.block_ids)
         if plan.work is None:
             return []
         self._batch.check(plan.work)

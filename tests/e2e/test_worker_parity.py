@@ -54,10 +54,13 @@ def test_batch_equals_reference(
 
 
 def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: list[list[int]]) -> None:
-    """Each prompt decoded alone gives the tokens that it gives in the batch."""
+    """Each prompt decoded alone gives the tokens that it gives in the batch.
+
+    The first 24 of them: a step of one row costs as much as one of twenty.
+    """
     harness = Harness(load(smollm2, "float32"))
-    alone = [tokens_of(harness.generate([prompt], NUM_TOKENS)[0]) for prompt in prompts]
-    assert alone == batched
+    alone = [tokens_of(harness.generate([prompt], 24)[0]) for prompt in prompts]
+    assert alone == [tokens[:24] for tokens in batched]
 
 
 def test_reference_is_generate(
@@ -91,10 +94,10 @@ def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
 def test_poisoned_memory_does_not_leak(
     smollm2: Path, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
-    """NaN in the null block, which all padding reads and writes, changes no real row."""
-    harness = Harness(load(smollm2, "float32"))
+    """NaN in the null block, which all padding reads and writes, and in blocks of former requests changes no real row."""
+    harness = Harness(load(smollm2, "float32"), max_num_seqs=4, decode_buckets=(1, 2, 4))
     for layer in harness.runner.cache.by_layer().values():
-        layer[0] = torch.nan
+        layer.fill_(torch.nan)
     picked = [0, 9, 14]
     results = harness.generate([prompts[index] for index in picked], 16)
     assert [tokens_of(outputs) for outputs in results] == [batched[index][:16] for index in picked]

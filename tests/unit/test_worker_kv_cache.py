@@ -55,3 +55,15 @@ def test_copies_happen_in_order(cache: KvCache) -> None:
     tensor[1] = 5
     cache.copy([BlockCopy(0, 1, 2, BLOCK), BlockCopy(0, 2, 3, BLOCK)])
     assert (tensor[3] == 5).all()
+
+
+def test_cleared_blocks_are_zero_in_all_layers_of_one_group(cache: KvCache) -> None:
+    """What a former owner left is gone; other blocks and groups stay."""
+    layers = cache.by_layer()
+    for tensor in layers.values():
+        tensor.fill_(torch.nan)
+    cache.clear(0, [1, 3])
+    for name in ("a", "b"):
+        assert not layers[name][[1, 3]].any()
+        assert layers[name][[0, 2]].isnan().all()
+    assert layers["w"].isnan().all()
