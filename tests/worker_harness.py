@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from worker_svc.devices import open_device
+from worker_svc.devices import DeviceName, open_device
 from worker_svc.geometry import Geometry, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
@@ -16,13 +16,13 @@ GREEDY = Sampling(temperature=0.0)
 _MODELS: dict[tuple[Path, engine.Dtype], engine.VllmModel] = {}
 
 
-def load(folder: Path, dtype: engine.Dtype) -> engine.VllmModel:
+def load(folder: Path, dtype: engine.Dtype, device_name: DeviceName = "cpu") -> engine.VllmModel:
     """The model with its weights, once per process.
 
     On one thread: teams of threads that wait for one another crawl where other processes compete for the cores, as in a test run.
     """
     torch.set_num_threads(1)
-    device = open_device("cpu")
+    device = open_device(device_name)
     if (folder, dtype) not in _MODELS:
         engine.prepare(device)
         model = engine.VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0)
@@ -43,8 +43,9 @@ class Harness:
         chunk: int = 128,
         block_size: int = 128,
         decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+        device_name: DeviceName = "cpu",
     ) -> None:
-        device = open_device("cpu")
+        device = open_device(device_name)
         self.groups = group_layers(model.description.layers)
         sizes = Geometry(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
         blocks = 1 + max_num_seqs * sizes.table_width
