@@ -114,6 +114,11 @@ class TriptychCudaPlatform(Platform):
         return torch.cuda.get_device_properties(device_id).total_memory
 
     @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        """Seeds torch's generators of every GPU."""
+        torch.cuda.manual_seed_all(seed)
+
+    @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         """Sliding windows have groups of their own."""
         return True
