@@ -72,20 +72,27 @@ $(STAMPS)/venv:
 	@"$(PYTHON)" -m venv "$(VENV)" || { echo "make: $(PYTHON) cannot make an environment (on Debian: apt install python3-venv)." >&2; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
 
+# Installs with pip: $(1) says what, $(2) are pip's arguments. Packages are counted as they come in; pip's own words go to pip.log.
+define install
+	@echo "== $(1)"
+	@set +e; $(PIP) install --no-deps --no-compile --progress-bar off $(2) 2>&1 | tee $(STAMPS)/pip.log \
+	  | awk '/^(Collecting|Processing) /{n++; if (n % 25 == 0) print "   " n " packages ..."} /^Installing collected/{print "   unpacking ..."; fflush()}'; \
+	  status=$${PIPESTATUS[0]}; \
+	  if [[ $$status != 0 ]]; then grep '^ERROR' $(STAMPS)/pip.log >&2; echo "make: pip failed; its words are in $(STAMPS)/pip.log. $(3)" >&2; exit 1; fi
+endef
+
 # torch comes first and alone: if its CPU build is nowhere to be found, that is said in one line.
+TORCH := $(shell grep '^torch==' $(LOCKS)/worker-cpu.txt)
+
 $(STAMPS)/torch: $(LOCKS)/worker-cpu.txt | $(STAMPS)/venv
-	@pin=$$(grep '^torch==' $<); echo "== $$pin (200 MB)"; \
-	  $(PIP) install --no-deps --only-binary :all: --progress-bar on "$$pin" || { echo "make: no $$pin found: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it." >&2; exit 1; }
+	$(call install,$(TORCH) (200 MB),--only-binary :all: "$(TORCH)",Set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has $(TORCH).)
 	@touch $@
 
 $(STAMPS)/serve: $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt pyproject.toml $(STAMPS)/torch
-	@echo "== Packages of the three services ($$(cat $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt | grep -v '^#' | sort -u | wc -l) of them)"
-	@$(PIP) install --no-deps --progress-bar on -r $(LOCKS)/services.txt -r $(LOCKS)/worker-cpu.txt | grep -v '^Requirement already' || [[ $${PIPESTATUS[0]} == 0 ]]
-	@echo "== triptych itself"
-	@$(PIP) install --no-deps --no-build-isolation --quiet --editable .
+	$(call install,Packages of the three services ($(shell cat $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt | grep -v '^#' | sort -u | wc -l) of them),-r $(LOCKS)/services.txt -r $(LOCKS)/worker-cpu.txt)
+	$(call install,triptych itself,--no-build-isolation --editable .)
 	@touch $@
 
 $(STAMPS)/dev: $(LOCKS)/dev.txt $(STAMPS)/serve
-	@echo "== Tools for tests and checks"
-	@$(PIP) install --no-deps --progress-bar on -r $(LOCKS)/dev.txt | grep -v '^Requirement already' || [[ $${PIPESTATUS[0]} == 0 ]]
+	$(call install,Tools for tests and checks,-r $(LOCKS)/dev.txt)
 	@touch $@
