@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line, with the request's id on every line that belongs to it.
 
-The request id is bound with :func:`bind_request`, kept in a context variable (so it follows awaits and tasks) and travels to the next
-service in gRPC metadata under ``wire.REQUEST_ID_KEY``.
+The request id is bound with :func:`bind_request` and kept in a context variable, so it follows awaits and tasks. Between services it
+travels in the messages themselves (``request_id``), because one stream carries many requests.
 """
 
 import logging

@@ -17,9 +17,6 @@ MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 # Largest piece of a streamed file.
 FILE_CHUNK_BYTES: Final = 512 * 1024
 
-# Carried in gRPC metadata so that one request's log lines can be joined over all services.
-REQUEST_ID_KEY: Final = "x-request-id"
-
 _LIMITS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

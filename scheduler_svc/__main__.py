@@ -63,6 +63,7 @@ async def serve(settings: Settings) -> None:
     log.info("draining", running=engine.num_running, waiting=len(engine.waiting))
     follower.cancel()
     inference.drain()
+    await server.set_serving(False)
     await engine.drained(settings.drain_s)
     await server.stop(grace_s=0.5)
     log.info("stopped")

@@ -4,7 +4,7 @@ import math
 import secrets
 from collections.abc import Sequence
 
-from protos.errors import InvalidArgument, from_proto
+from protos.errors import InvalidArgument, NotFound, Unsupported, from_proto
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc.engine import Submission
 from scheduler_svc.geometry import DeviceLimits, Geometry
@@ -13,6 +13,9 @@ from scheduler_svc.request import Event, FinishReason, Logprobs
 from scheduler_svc.sampling import SamplingParams
 
 MAX_REQUEST_ID_BYTES = 128
+
+# Dividing logits by less overflows float32; vLLM draws the same line.
+_GREEDY_BELOW = 1e-5
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -41,9 +44,13 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
     if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
         raise InvalidArgument(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="request_id")
     if request.HasField("n") and request.n != 1:
-        raise InvalidArgument(f"n must be 1, not {request.n}: send one request per sequence", param="n")
+        raise Unsupported(f"n must be 1, not {request.n}: send one request per sequence", param="n")
     if request.lora_name:
-        raise InvalidArgument(f"no adapter is called {request.lora_name!r}", param="lora_name")
+        raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
+    if request.tenant:
+        raise Unsupported(
+            "fairness between tenants is not served by this release; leave tenant out", param="tenant"
+        )
     sampling = request.sampling
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     if max_tokens == 0:
@@ -62,6 +69,8 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
 
 def _sampling_from_proto(sampling: common_pb2.SamplingParams) -> SamplingParams:
     temperature = _bounded(sampling, "temperature", 1.0, 0.0, 100.0)
+    if temperature < _GREEDY_BELOW:
+        temperature = 0.0
     top_p = _bounded(sampling, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise InvalidArgument("top_p must be above 0 and at most 1, not 0", param="top_p")
@@ -219,7 +228,6 @@ def result_from_proto(result: worker_pb2.StepResult) -> StepResult:
         step=result.step,
         outputs=tuple(_output_from_proto(output) for output in result.outputs),
         error=from_proto(result.error) if result.HasField("error") else None,
-        execute_us=result.execute_us,
     )
 
 

@@ -110,7 +110,6 @@ class Deployment:
             self.served = served
         self._engine.model = ServedModel(
             max_model_len=geometry.max_model_len,
-            max_request_tokens=kv.max_tokens,
             vocab_size=served.info.vocab_size,
             sampling_fields=frozenset(description.sampling_fields),
             max_logprobs=description.max_logprobs,

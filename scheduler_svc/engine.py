@@ -52,14 +52,12 @@ class ServedModel:
 
     Attributes:
         max_model_len: longest sequence, tokens.
-        max_request_tokens: longest sequence that fits a replica's KV memory.
         vocab_size: token ids are below this.
         sampling_fields: parameters that the workers honour.
         max_logprobs: most log-probabilities per token.
     """
 
     max_model_len: int
-    max_request_tokens: int
     vocab_size: int
     sampling_fields: frozenset[str]
     max_logprobs: int
@@ -96,6 +94,8 @@ class Engine:
         self._arrivals = itertools.count()
         self._live: dict[str, Request] = {}
         self._empty: asyncio.Event | None = None
+        # Longest sequence that fits some replica's KV memory; that of the last ones while there is none.
+        self._max_request_tokens = 0
         self.waiting = WaitingQueue()
         self.replicas: dict[str, AttachedReplica] = {}
         self.model: ServedModel | None = None
@@ -170,6 +170,7 @@ class Engine:
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
         """Adds a ready replica; it may draw from the queue at once."""
         self.replicas[replica_id] = replica
+        self._measure_memory()
         replica.wake()
 
     def detach(self, replica_id: str) -> int:
@@ -184,8 +185,24 @@ class Engine:
         requests = replica.scheduler.abandon()
         for request in requests:
             self.waiting.add(request)
+        self._measure_memory()
         self._wake_all()
         return len(requests)
+
+    def _measure_memory(self) -> None:
+        """After replicas changed: what fits the largest one, and the end of waiting requests that fit none any more."""
+        if not self.replicas:
+            return
+        self._max_request_tokens = max(replica.scheduler.kv.max_tokens for replica in self.replicas.values())
+        for request in self.waiting.drain():
+            needed = request.num_prompt_tokens + request.sampling.max_tokens
+            if needed <= self._max_request_tokens:
+                self.waiting.add(request)
+                continue
+            error = ContextExceeded(
+                f"the request needs {needed} tokens of KV memory and the workers that are left hold {self._max_request_tokens}"
+            )
+            self._end(request, Event(request.request_id, error=error))
 
     def fail_waiting(self, error: TriptychError) -> int:
         """Ends every waiting request with ``error``; returns how many."""
@@ -218,8 +235,7 @@ class Engine:
         for replica in self.replicas.values():
             replica.wake()
 
-    @staticmethod
-    def _check(submission: Submission, model: ServedModel) -> int:
+    def _check(self, submission: Submission, model: ServedModel) -> int:
         """Checks a submission against the model; returns the effective max_tokens."""
         num_prompt, num_resumed = len(submission.prompt_token_ids), len(submission.resumed_token_ids)
         if unserved := sorted(submission.sampling_fields - model.sampling_fields):
@@ -253,12 +269,12 @@ class Engine:
             raise InvalidArgument(
                 f"all of max_tokens={max_tokens} were received already", param="resumed_token_ids"
             )
-        if num_prompt + max_tokens > model.max_request_tokens:
-            if asked is not None or num_prompt >= model.max_request_tokens:
+        if num_prompt + max_tokens > self._max_request_tokens:
+            if asked is not None or num_prompt >= self._max_request_tokens:
                 raise ContextExceeded(
                     f"{num_prompt} prompt tokens and max_tokens={max_tokens} never fit this deployment's KV memory of "
-                    f"{model.max_request_tokens} tokens a request",
+                    f"{self._max_request_tokens} tokens a request",
                     param="max_tokens",
                 )
-            max_tokens = model.max_request_tokens - num_prompt
+            max_tokens = self._max_request_tokens - num_prompt
         return max_tokens

@@ -43,10 +43,6 @@ class KvCache:
         """Share of blocks in use in the fullest group, 0 to 1."""
         return max(group.pool.usage for group in self.groups)
 
-    def could_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of that many tokens fits an otherwise empty replica."""
-        return all(group.num_blocks_for(num_tokens) <= group.pool.num_blocks for group in self.groups)
-
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that fits an otherwise empty replica."""

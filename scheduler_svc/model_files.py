@@ -9,6 +9,10 @@ from protos.errors import Internal
 from protos.triptych.v1 import common_pb2
 from protos.wire import FILE_CHUNK_BYTES
 
+# Far above any real tokenizer's; whoever reaches the registry's port may register.
+MAX_FILES = 64
+MAX_TOTAL_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class ServedFiles:
@@ -34,17 +38,22 @@ async def receive_files(chunks: AsyncIterable[common_pb2.FileChunk]) -> dict[str
     """Joins streamed files.
 
     Raises:
-        Internal: if a name is not a plain file name, or the stream ended inside a file.
+        Internal: if a name is not a plain file name, there is far too much, or the stream ended inside a file.
     """
     files: dict[str, bytearray] = {}
-    open_name = ""
+    open_name, total = "", 0
     async for chunk in chunks:
         # These names become paths in a gateway.
-        if not chunk.name or "/" in chunk.name or "\\" in chunk.name or chunk.name.startswith("."):
+        if not chunk.name or chunk.name.startswith(".") or any(sign in chunk.name for sign in "/\\\0"):
             raise Internal(
                 f"the worker sent a file called {chunk.name!r}; only plain file names are accepted"
             )
         files.setdefault(chunk.name, bytearray()).extend(chunk.data)
+        total += len(chunk.data)
+        if total > MAX_TOTAL_BYTES or len(files) > MAX_FILES:
+            raise Internal(
+                f"the worker sent more than {MAX_FILES} files or {MAX_TOTAL_BYTES >> 20} MiB of tokenizer files"
+            )
         open_name = "" if chunk.last else chunk.name
     if open_name:
         raise Internal(f"the worker's stream ended within {open_name}")

@@ -102,10 +102,8 @@ class StepResult:
 
     Attributes:
         error: the whole step failed; there are no outputs, and the KV of its slots is not to be trusted.
-        execute_us: time on the device and around it.
     """
 
     step: int
     outputs: tuple[SlotOutput, ...] = field(default=())
     error: TriptychError | None = None
-    execute_us: int = 0

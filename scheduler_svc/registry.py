@@ -1,7 +1,6 @@
 """``WorkerRegistry``: workers announce themselves here and are driven from then on."""
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator
 from urllib.parse import unquote
@@ -71,11 +70,10 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         self._active.add(address.replica_id)
         replica = Replica(address, self._deployment, step_timeout_s=self._step_timeout_s)
         driver = asyncio.create_task(replica.run(), name=f"replica {address.replica_id}")
+        ready = asyncio.create_task(replica.ready.wait())
         try:
             yield _event(registry_pb2.RegisterEvent.STATE_ACCEPTED, f"dialling {address.target}")
-            ready = asyncio.create_task(replica.ready.wait())
             await asyncio.wait({driver, ready}, return_when=asyncio.FIRST_COMPLETED)
-            ready.cancel()
             if replica.ready.is_set():
                 yield _event(registry_pb2.RegisterEvent.STATE_SERVING, "serving")
             await driver
@@ -87,9 +85,9 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         finally:
             if not driver.done():
                 self._log.warning("worker_left", worker=address.worker_id, target=address.target)
-            driver.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TriptychError):
-                await driver
+            for task in (driver, ready):
+                task.cancel()
+            await asyncio.gather(driver, ready, return_exceptions=True)
             self._active.discard(address.replica_id)
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import grpc.aio
 
-from protos.errors import Internal, SchemaMismatch, Unavailable, from_rpc_error
+from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
@@ -18,6 +18,10 @@ from scheduler_svc.model_files import receive_files
 
 # Describe needs the worker's process up and its model's configuration read; weights come later.
 DESCRIBE_TIMEOUT_S = 60.0
+
+# Configure tells its progress; one phase (loading a large model from a slow disk) may be silent for long, but not for ever.
+CONFIGURE_SILENCE_S = 1800.0
+MODEL_FILES_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,12 @@ class Replica:
                 await self._serve(stub)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
+            except TriptychError:
+                raise
+            except Exception as error:
+                # Whatever a worker sent: it costs this worker its registration, never the scheduler.
+                self._log.exception("replica_failed")
+                raise Internal(f"driving the worker failed: {type(error).__name__}: {error}") from error
             finally:
                 requeued = self._deployment.detach(self.address.replica_id)
                 if requeued:
@@ -86,14 +96,24 @@ class Replica:
         self._log.info("configuring", device=description.device, model=description.model.source, chunk=geometry.chunk,
                        block_size=geometry.block_size, buckets=geometry.buckets, max_model_len=geometry.max_model_len)  # fmt: skip
         ready: worker_pb2.ConfigureReady | None = None
-        async for event in stub.Configure(configure_to_proto(geometry, self._deployment.num_blocks)):
+        events = aiter(stub.Configure(configure_to_proto(geometry, self._deployment.num_blocks)))
+        while ready is None:
+            try:
+                async with asyncio.timeout(CONFIGURE_SILENCE_S):
+                    event = await anext(events, None)
+            except TimeoutError:
+                raise Unavailable(
+                    f"the worker said nothing for {CONFIGURE_SILENCE_S:g} s while it was to be configured"
+                ) from None
+            if event is None:
+                raise Internal("the worker ended Configure without saying that it is ready")
             if event.HasField("ready"):
                 ready = event.ready
             else:
                 self._note_progress(event.progress)
-        if ready is None:
-            raise Internal("the worker ended Configure without saying that it is ready")
-        files = await receive_files(stub.GetModelFiles(worker_pb2.GetModelFilesRequest()))
+        files = await receive_files(
+            stub.GetModelFiles(worker_pb2.GetModelFilesRequest(), timeout=MODEL_FILES_TIMEOUT_S)
+        )
         scheduler = self._deployment.add(
             self.address.replica_id, geometry, description, tuple(ready.num_blocks), files
         )

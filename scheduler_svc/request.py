@@ -97,8 +97,8 @@ class Request:
         blocks: block table, one list per KV group; empty while waiting.
         slot: row in the worker's persistent batch while running.
         num_cached: leading tokens that the last admission found in the prefix cache.
-        num_emitted: output tokens that the client has.
-        num_preemptions: how often the request lost its blocks.
+        first_scheduled_s: clock reading when it first got a slot.
+        announced: whether the client has had an event.
     """
 
     request_id: str
@@ -116,7 +116,6 @@ class Request:
     blocks: list[list[Block]] = field(default_factory=list)
     slot: int | None = None
     num_cached: int = 0
-    num_preemptions: int = 0
     first_scheduled_s: float | None = None
     announced: bool = False
 

@@ -204,7 +204,6 @@ class ReplicaScheduler:
             raise Internal("out of KV blocks with no request to preempt")
         self._leave(victim)
         victim.state = RequestState.WAITING
-        victim.num_preemptions += 1
         self._waiting.add(victim)
 
     # ---- taking in -----------------------------------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     "run the same release on both"
                 )
             first = False
+            await buffer.has_room()
             match message.WhichOneof("message"):
                 case "generate":
                     try:

@@ -4,16 +4,20 @@ import asyncio
 
 from scheduler_svc.request import Event
 
+# Events beyond which a stream's reader stops taking in more requests.
+_MAX_GATHERED = 4096
+
 
 class EventBuffer:
     """Collects events; the writer takes all that have gathered at once, so one step's events leave in one message.
 
-    Unbounded by itself: what can gather is bounded by the max_tokens of the stream's requests.
+    What running requests can add is bounded by their max_tokens; who adds more on a client's word waits for :meth:`has_room` first.
     """
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._filled = asyncio.Event()
+        self._taken = asyncio.Event()
 
     def push(self, event: Event) -> None:
         """Adds an event."""
@@ -29,4 +33,11 @@ class EventBuffer:
         await self._filled.wait()
         self._filled.clear()
         events, self._events = self._events, []
+        self._taken.set()
         return events
+
+    async def has_room(self) -> None:
+        """Waits while more events have gathered than a client that reads would leave."""
+        while len(self._events) > _MAX_GATHERED:
+            self._taken.clear()
+            await self._taken.wait()

@@ -5,6 +5,9 @@ import itertools
 
 from scheduler_svc.request import Request
 
+# Stale heap entries that are not worth a rebuild.
+_SLACK = 64
+
 
 class WaitingQueue:
     """A priority queue shared by all replicas: lowest ``priority`` first, then earliest arrival.
@@ -49,6 +52,10 @@ class WaitingQueue:
             return False
         del self._members[request.request_id]
         self._num_tokens -= len(request.token_ids)
+        # Removed requests must not pile up behind a head that does not move.
+        if len(self._heap) > 2 * len(self._members) + _SLACK:
+            self._heap = [entry for entry in self._heap if self._members.get(entry[3].request_id) is entry[3]]
+            heapq.heapify(self._heap)
         return True
 
     def drain(self) -> list[Request]:

@@ -213,9 +213,7 @@ def make_rig(
     engine = Engine(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, clock=lambda: 0.0)
     rig = Rig(engine, _replica(engine, geometry, num_blocks, num_groups, prefix_caching, decode_steps_per_chunk),
               SimulatedDevice(geometry, num_groups))  # fmt: skip
-    engine.model = ServedModel(
-        geometry.max_model_len, rig.scheduler.kv.max_tokens, 97, frozenset({"temperature"}), 5
-    )
+    engine.model = ServedModel(geometry.max_model_len, 97, frozenset({"temperature"}), 5)
     engine.attach("replica-0", AttachedReplica(rig.scheduler, lambda: None))
     return rig
 

@@ -12,6 +12,7 @@ from protos.errors import (
     Aborted,
     ConfigurationRefused,
     ContextExceeded,
+    Internal,
     InvalidArgument,
     NotFound,
     Overloaded,
@@ -25,7 +26,9 @@ from protos.errors import (
 )
 from protos.triptych.v1 import common_pb2, inference_pb2, registry_pb2
 from protos.wire import SCHEMA_REVISION
+from scheduler_svc.request import Event
 from scheduler_svc.settings import Settings
+from scheduler_svc.sinks import EventBuffer
 from tests.scheduler_factories import expected_tokens
 from tests.scheduler_peer import (
     FILES,
@@ -179,8 +182,8 @@ async def test_the_end_of_a_call_and_an_abort_both_free_the_request(how: str) ->
         ),
         (generate_request([96] * 64), ContextExceeded, "64 tokens"),
         (generate_request(request_id="x" * 129), InvalidArgument, "longer than 128 bytes"),
-        (inference_pb2.GenerateRequest(prompt_token_ids=[5], n=2), InvalidArgument, "n must be 1"),
-        (inference_pb2.GenerateRequest(prompt_token_ids=[5], lora_name="l"), InvalidArgument, "no adapter"),
+        (inference_pb2.GenerateRequest(prompt_token_ids=[5], n=2), Unsupported, "n must be 1"),
+        (inference_pb2.GenerateRequest(prompt_token_ids=[5], lora_name="l"), NotFound, "no adapter"),
         (
             inference_pb2.GenerateRequest(prompt_token_ids=[5], model="other"),
             NotFound,
@@ -471,3 +474,25 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request() -> None:
         call.cancel()
         worker.gate.set()
         assert await scheduler.engine.drained(5)
+
+
+async def test_a_worker_that_answers_nonsense_can_come_back() -> None:
+    """Whatever it sent costs it its registration, not the scheduler, and not its next attempt."""
+    async with run_scheduler() as scheduler, run_worker(ScriptedWorker(num_blocks=0)) as port:
+        for _ in range(2):
+            error = await failure(scheduler.registry.Register(announcement(port)))
+            assert isinstance(error, Internal)
+            assert "a pool needs at least 2 blocks" in error.message
+
+
+async def test_a_client_that_floods_and_does_not_read_is_held_back() -> None:
+    """Refusals gather up to a bound; then the stream is not read any further until the client reads."""
+    buffer = EventBuffer()
+    for index in range(10_000):
+        buffer.push(Event(str(index)))
+    waiting = asyncio.create_task(buffer.has_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert len(await buffer.take()) == 10_000
+    await waiting
+    await buffer.has_room()

@@ -12,7 +12,7 @@ from protos.errors import (
 )
 from scheduler_svc.engine import Engine, Submission
 from scheduler_svc.request import FinishReason
-from tests.scheduler_factories import ListSink, make_geometry, make_rig, make_submission
+from tests.scheduler_factories import ListSink, make_geometry, make_rig, make_submission, replace_replica
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,26 @@ async def test_drained_waits_for_the_last_request() -> None:
     assert not await rig.engine.drained(0.01)
     rig.run()
     assert await rig.engine.drained(0)
+
+
+def test_a_request_that_fits_no_remaining_replica_ends_with_the_numbers() -> None:
+    """After a large replica was lost, a request made for it must not block the queue of a smaller one."""
+    rig = make_rig(num_blocks=17)
+    large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
+    small = rig.submit(make_submission(request_id="small"))
+    rig.step()
+    replace_replica(rig, num_blocks=9)
+    rig.run()
+    error = large.events[-1].error
+    assert isinstance(error, ContextExceeded)
+    assert "needs 60 tokens of KV memory and the workers that are left hold 32" in error.message
+    assert small.events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_new_requests_are_measured_against_the_largest_replica() -> None:
+    """What fits one of them is accepted."""
+    rig = make_rig(num_blocks=9)
+    with pytest.raises(ContextExceeded):
+        rig.submit(make_submission([5] * 40, max_tokens=10))
+    replace_replica(rig, num_blocks=17)
+    rig.submit(make_submission([5] * 40, max_tokens=10))

@@ -51,3 +51,16 @@ def test_tokens_are_counted_in_and_out() -> None:
     assert queue.num_tokens == 7
     assert queue.drain() == [two]
     assert (len(queue), queue.num_tokens, queue.peek()) == (0, 0, None)
+
+
+def test_removed_requests_do_not_pile_up_behind_a_head_that_stays() -> None:
+    """Ten thousand come and go while one waits; the heap stays small."""
+    queue = WaitingQueue()
+    head = make_request(priority=-1)
+    queue.add(head)
+    for _ in range(10_000):
+        request = make_request()
+        queue.add(request)
+        queue.remove(request)
+    assert len(queue._heap) < 200
+    assert queue.peek() is head

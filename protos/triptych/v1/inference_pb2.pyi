@@ -333,7 +333,7 @@ class WatchLoadRequest(_message.Message):
 
     MIN_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     min_interval_ms: _builtins.int
-    """0: on every change."""
+    """At least that long between two messages. Changes are sampled ten times a second at the most."""
     def __init__(
         self,
         *,

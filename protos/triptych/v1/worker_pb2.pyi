@@ -157,7 +157,7 @@ class ConfigureRequest(_message.Message):
 
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks per group, including the null block 0. Empty: as many as the memory allows."""
+        """Blocks per group, including the null block 0; a single number holds for every group. Empty: as many as the memory allows."""
 
     def __init__(
         self,

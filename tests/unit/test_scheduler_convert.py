@@ -1,0 +1,117 @@
+"""Between protocol and domain: what arrives is complete and safe, what leaves says what was meant."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protos.errors import Internal
+from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from scheduler_svc import model_files
+from scheduler_svc.convert import event_to_proto, plan_to_proto, submission_from_proto
+from scheduler_svc.model_files import ServedFiles, describe_served, receive_files
+from scheduler_svc.plan import Decode, Growth, StepPlan
+from scheduler_svc.request import Event, FinishReason, Logprobs
+
+
+def request(**sampling: object) -> inference_pb2.GenerateRequest:
+    parameters = common_pb2.SamplingParams(**sampling)  # type: ignore[arg-type]
+    return inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=parameters)
+
+
+def test_what_a_client_leaves_open_is_filled_once() -> None:
+    """Temperature 1, no filters, an id and a seed of the scheduler's own."""
+    one, two = submission_from_proto(request()), submission_from_proto(request())
+    assert (one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) == (1.0, 1.0, 0)
+    assert one.request_id != two.request_id
+    assert one.sampling.seed != two.sampling.seed
+    assert one.sampling_fields == frozenset()
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 0.0])
+def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
+    """Logits divided by next to nothing are infinite."""
+    assert submission_from_proto(request(temperature=temperature)).sampling.temperature == 0
+
+
+def test_an_explicit_zero_is_not_a_default() -> None:
+    """Proto3's optional fields are told apart from absent ones."""
+    submission = submission_from_proto(request(temperature=0, seed=0))
+    assert submission.sampling.temperature == 0
+    assert submission.sampling.seed == 0
+    assert submission.sampling_fields == {"temperature", "seed"}
+
+
+def test_an_event_carries_prompt_statistics_only_once() -> None:
+    """In the first event."""
+    first = event_to_proto(
+        Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25)
+    )
+    assert (first.prompt.num_tokens, first.prompt.num_cached_tokens, first.prompt.queue_ms) == (7, 4, 250)
+    assert not event_to_proto(Event("r", (5,))).HasField("prompt")
+
+
+def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
+    """All three survive."""
+    entry = Logprobs(-0.5, 2, ((7, -0.25), (5, -0.5)))
+    message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
+    assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
+    assert list(message.logprobs[0].top_token_ids) == [7, 5]
+
+
+def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
+    """Deltas: no token ids, no tables."""
+    plan = StepPlan(3, Decode((0, 2), (9, 4), 4), release=(1,), grow=(Growth(2, 0, (8,)),))
+    message = plan_to_proto(plan)
+    assert message.WhichOneof("work") == "decode"
+    assert list(message.decode.slots) == [0, 2]
+    assert message.ByteSize() < 40
+    assert message == worker_pb2.StepPlan.FromString(message.SerializeToString())
+
+
+async def stream(*chunks: common_pb2.FileChunk) -> AsyncIterator[common_pb2.FileChunk]:
+    for chunk in chunks:
+        yield chunk
+
+
+async def test_files_survive_being_cut_into_messages() -> None:
+    """Also empty ones and those larger than a message."""
+    files = {"a.json": b"x" * 1_300_000, "empty": b""}
+    chunks = list(ServedFiles(common_pb2.ModelInfo(), files).chunks())
+    assert len(chunks) == 4
+    assert await receive_files(stream(*chunks)) == files
+
+
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "a/b", "a\\b", ".hidden", "a\0b"])
+async def test_a_file_name_that_is_more_than_a_name_is_refused(name: str) -> None:
+    """These names become paths in a gateway."""
+    with pytest.raises(Internal, match="only plain file names"):
+        await receive_files(stream(common_pb2.FileChunk(name=name, last=True)))
+
+
+async def test_a_stream_that_ends_within_a_file_is_refused() -> None:
+    """Half a tokenizer is worse than none."""
+    with pytest.raises(Internal, match=r"ended within a\.json"):
+        await receive_files(stream(common_pb2.FileChunk(name="a.json", data=b"x")))
+
+
+async def test_files_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes and by number."""
+    monkeypatch.setattr(model_files, "MAX_TOTAL_BYTES", 10)
+    with pytest.raises(Internal, match="more than"):
+        await receive_files(stream(common_pb2.FileChunk(name="a", data=b"x" * 11, last=True)))
+    with pytest.raises(Internal, match="more than 64 files"):
+        await receive_files(stream(*(common_pb2.FileChunk(name=str(i), last=True) for i in range(65))))
+
+
+def test_the_tokenizer_s_hash_depends_on_names_and_contents() -> None:
+    """A gateway reloads exactly when something changed."""
+    model = common_pb2.ModelInfo(source="m")
+
+    def digest(files: dict[str, bytes]) -> str:
+        return describe_served(model, files, served_name=None, max_model_len=8).info.tokenizer_sha256
+
+    assert digest({"a": b"1", "b": b"2"}) == digest({"b": b"2", "a": b"1"})
+    assert (
+        len({digest({"a": b"1"}), digest({"a": b"2"}), digest({"b": b"1"}), digest({"a": b"", "1": b""})})
+        == 4
+    )
