@@ -1,8 +1,11 @@
 """What both ends of a connection agree on: the schema's revision, message limits and keepalive."""
 
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import grpc.aio
+
+from protos.triptych.v1 import common_pb2
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """A call, as a servicer's method sees it."""
@@ -53,3 +56,10 @@ SERVER_OPTIONS: Final = (
 def open_channel(address: str) -> grpc.aio.Channel:
     """Opens a channel to ``address`` (``host:port``) with the options that every Triptych client uses."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def file_chunks(name: str, data: bytes) -> Iterator[common_pb2.FileChunk]:
+    """Cuts a file into messages; an empty file is one message."""
+    for start in range(0, max(len(data), 1), FILE_CHUNK_BYTES):
+        end = start + FILE_CHUNK_BYTES
+        yield common_pb2.FileChunk(name=name, data=data[start:end], last=end >= len(data))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2
-from protos.wire import FILE_CHUNK_BYTES
+from protos.wire import file_chunks
 
 # Far above any real tokenizer's; whoever reaches the registry's port may register.
 MAX_FILES = 64
@@ -29,9 +29,7 @@ class ServedFiles:
     def chunks(self) -> Iterator[common_pb2.FileChunk]:
         """The files, cut into messages."""
         for name, data in self.files.items():
-            for start in range(0, max(len(data), 1), FILE_CHUNK_BYTES):
-                end = start + FILE_CHUNK_BYTES
-                yield common_pb2.FileChunk(name=name, data=data[start:end], last=end >= len(data))
+            yield from file_chunks(name, data)
 
 
 async def receive_files(chunks: AsyncIterable[common_pb2.FileChunk]) -> dict[str, bytes]:

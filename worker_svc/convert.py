@@ -1,8 +1,9 @@
 """Between protocol messages and the worker's own types: the only module that knows both."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from protos.errors import TriptychError
+from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
 from worker_svc.geometry import Geometry, GroupKind
@@ -41,9 +42,6 @@ _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
     """What a prepared worker can run. ``model`` is the setting that named the model."""
     description, device = worker.description, worker.device
-    defaults = common_pb2.SamplingParams()
-    for name, value in description.default_sampling.items():
-        setattr(defaults, name, int(value) if name == "top_k" else float(value))
     return worker_pb2.DescribeResponse(
         schema_revision=SCHEMA_REVISION,
         worker_id=worker_id,
@@ -57,7 +55,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
             max_model_len=description.max_model_len,
             eos_token_ids=description.eos_token_ids,
             dtype=str(description.dtype).removeprefix("torch."),
-            default_sampling=defaults,
+            default_sampling=_served_defaults(description.default_sampling),
         ),
         kv_groups=[
             common_pb2.KvGroup(
@@ -80,6 +78,17 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_logprobs=_MAX_LOGPROBS,
         max_lease_steps=1,
     )
+
+
+def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
+    """What a model's authors recommend, as far as it is served: gateways put it into every request."""
+    defaults = common_pb2.SamplingParams()
+    for name, value in recommended.items():
+        if name not in _SAMPLING_FIELDS or value < 0:  # some write top_k -1 for "off"
+            get_logger().warning("recommended_sampling_ignored", name=name, value=value)
+            continue
+        setattr(defaults, name, int(value) if name == "top_k" else float(value))
+    return defaults
 
 
 def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry:

@@ -73,11 +73,11 @@ class KvGroup:
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def blocks_per_sequence(self, geometry: "Geometry") -> int:
-        """Blocks that one sequence of the longest length holds at most, if blocks behind the window are freed."""
-        if not self.window:
-            return geometry.table_width
-        # The window, the chunk being written and one block for their unaligned ends.
-        return min(geometry.table_width, math.ceil((self.window + geometry.chunk) / geometry.block_size) + 1)
+        """Blocks that one sequence of the longest length holds.
+
+        The same for windows: this release's scheduler keeps the blocks behind them, so a pool sized for less would run dry.
+        """
+        return geometry.table_width
 
 
 def group_layers(layers: Iterable[AttentionLayer]) -> tuple[KvGroup, ...]:

@@ -5,17 +5,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-import grpc.aio
-
-from protos.errors import ConfigurationRefused, Internal, SchemaMismatch, TriptychError, abort
+from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, abort
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.wire import FILE_CHUNK_BYTES, SCHEMA_REVISION
+from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc import convert, loader
 from worker_svc.model_thread import ModelThread
 from worker_svc.worker import Phase, Ready, Worker
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -86,9 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         def work() -> Ready:
             # On the model's thread, behind whatever an earlier stream left there.
             if self._executing and not self._worker.is_configured_as(geometry):
-                raise ConfigurationRefused(
-                    "another configuration is being executed; end the Execute stream first"
-                )
+                raise Unavailable("another configuration is being executed; end the Execute stream first")
             return self._worker.configure(geometry, progress)
 
         configuring = self._thread.submit(work)
@@ -97,10 +91,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             yield event
         try:
             self._ready = configuring.result()
+        except Unavailable as error:
+            await abort(context, error)  # what is being executed goes on
         except TriptychError as error:
+            self._ready = None
             self._log.error("configuration_refused", reason=error.message)
             await abort(context, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the scheduler is told and may try again
+            self._ready = None
             self._log.exception("configuration_failed")
             await abort(context, Internal(f"the worker failed to start: {_one_line(error)}"))
         await self._on_ready()
@@ -113,18 +111,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         del request, context
         await asyncio.shield(self._prepared)
         for path in loader.tokenizer_files(self._worker.folder):
-            data = await asyncio.to_thread(path.read_bytes)
-            for start in range(0, max(len(data), 1), FILE_CHUNK_BYTES):
-                end = start + FILE_CHUNK_BYTES
-                yield common_pb2.FileChunk(name=path.name, data=data[start:end], last=end >= len(data))
+            for chunk in file_chunks(path.name, await asyncio.to_thread(path.read_bytes)):
+                yield chunk
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
         """Runs plans in order until either side ends the stream; then every slot is free."""
         if self._ready is None or self._executing:
+            # Both pass: a lost scheduler's stream ends with its keepalive.
             why = "another Execute stream is open" if self._ready else "the worker is not configured yet"
-            await abort(context, ConfigurationRefused(why))
+            await abort(context, Unavailable(why, retry_after_ms=1000))
         self._executing = True
         try:
             async for plan in request_iterator:

@@ -107,3 +107,11 @@ def test_geometry_arrives() -> None:
         max_model_len=1000, max_num_seqs=4, chunk=128, block_size=256, decode_buckets=[2, 4]
     )
     assert convert.geometry_from_proto(request) == Geometry(1000, 4, 128, 256, (2, 4))
+
+
+def test_only_recommendations_that_are_served_reach_the_gateways() -> None:
+    """A model that recommends a repetition penalty must not have every request refused for it."""
+    defaults = convert._served_defaults(
+        {"temperature": 0.7, "repetition_penalty": 1.1, "top_k": -1.0, "top_p": 0.8}
+    )
+    assert {field.name for field, _ in defaults.ListFields()} == {"temperature", "top_p"}
