@@ -15,6 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from gateway.schemas.base import clip
 from protos.errors import InvalidArgument
 
 
@@ -93,7 +94,7 @@ class ChatTemplate:
         for name in variables or ():
             if name in reserved or name not in self.variables:
                 raise InvalidArgument(
-                    f"chat_template_kwargs: this model's chat template takes no variable '{name}'",
+                    f"chat_template_kwargs: this model's chat template takes no variable '{clip(name)}'",
                     param="chat_template_kwargs",
                 )
         if not self.knows_developer:
@@ -109,7 +110,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **(variables or {})},
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error

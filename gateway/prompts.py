@@ -20,6 +20,7 @@ async def encode_chat(
     add_generation_prompt: bool,
     add_special_tokens: bool,
     variables: dict[str, object],
+    size: int,
 ) -> list[int]:
     """Token ids of a conversation.
 
@@ -30,6 +31,7 @@ async def encode_chat(
         add_generation_prompt: end with the header of the assistant's turn.
         add_special_tokens: add BOS and its like; chat templates carry their own, so usually not.
         variables: further variables of the chat template.
+        size: bytes of the request's body, which bound the effort: a template goes over every message, however short.
 
     Raises:
         InvalidArgument: if the model has no chat template or its template refuses the messages.
@@ -46,11 +48,19 @@ async def encode_chat(
         text = template.render(turns, add_generation_prompt=add_generation_prompt, variables=variables)
         return served.text.encode(text, add_special_tokens=add_special_tokens)
 
-    return await worker.run(sum(len(message.content) for message in messages), work)
+    return await worker.run(size, work)
 
 
-async def encode_prompts(served: Served, worker: TextWorker, body: CompletionRequest) -> list[list[int]]:
+async def encode_prompts(
+    served: Served, worker: TextWorker, body: CompletionRequest, *, size: int
+) -> list[list[int]]:
     """Token ids of each prompt; those that came as ids are taken as they are.
+
+    Args:
+        served: the model.
+        worker: runs long work.
+        body: the request.
+        size: bytes of its body.
 
     Raises:
         InvalidArgument: if an id is beyond the vocabulary.
@@ -72,7 +82,7 @@ async def encode_prompts(served: Served, worker: TextWorker, body: CompletionReq
             prompts.append(prompt)
         return prompts
 
-    return await worker.run(sum(len(prompt) for prompt in body.prompt), work)
+    return await worker.run(size, work)
 
 
 def check_length(served: Served, prompt: Sequence[int], limit: int | None, *, param: str) -> None:

@@ -20,7 +20,7 @@ from protos.errors import Internal
 T = TypeVar("T")
 
 # Up to here an encode takes well under a millisecond; a hop to a thread would cost more than it saves.
-_INLINE_CHARACTERS: Final = 2_000
+_INLINE_SIZE: Final = 2_000
 
 _NAMED_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -104,8 +104,8 @@ class TextWorker:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """The result of ``work``, whose effort grows with ``size`` (characters, or token ids)."""
-        if size <= _INLINE_CHARACTERS:
+        """The result of ``work``, whose effort grows with ``size`` (bytes, or token ids)."""
+        if size <= _INLINE_SIZE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 

@@ -30,6 +30,7 @@ async def chat_completions(request: Request) -> Response:
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
         variables=body.chat_template_kwargs,
+        size=len(await request.body()),
     )
     return await answer(request, Answer("chatcmpl-", ChatChunks, _completion), body, served, [prompt])
 

@@ -27,7 +27,7 @@ async def completions(request: Request) -> Response:
             f"'prompt' has {len(body.prompt)} prompts; send at most {context.settings.max_prompts} at once",
             param="prompt",
         )
-    prompts = await encode_prompts(served, context.text_worker, body)
+    prompts = await encode_prompts(served, context.text_worker, body, size=len(await request.body()))
     return await answer(request, Answer("cmpl-", CompletionChunks, _completion), body, served, prompts)
 
 

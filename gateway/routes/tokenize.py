@@ -26,6 +26,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,
+            size=len(await request.body()),
         )
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False

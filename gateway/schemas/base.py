@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import orjson
@@ -15,6 +15,12 @@ M = TypeVar("M", bound="RequestModel")
 
 # Longest piece of a client's own input that is quoted back in an error.
 _QUOTE: Final = 60
+
+# Longest unknown name that is compared with the known ones: the effort grows with the name, and the longest known one has 27 letters.
+_MISTYPED: Final = 40
+
+# No object of ours has as many fields; beyond it, a finding about each of them would take seconds.
+_MAX_FIELDS: Final = 256
 
 
 class Unserved(NamedTuple):
@@ -38,7 +44,11 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unserved(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not cls.unserved.keys() & data.keys():
+        if not isinstance(data, dict):
+            return data
+        if len(data) > _MAX_FIELDS:
+            raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
+        if not cls.unserved.keys() & data.keys():
             return data
         for name in cls.unserved.keys() & data.keys():
             row, value = cls.unserved[name], data[name]
@@ -53,16 +63,47 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def quote(value: Any) -> str:
-    """A client's own value, short enough for an error message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _QUOTE else f"{text[:_QUOTE]}…"
+    """A client's own value as JSON, short enough for an error message, at an effort that does not grow with the value."""
+    text = ""
+    for piece in _json_pieces(value):
+        text += piece
+        if len(text) > _QUOTE:
+            return f"{text[:_QUOTE]}…"
+    return text
+
+
+def _json_pieces(value: Any) -> Iterator[str]:
+    # Written as it is read, and every level writes something: a reader that stops early bounds the depth, too.
+    if isinstance(value, str):
+        yield json.dumps(value[:_QUOTE], ensure_ascii=False)
+    elif isinstance(value, dict):
+        yield "{"
+        for count, (key, item) in enumerate(value.items()):
+            yield ", " if count else ""
+            yield from _json_pieces(key)
+            yield ": "
+            yield from _json_pieces(item)
+        yield "}"
+    elif isinstance(value, list):
+        yield "["
+        for count, item in enumerate(value):
+            yield ", " if count else ""
+            yield from _json_pieces(item)
+        yield "]"
+    else:
+        yield json.dumps(value, default=str)
+
+
+def clip(name: str) -> str:
+    """A name that a client made up, short enough for an error message."""
+    return name if len(name) <= _QUOTE else f"{name[:_QUOTE]}…"
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "role")`` as ``messages[0].role``."""
+    """``("messages", 0, "role")`` as ``messages[0].role``; long names are cut."""
     text = ""
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else f".{clip(part)}" if text else clip(part)
     return text
 
 
@@ -103,6 +144,8 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
                 param = path_of((*location, name))
             elif param:
                 message = f"'{param}' {message}"
+            elif message.startswith("is "):
+                message = f"the body {message}"
             cls = Unsupported if " is not supported: " in message else InvalidArgument
             return cls(message, param=param)
         case "too_short" | "too_long":
@@ -118,6 +161,7 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
 def _unknown(model: type[RequestModel], location: tuple[int | str, ...]) -> str:
     name = str(location[-1])
     # Only the top level's names are at hand here, which is where people mistype.
-    near = difflib.get_close_matches(name, model.model_fields, n=1) if len(location) == 1 else []
+    comparable = len(location) == 1 and len(name) <= _MISTYPED
+    near = difflib.get_close_matches(name, model.model_fields, n=1) if comparable else []
     hint = f"did you mean '{near[0]}'?" if near else "leave it out"
     return f"unknown parameter '{path_of(location)}'; {hint}"

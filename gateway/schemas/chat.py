@@ -5,8 +5,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.schemas.base import RequestModel, Unserved, quote
+from gateway.schemas.base import RequestModel, Unserved, clip, quote
 from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
+
+# A conversation's turns: far more than people have, few enough to check without a pause in everybody's streams.
+MAX_MESSAGES: Final = 4096
 
 _NO_TOOLS: Final = "tools are not served yet"
 
@@ -27,7 +30,7 @@ def _text(content: Any) -> str:
         if not isinstance(part.get("text"), str):
             raise ValueError(f"part {index} needs 'text', a string")  # noqa: TRY004 - pydantic's signal
         if unknown := part.keys() - {"type", "text"}:
-            raise ValueError(f"part {index} has an unknown field '{min(unknown)}'; leave it out")
+            raise ValueError(f"part {index} has an unknown field '{clip(min(unknown))}'; leave it out")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -58,10 +61,22 @@ class Message(RequestModel):
     content: Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]])]
 
 
+def _few(messages: Any) -> Any:
+    # Before the messages are looked at one by one.
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise ValueError(
+            f"takes at most {MAX_MESSAGES} messages, got {len(messages)}; shorten the conversation"
+        )
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few)]
+
+
 class Conversation(RequestModel):
     """What a chat template turns into a prompt; shared with ``/tokenize``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     add_generation_prompt: Annotated[bool, or_default(True)] = True
     chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(default_factory=dict)
 

@@ -14,9 +14,17 @@ from gateway.schemas.base import RequestModel, Unserved
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_LENGTH: Final = 1_000
 
+MAX_LOGIT_BIASES: Final = 1024
+
 _UINT32_MAX: Final = 2**32 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
+
+# Only the first finding is told: a list of millions must not be searched for the others.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+
+# Names go into the log.
+ModelName = Annotated[str, Field(max_length=256)]
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -41,6 +49,8 @@ def _token_keys(value: Any) -> Any:
     """JSON has only text keys; ours are token ids."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"takes at most {MAX_LOGIT_BIASES} token ids, got {len(value)}")
     if any(not isinstance(key, str) or not key.isascii() or not key.isdigit() for key in value):
         raise ValueError('must map token ids to biases, for example {"50256": -100}')
     return {int(key): bias for key, bias in value.items()}
@@ -87,9 +97,9 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
 class SamplingRequest(RequestModel):
     """The common part of both completions endpoints."""
 
-    model: Annotated[str | None, Field(description="A name from /v1/models; left out: the served one.")] = (
-        None
-    )
+    model: Annotated[
+        ModelName | None, Field(description="A name from /v1/models; left out: the served one.")
+    ] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="-1 and 0: off.")] = None
@@ -101,17 +111,14 @@ class SamplingRequest(RequestModel):
     logit_bias: Annotated[
         dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
         BeforeValidator(_token_keys),
-        Field(max_length=1024),
     ] = None
-    allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1)] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
     max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32_MAX)] = None
     min_tokens: Annotated[int, or_default(0), Field(ge=0, le=_UINT32_MAX)] = 0
     stop: Annotated[
         list[str], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None)
     ] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[TokenId], or_default([]), Field(max_length=256)] = Field(
-        default_factory=list
-    )
+    stop_token_ids: Annotated[TokenIds, or_default([]), Field(max_length=256)] = Field(default_factory=list)
     include_stop_str_in_output: Annotated[bool, or_default(False)] = False
     ignore_eos: Annotated[bool, or_default(False)] = False
     skip_special_tokens: Annotated[bool, or_default(True)] = True

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.chat import CONVERSATION_UNSERVED, Message
-from gateway.schemas.sampling import TokenId, or_default
+from gateway.schemas.chat import CONVERSATION_UNSERVED, Messages
+from gateway.schemas.sampling import ModelName, TokenIds, or_default
 
 
 class TokenizeRequest(RequestModel):
@@ -15,9 +15,9 @@ class TokenizeRequest(RequestModel):
 
     unserved: ClassVar[Mapping[str, Unserved]] = CONVERSATION_UNSERVED
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Messages | None = None
     add_generation_prompt: Annotated[bool, or_default(True)] = True
     add_special_tokens: bool | None = None
     chat_template_kwargs: Annotated[dict[str, object], or_default({})] = Field(default_factory=dict)
@@ -33,5 +33,5 @@ class TokenizeRequest(RequestModel):
 class DetokenizeRequest(RequestModel):
     """Token ids to be read as text."""
 
-    model: str | None = None
-    tokens: list[TokenId]
+    model: ModelName | None = None
+    tokens: TokenIds

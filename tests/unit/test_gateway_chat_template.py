@@ -129,3 +129,12 @@ def test_a_broken_template_is_reported(tmp_path: Path) -> None:
         TextCodec.load(folder_with(tmp_path, {}, "{% if %}"))
     with pytest.raises(jinja2.TemplateSyntaxError):
         ChatTemplate("{% if %}", {})
+
+
+def test_variables_too_deep_for_the_template_are_the_clients_fault() -> None:
+    """JSON may nest deeper than a template's filters can write; that is no fault of the gateway."""
+    value: Any = []
+    for _ in range(1000):
+        value = [value]
+    with pytest.raises(InvalidArgument, match="chat template refuses"):
+        ChatTemplate("{{ x | tojson }}", {}).render([], add_generation_prompt=True, variables={"x": value})

@@ -1,6 +1,7 @@
 """From a body to wire requests."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -141,10 +142,10 @@ async def test_prompts_are_encoded_or_taken(served: Served) -> None:
     """Text is encoded; ids are taken as they are, within the vocabulary."""
     worker = TextWorker()
     try:
-        assert await encode_prompts(served, worker, body_of(prompt="hello world")) == [[28120, 905]]
-        assert await encode_prompts(served, worker, body_of(prompt=[5, 6])) == [[5, 6]]
+        assert await encode_prompts(served, worker, body_of(prompt="hello world"), size=30) == [[28120, 905]]
+        assert await encode_prompts(served, worker, body_of(prompt=[5, 6]), size=20) == [[5, 6]]
         with pytest.raises(InvalidArgument, match="49151"):
-            await encode_prompts(served, worker, body_of(prompt=[49152]))
+            await encode_prompts(served, worker, body_of(prompt=[49152]), size=20)
     finally:
         worker.close()
 
@@ -152,7 +153,12 @@ async def test_prompts_are_encoded_or_taken(served: Served) -> None:
 async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None:
     """Base models are told apart, with the endpoint that does work."""
     worker, messages = TextWorker(), [Message(role="user", content="hi")]
-    options: dict[str, Any] = {"add_generation_prompt": True, "add_special_tokens": False, "variables": {}}
+    options: dict[str, Any] = {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "variables": {},
+        "size": 50,
+    }
     try:
         ids = await encode_chat(served, worker, messages, **options)
         assert codec.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -161,3 +167,32 @@ async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None
             await encode_chat(base, worker, messages, **options)
     finally:
         worker.close()
+
+
+async def test_thousands_of_short_messages_leave_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template's effort grows with the whole body, not with the text in it: what is long runs in a thread."""
+    threads: list[str] = []
+
+    def encode(_codec: TextCodec, _text: str, **_: object) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [1]
+
+    monkeypatch.setattr(TextCodec, "encode", encode)
+    worker, messages = TextWorker(), [Message(role="user", content="")] * 100
+    try:
+        for size in (50, 5000):
+            await encode_chat(
+                served,
+                worker,
+                messages,
+                add_generation_prompt=True,
+                add_special_tokens=False,
+                variables={},
+                size=size,
+            )
+    finally:
+        worker.close()
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("text")

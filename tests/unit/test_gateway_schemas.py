@@ -1,14 +1,15 @@
 """Request bodies: what is taken, what is refused, and in which words."""
 
+import difflib
 import json
 from typing import Any
 
 import pytest
 
-from gateway.schemas.base import parse, path_of
-from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.base import parse, path_of, quote
+from gateway.schemas.chat import MAX_MESSAGES, ChatCompletionRequest
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from gateway.schemas.tokenize import TokenizeRequest
+from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from protos.errors import InvalidArgument, Unsupported
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -308,3 +309,101 @@ def test_tokenize_takes_text_or_messages(fields: dict[str, Any]) -> None:
 def test_paths_read_like_code() -> None:
     """A location in a body is written as one would index it."""
     assert path_of(("messages", 0, "content", 1, "type")) == "messages[0].content[1].type"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": [1, None, True], "b": "é"}, '{"a": [1, null, true], "b": "é"}'),
+        ([], "[]"), ("x" * 58, '"' + "x" * 58 + '"'), ("x" * 59, '"' + "x" * 59 + "…"), (1.5, "1.5"),
+        ([[]] * 100, ("[" + "[], " * 15)[:60] + "…"),
+    ],
+)  # fmt: skip
+def test_a_quoted_value_is_json(value: Any, text: str) -> None:
+    """Short ones are whole, long ones end with an ellipsis."""
+    assert quote(value) == text
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize("name", ["temperature", "stop", "user", "n", "logit_bias"])
+def test_deep_nesting_is_refused_like_any_other_value(make: Any, name: str) -> None:
+    """The JSON reader takes 1024 levels; the error about them must not need as many of its own."""
+    value: Any = []
+    for _ in range(1000):
+        value = [value]
+    body = b'{"prompt": "hi", "messages": [], "%s": %s1%s}' % (name.encode(), b"[" * 1000, b"]" * 1000)
+    with pytest.raises(InvalidArgument):
+        parse(CompletionRequest if make is completion else ChatCompletionRequest, body)
+    assert quote(value) == "[" * 60 + "…"
+
+
+class _Endless(list[int]):
+    """Fails the test if it is read further than anyone needs."""
+
+    def __iter__(self) -> Any:
+        for _ in range(100):
+            yield 1
+        pytest.fail("the whole list was read")
+
+
+def test_quoting_does_not_read_what_it_does_not_show() -> None:
+    """A value of megabytes costs as little as a short one."""
+    assert quote(_Endless([1])) == ("[" + "1, " * 30)[:60] + "…"
+
+
+def test_long_unknown_names_are_cut_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding a near miss of a name of millions of letters would stop everybody's streams for seconds."""
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *_, **__: pytest.fail("compared"))
+    with pytest.raises(InvalidArgument, match="unknown parameter 'xxx") as caught:
+        chat(**{"x" * 100_000: 1})
+    assert len(caught.value.message) < 200
+    assert len(caught.value.param) < 100
+
+
+def test_long_names_within_messages_are_cut() -> None:
+    """The same in every place that repeats a client's own name."""
+    name = "x" * 100_000
+    for turn in (
+        {"role": "user", "content": "a", name: 1},
+        {"role": "user", "content": [{"type": "text", "text": "a", name: 1}]},
+    ):
+        with pytest.raises(InvalidArgument, match="unknown") as caught:
+            chat(messages=[turn])
+        assert len(caught.value.message) + len(caught.value.param) < 300
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (ChatCompletionRequest, {"messages": MESSAGES}), (CompletionRequest, {"prompt": "a"}),
+        (TokenizeRequest, {"prompt": "a"}), (DetokenizeRequest, {"tokens": [1]}),
+    ],
+)  # fmt: skip
+def test_model_names_are_bounded(model: Any, fields: dict[str, Any]) -> None:
+    """They go into every line of the access log."""
+    assert parse(model, json.dumps({**fields, "model": "m" * 256}).encode()).model == "m" * 256
+    with pytest.raises(InvalidArgument, match="at most 256 characters") as caught:
+        parse(model, json.dumps({**fields, "model": "m" * 257}).encode())
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
+def test_conversations_have_an_end(model: Any) -> None:
+    """The number of messages is limited, and looked at before the messages are."""
+    taken = parse(model, json.dumps({"messages": MESSAGES * MAX_MESSAGES}).encode())
+    assert len(taken.messages) == MAX_MESSAGES
+    with pytest.raises(InvalidArgument, match=f"takes at most {MAX_MESSAGES} messages, got 5000") as caught:
+        parse(model, json.dumps({"messages": [{}] * 5000}).encode())
+    assert caught.value.param == "messages"
+
+
+def test_objects_have_an_end() -> None:
+    """Hundreds of fields are refused at once, not one by one."""
+    fields = {f"x{n}": 1 for n in range(300)}
+    with pytest.raises(InvalidArgument, match="the body is an object of 301 fields; send at most 256"):
+        chat(**fields)
+    with pytest.raises(InvalidArgument, match="is an object of 302 fields") as caught:
+        chat(messages=[{**MESSAGES[0], **fields}])
+    assert caught.value.param == "messages[0]"
+    with pytest.raises(InvalidArgument, match="'logit_bias' takes at most 1024 token ids"):
+        chat(logit_bias={str(n): 1000 for n in range(1025)})
