@@ -42,6 +42,10 @@ _LONGEST_PAUSE_S: Final = 2.0
 # Pause before a running request that a scheduler turned away (no replica yet) is sent again, if it did not say how long.
 _RESUBMIT_PAUSE_S: Final = 0.5
 
+# Largest tokenizers of today: 40 MB in a handful of files.
+MAX_TOKENIZER_BYTES: Final = 256 * 2**20
+MAX_TOKENIZER_FILES: Final = 64
+
 _HELLO: Final = inference.ConnectRequest(schema_revision=wire.SCHEMA_REVISION)
 
 
@@ -160,17 +164,34 @@ class InferenceClient:
         return load
 
     async def get_tokenizer(self, folder: Path) -> None:
-        """Writes the model's tokenizer files into ``folder``; raises as :meth:`get_model` does."""
+        """Writes the model's tokenizer files into ``folder``.
+
+        Raises:
+            Internal: if what comes cannot be a tokenizer: unsafe file names, too many files or bytes.
+            TriptychError: as :meth:`get_model`.
+        """
+        names: set[str] = set()
+        rest = MAX_TOKENIZER_BYTES
         call = self._stub.GetTokenizer(inference.GetTokenizerRequest(), timeout=12 * self._call_timeout_s)
         try:
             async for chunk in call:
-                if Path(chunk.name).name != chunk.name or chunk.name in {"", ".", ".."}:
-                    raise Internal(f"the scheduler sent a tokenizer file with the name {chunk.name!r}")
+                name = chunk.name
+                if Path(name).name != name or name in {"", ".", ".."} or "\0" in name:
+                    raise Internal(f"the scheduler sent a tokenizer file with the name {name[:80]!r}")
+                names.add(name)
+                rest -= len(chunk.data)
+                if len(names) > MAX_TOKENIZER_FILES or rest < 0:
+                    raise Internal(
+                        f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or "
+                        f"{MAX_TOKENIZER_BYTES >> 20} MiB of them; does the model's folder hold other files?"
+                    )
                 # A temporary folder: the write ends in the page cache.
-                with (folder / chunk.name).open("ab") as file:
+                with (folder / name).open("ab") as file:
                     file.write(chunk.data)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
 
     # The stream
 
@@ -218,6 +239,15 @@ class InferenceClient:
             return from_rpc_error(error)
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             return Unavailable(f"the stream to the scheduler broke: {error}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return Unavailable("the stream to the scheduler was cut off")
+        except Exception as error:  # noqa: BLE001 - any bug
+            # Whatever is wrong with this stream, the requests on it must not hang: the next one begins from a clean state.
+            self._log.exception("the stream to the scheduler failed")
+            return Unavailable(f"the gateway failed on the stream to the scheduler ({type(error).__name__})")
         finally:
             if writer is not None:
                 writer.cancel()
@@ -225,13 +255,21 @@ class InferenceClient:
                 call.cancel()
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
-        # A failed write means a broken stream, which the reader reports.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-            while True:
-                while self._outbox:
-                    await call.write(self._outbox.popleft())
-                self._outbox_filled.clear()
-                await self._outbox_filled.wait()
+        try:
+            # A failed write means a broken stream, which the reader reports.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+                while True:
+                    while self._outbox:
+                        message = self._outbox.popleft()
+                        await call.write(message)
+                        if (live := self._live.get(message.generate.request_id)) is not None:
+                            live.on_written()
+                    self._outbox_filled.clear()
+                    await self._outbox_filled.wait()
+        except Exception:  # noqa: BLE001 - any bug
+            self._log.exception("the stream to the scheduler could not be written")
+            # Ends the reader, too.
+            call.cancel()
 
     def _put(self, message: inference.ConnectRequest) -> None:
         self._outbox.append(message)
@@ -277,12 +315,12 @@ class InferenceClient:
 
     def _resubmit(self, live: Live) -> None:
         """Sends a request again, under a new id: the old one may still be known to a scheduler that has not noticed the loss."""
-        del self._live[live.wire_id]
         if live.retry is not None:
             live.retry.cancel()
             live.retry = None
         live.accepted = True
         ended = finished_already(live.request, live.received, self._eos_token_ids)
+        del self._live[live.wire_id]
         if ended is not None:
             live.stop_timers()
             live.submission.put(live.index, ended)
@@ -292,7 +330,8 @@ class InferenceClient:
 
     def _mark_lost(self, live: Live) -> None:
         if live.deadline is None:
-            live.deadline = asyncio.get_running_loop().call_later(self._resume_timeout_s, self._give_up, live)
+            rest = self._resume_timeout_s if live.patience is None else live.patience
+            live.deadline = asyncio.get_running_loop().call_later(rest, self._give_up, live)
 
     def _give_up(self, live: Live) -> None:
         live.submission.fail(

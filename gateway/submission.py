@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
@@ -21,6 +20,7 @@ class Live:
         received: tokens of it so far, in order.
         accepted: whether it has been running, so that trouble means waiting instead of failing.
         deadline: runs while the request waits for a lost scheduler.
+        patience: what was left of the deadline when it stopped, seconds; ``None``: all of it.
         retry: runs until it is sent again.
     """
 
@@ -30,6 +30,7 @@ class Live:
         "accepted",
         "deadline",
         "index",
+        "patience",
         "received",
         "request",
         "retry",
@@ -43,6 +44,7 @@ class Live:
         self.received: list[int] = []
         self.accepted = False
         self.deadline: asyncio.TimerHandle | None = None
+        self.patience: float | None = None
         self.retry: asyncio.TimerHandle | None = None
         self._first_id = request.request_id
         self._attempt = 0
@@ -56,7 +58,18 @@ class Live:
         """Notes tokens that arrived."""
         self.received.extend(token_ids)
         self.accepted = True
+        self.patience = None
         if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def on_written(self) -> None:
+        """Stops the deadline: a scheduler has the request, and may let it wait its turn.
+
+        The time until then stays spent, or a scheduler that turns it away again and again would never be given up.
+        """
+        if self.deadline is not None:
+            self.patience = max(0.0, self.deadline.when() - asyncio.get_running_loop().time())
             self.deadline.cancel()
             self.deadline = None
 
@@ -79,10 +92,7 @@ class Live:
 
 
 class Submission:
-    """The events of requests that were submitted together, for one reader.
-
-    A context manager: leaving it aborts what has not finished.
-    """
+    """The events of requests that were submitted together, for one reader."""
 
     def __init__(self, size: int, abort: Callable[[Live], None]) -> None:
         """Waits for the events of ``size`` requests.
@@ -97,14 +107,6 @@ class Submission:
         self._events: list[tuple[int, inference.GenerateEvent]] = []
         self._error: TriptychError | None = None
         self._waiter: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
 
     async def take(self) -> list[tuple[int, inference.GenerateEvent]]:
         """Waits for events and returns all that are there, each with its request's index; empty once all have finished.
@@ -136,9 +138,9 @@ class Submission:
             self._error = error
         self._wake()
 
-    def abort(self, index: int | None = None) -> None:
-        """Drops request ``index`` (all: ``None``); no further events of it will come."""
-        for live in self.live if index is None else (self.live[index],):
+    def abort(self) -> None:
+        """Drops all requests that have not finished; no further events of them will come."""
+        for live in self.live:
             self._abort(live)
 
     def finish(self, index: int) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gateway import client as client_module
 from gateway.client import InferenceClient
-from gateway.submission import Submission
+from gateway.submission import Live, Submission
 from protos.errors import (
     Aborted,
+    Internal,
     InvalidArgument,
     Overloaded,
     SchemaMismatch,
@@ -59,10 +61,9 @@ async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterat
 async def tokens_of(submission: Submission) -> list[list[int]]:
     """All tokens of each request, in order."""
     found: list[list[int]] = [[] for _ in submission.live]
-    with submission:
-        while events := await submission.take():
-            for index, event in events:
-                found[index].extend(event.token_ids)
+    while events := await submission.take():
+        for index, event in events:
+            found[index].extend(event.token_ids)
     return found
 
 
@@ -97,12 +98,13 @@ async def test_requests_of_one_submission_are_told_apart(peer: ScriptedInference
         assert found == [REPLY[:2], REPLY[:5]]
 
 
-async def test_leaving_a_submission_aborts_its_requests(peer: ScriptedInference) -> None:
+async def test_an_aborted_submission_aborts_its_requests(peer: ScriptedInference) -> None:
     """The scheduler hears of it."""
     peer.pause_after = 3
     async with serving(peer) as server, connected(server.port) as client:
-        with client.submit([request("a"), request("b")]) as submission:
-            await submission.take()
+        submission = client.submit([request("a"), request("b")])
+        await submission.take()
+        submission.abort()
         await peer.until(lambda: sorted(peer.aborted) == ["a", "b"])
         assert client.num_live == 0
 
@@ -221,6 +223,74 @@ async def test_a_lost_scheduler_is_given_up_in_the_end(peer: ScriptedInference) 
         assert client.num_live == 0
 
 
+async def test_a_resumed_request_may_wait_its_turn(peer: ScriptedInference) -> None:
+    """Once a scheduler has it again, a long queue is no reason to give up."""
+
+    def hold(sent: inference.GenerateRequest) -> None:
+        if sent.resumed_token_ids:
+            peer.pause_after = 0
+
+    peer.break_after, peer.refuse = 5, hold
+    async with serving(peer) as server, connected(server.port, resume_timeout_s=1.0) as client:
+        reader = asyncio.create_task(tokens_of(client.submit([request("a")])))
+        await peer.until(lambda: len(peer.requests) == 2)
+        done, _ = await asyncio.wait([reader], timeout=1.5)
+        assert not done
+        await peer.resume()
+        assert await asyncio.wait_for(reader, 10) == [REPLY]
+
+
+async def test_a_scheduler_that_only_refuses_is_given_up(peer: ScriptedInference) -> None:
+    """Each attempt is heard, yet the time between them adds up."""
+    peer.break_after = 5
+    peer.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed_token_ids else None
+    async with serving(peer) as server, connected(server.port, resume_timeout_s=0.3) as client:
+        with pytest.raises(Unavailable, match="could not be resumed within"):
+            await asyncio.wait_for(tokens_of(client.submit([request("a")])), 10)
+        assert len(peer.requests) > 2
+        assert client.num_live == 0
+
+
+@pytest.mark.parametrize("method", ["_deliver", "_resubmit"])
+async def test_an_unexpected_exception_is_a_pause(
+    peer: ScriptedInference, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A bug while events are handled, or while requests are sent again, costs a reconnect and nothing else."""
+    works, faults = getattr(InferenceClient, method), [RuntimeError("a bug")]
+
+    def fails_once(client: InferenceClient, given: object) -> None:
+        if faults:
+            raise faults.pop()
+        works(client, given)
+
+    monkeypatch.setattr(InferenceClient, method, fails_once)
+    peer.break_after = 5 if method == "_resubmit" else None
+    async with serving(peer) as server, connected(server.port) as client:
+        assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
+        assert not faults
+        assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
+
+
+async def test_a_request_that_cannot_be_written_is_a_pause(
+    peer: ScriptedInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does a bug in the writer leave a connection that looks alive."""
+    works, faults = Live.on_written, [RuntimeError("a bug")]
+
+    def fails_once(live: Live) -> None:
+        if faults:
+            raise faults.pop()
+        works(live)
+
+    monkeypatch.setattr(Live, "on_written", fails_once)
+    peer.pause_after = 3
+    async with serving(peer) as server, connected(server.port) as client:
+        reader = asyncio.create_task(tokens_of(client.submit([request("a")])))
+        await peer.until(lambda: len(peer.requests) == 2)
+        await peer.resume()
+        assert await asyncio.wait_for(reader, 20) == [REPLY]
+
+
 async def test_another_schema_is_not_retried(peer: ScriptedInference) -> None:
     """Requests fail at once if the two ends were built from different schemas."""
     peer.schema_revision += 1
@@ -238,8 +308,6 @@ async def test_an_abort_from_elsewhere_is_an_error(peer: ScriptedInference) -> N
     """A request that somebody else aborted does not look finished."""
     client = InferenceClient("unused:1")
     submission = Submission(1, lambda _: None)
-    from gateway.submission import Live
-
     live = Live(request("a"), submission, 0)
     client._live["a"] = live
     submission.live.append(live)
@@ -261,3 +329,31 @@ async def test_model_load_and_tokenizer(peer: ScriptedInference, tmp_path: Path)
         with pytest.raises(Unavailable, match="no replica is ready") as caught:
             await client.get_model()
         assert caught.value.retry_after_ms == 2500
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_TOKENIZER_BYTES", 1000), ("MAX_TOKENIZER_FILES", 1)])
+async def test_a_flood_of_tokenizer_files_is_refused(
+    peer: ScriptedInference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    """A scheduler that sends something else does not fill the disk."""
+    monkeypatch.setattr(client_module, limit, value)
+    async with serving(peer) as server, connected(server.port) as client:
+        with pytest.raises(Internal, match=r"more than .* tokenizer files or .* MiB"):
+            await client.get_tokenizer(tmp_path)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= client_module.MAX_TOKENIZER_BYTES
+        assert len(list(tmp_path.iterdir())) <= client_module.MAX_TOKENIZER_FILES
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\0b"])
+async def test_unsafe_tokenizer_file_names_are_refused(
+    peer: ScriptedInference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing is written outside the folder, nor under a name that no file can have."""
+
+    async def files(*_: object) -> AsyncIterator[pb.FileChunk]:
+        yield pb.FileChunk(name=name, data=b"x", last=True)
+
+    monkeypatch.setattr(peer, "GetTokenizer", files)
+    async with serving(peer) as server, connected(server.port) as client:
+        with pytest.raises(Internal, match="tokenizer file with the name"):
+            await client.get_tokenizer(tmp_path)
