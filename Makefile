@@ -78,7 +78,7 @@ define install
 	@set +e; $(PIP) install --no-deps --no-compile --progress-bar off $(2) 2>&1 | tee $(STAMPS)/pip.log \
 	  | awk '/^(Collecting|Processing) /{n++; if (n % 25 == 0) print "   " n " packages ..."} /^Installing collected/{print "   unpacking ..."; fflush()}'; \
 	  status=$${PIPESTATUS[0]}; \
-	  if [[ $$status != 0 ]]; then grep '^ERROR' $(STAMPS)/pip.log >&2; echo "make: pip failed; its words are in $(STAMPS)/pip.log. $(3)" >&2; exit 1; fi
+	  if [[ $$status != 0 ]]; then grep '^ERROR' $(STAMPS)/pip.log | tail -n 1 >&2; echo "make: pip failed; its words are in $(STAMPS)/pip.log. $(3)" >&2; exit 1; fi
 endef
 
 # torch comes first and alone: if its CPU build is nowhere to be found, that is said in one line.
