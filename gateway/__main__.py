@@ -13,9 +13,10 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.client import InferenceClient
-from gateway.settings import Settings, load
+from gateway.settings import Settings
 from protos import logs
 from protos.errors import ConfigurationRefused, Unavailable
+from protos.settings import load
 
 
 class HttpServer(uvicorn.Server):
@@ -104,7 +105,7 @@ def serve(settings: Settings) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs ``triptych gateway``; returns the exit code (2 for settings that cannot be used)."""
     try:
-        settings = load(argv)
+        settings = load(Settings, argv)
         logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
         serve(settings)
     except ConfigurationRefused as error:

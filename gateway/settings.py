@@ -3,27 +3,19 @@
 import re
 from typing import Annotated
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
 
-from protos.errors import ConfigurationRefused
 from protos.logs import LogFormat, LogLevel
+from protos.settings import ServiceSettings
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
-class Settings(BaseSettings):
+class Settings(ServiceSettings):
     """Everything that can be set about a gateway."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TRIPTYCH_",
-        frozen=True,
-        cli_kebab_case=True,
-        cli_prog_name="triptych gateway",
-        cli_hide_none_type=True,
-        cli_implicit_flags=True,
-        extra="ignore",
-    )
+    model_config = SettingsConfigDict(cli_prog_name="triptych gateway")
 
     host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
@@ -68,25 +60,3 @@ class Settings(BaseSettings):
         if match is None or not 0 < int(match[2]) < 65536:
             raise ValueError("must be host:port, for example 127.0.0.1:50051")
         return value
-
-
-def load(argv: list[str] | None = None) -> Settings:
-    """Reads flags (``sys.argv`` if ``None``) and environment.
-
-    Raises:
-        ConfigurationRefused: on a bad or unknown setting; one line that names it.
-        SystemExit: with code 0 after ``--help``.
-    """
-    try:
-        source: CliSettingsSource[Settings] = CliSettingsSource(
-            Settings, cli_parse_args=True if argv is None else argv, cli_exit_on_error=False
-        )
-        return Settings(_cli_settings_source=source)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"
-        raise ConfigurationRefused(f"{flag} {text}, got {first['input']!r}") from error
-    except SettingsError as error:
-        raise ConfigurationRefused(" ".join(str(error).split())) from error
