@@ -161,11 +161,6 @@ class DetokenizerFactory:
             False: _TokenBytes(tokenizer, rule, frozenset()),
         }
 
-    @property
-    def bytewise(self) -> bool:
-        """Whether the fast, exact path serves this tokenizer."""
-        return self._tables is not None
-
     def make(self, *, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for one sequence that continues ``prompt``."""
         if self._tables is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gateway.detokenizer import DetokenizerFactory, WindowedDetokenizer
+from gateway.detokenizer import BytewiseDetokenizer, DetokenizerFactory, WindowedDetokenizer
 from gateway.tokenization import TextCodec
 from tests.gateway_support import smollm2_folder
 
@@ -40,7 +40,7 @@ def pieces(detokenizer: object, ids: list[int]) -> list[str]:
 
 def test_byte_level_tokenizers_take_the_fast_path(codec: TextCodec) -> None:
     """SmolLM2 decodes bytewise."""
-    assert codec.detokenizers.bytewise
+    assert isinstance(codec.detokenizers.make(skip_special_tokens=True), BytewiseDetokenizer)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_every_token_alone_decodes_as_the_library_decodes_it(codec: TextCodec) -
 def test_byte_fallback_joins_bytes_to_characters(sentencepiece: Tokenizer, text: str) -> None:
     """Sentencepiece's byte tokens become characters as soon as they are complete."""
     factory = DetokenizerFactory(sentencepiece)
-    assert factory.bytewise
+    assert isinstance(factory.make(skip_special_tokens=True), BytewiseDetokenizer)
     ids = sentencepiece.encode(text).ids
     parts = pieces(factory.make(skip_special_tokens=True), ids)
     assert "".join(parts) == text
@@ -112,7 +112,7 @@ def test_other_decoders_use_a_window() -> None:
     )
     tokenizer.decoder = decoders.WordPiece()
     factory = DetokenizerFactory(tokenizer)
-    assert not factory.bytewise
+    assert isinstance(factory.make(skip_special_tokens=True), WindowedDetokenizer)
     ids = [1, 2, 3, 4]
     parts = pieces(factory.make(skip_special_tokens=True, prompt=[3]), ids)
     assert "".join(parts) == " playing now!"
