@@ -12,11 +12,11 @@ from starlette.responses import Response
 from gateway import version
 from gateway.client import InferenceClient
 from gateway.context import Context, random_id
-from gateway.deployment import Deployment
 from gateway.errors import UnknownRoute, WrongMethod, error_response
 from gateway.metrics import Metrics
 from gateway.middleware import RequestMiddleware
 from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.served_model import ServedModelWatcher
 from gateway.settings import Settings
 from gateway.tokenization import TextWorker
 from protos.errors import InvalidArgument, TriptychError
@@ -40,18 +40,18 @@ def create_app(
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
     """
-    deployment = Deployment(client, poll_s=settings.model_poll_s)
-    metrics = Metrics(lambda: deployment.model_name, lambda: client.num_live)
+    watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s)
+    metrics = Metrics(lambda: watcher.model_name, lambda: client.num_live)
     text_worker = TextWorker()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await client.start()
-        deployment.start()
+        watcher.start()
         try:
             yield
         finally:
-            await deployment.close()
+            await watcher.close()
             await client.close()
             text_worker.close()
 
@@ -64,7 +64,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = Context(
-        settings, client, deployment, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
+        settings, client, watcher, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
     )
     for family in (chat, completions, models, tokenize, ops):
         app.include_router(family.router)

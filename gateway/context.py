@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from gateway.client import InferenceClient
-from gateway.deployment import Deployment
 from gateway.metrics import Metrics
 from gateway.schemas.base import RequestModel, parse
+from gateway.served_model import ServedModelWatcher
 from gateway.settings import Settings
 from gateway.tokenization import TextWorker
 
@@ -29,7 +29,7 @@ class Context:
 
     settings: Settings
     client: InferenceClient
-    deployment: Deployment
+    watcher: ServedModelWatcher
     metrics: Metrics
     text_worker: TextWorker
     new_id: Callable[[], str] = random_id

@@ -6,10 +6,10 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from gateway.client import InferenceClient
-from gateway.deployment import Served
 from gateway.detokenizer import Detokenizer
 from gateway.metrics import Metrics
 from gateway.schemas.sampling import SamplingRequest
+from gateway.served_model import Served
 from gateway.stop_strings import StopStrings
 from gateway.submission import Submission
 from protos.errors import TriptychError

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from gateway.deployment import Served
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.sampling import SamplingRequest
+from gateway.served_model import Served
 from gateway.tokenization import TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb

@@ -111,7 +111,7 @@ async def running_gateway(
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(10):
-            while not server.started or (wait and not app.state.context.deployment.model_name):
+            while not server.started or (wait and not app.state.context.watcher.model_name):
                 await asyncio.sleep(0.01)
         yield Gateway(f"http://127.0.0.1:{port}", port, client, app)
     finally:

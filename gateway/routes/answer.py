@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import context_of
-from gateway.deployment import Served
 from gateway.generation import Delta, Generation, Usage
 from gateway.prompts import generate_requests
 from gateway.responses import EventStream, collect
 from gateway.schemas.sampling import SamplingRequest
+from gateway.served_model import Served
 from gateway.sse import Chunks
 from gateway.submission import MAX_REQUEST_ID
 

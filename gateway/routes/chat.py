@@ -22,7 +22,7 @@ async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     body = await read_body(request, ChatCompletionRequest)
     context = context_of(request)
-    served = context.deployment.served(body.model)
+    served = context.watcher.served(body.model)
     prompt = await encode_chat(
         served,
         context.text_worker,

@@ -21,7 +21,7 @@ async def completions(request: Request) -> Response:
     """Continues one or more prompts."""
     body = await read_body(request, CompletionRequest)
     context = context_of(request)
-    served = context.deployment.served(body.model)
+    served = context.watcher.served(body.model)
     if len(body.prompt) > context.settings.max_prompts:
         raise InvalidArgument(
             f"'prompt' has {len(body.prompt)} prompts; send at most {context.settings.max_prompts} at once",

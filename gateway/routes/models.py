@@ -26,10 +26,10 @@ def _card(model: pb.ModelInfo) -> dict[str, Any]:
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The served models: one, or an error while none is known."""
-    return {"object": "list", "data": [_card(context_of(request).deployment.served().model)]}
+    return {"object": "list", "data": [_card(context_of(request).watcher.served().model)]}
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """One model; names may contain slashes."""
-    return _card(context_of(request).deployment.served(model).model)
+    return _card(context_of(request).watcher.served(model).model)

@@ -21,7 +21,7 @@ async def health(request: Request) -> Response:
     if not any(replica.state == inference.REPLICA_STATE_READY for replica in load.replicas):
         details = [f"{replica.replica_id}: {replica.detail or 'not ready'}" for replica in load.replicas]
         raise Unavailable(f"no replica is ready ({'; '.join(details) or 'no worker has registered'})")
-    context.deployment.served()
+    context.watcher.served()
     return Response(status_code=200)
 
 

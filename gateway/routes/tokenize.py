@@ -17,7 +17,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Token ids of a text or of a conversation."""
     body = await read_body(request, TokenizeRequest)
     context = context_of(request)
-    served = context.deployment.served(body.model)
+    served = context.watcher.served(body.model)
     if body.messages is not None:
         ids = await encode_chat(
             served,
@@ -47,5 +47,5 @@ async def detokenize(request: Request) -> dict[str, str]:
     """The text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
     context = context_of(request)
-    text = context.deployment.served(body.model).text
+    text = context.watcher.served(body.model).text
     return {"prompt": await context.text_worker.run(len(body.tokens), lambda: text.decode(body.tokens))}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.deployment import Deployment
+from gateway.served_model import ServedModelWatcher
 from gateway.version import VERSION
 from tests.gateway_support import Stack, running_stack
 
@@ -87,7 +87,7 @@ async def test_a_bug_is_a_500_that_can_be_found(stack: Stack, monkeypatch: pytes
     def broken(_self: Any, _model: Any = None) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(Deployment, "served", broken)
+    monkeypatch.setattr(ServedModelWatcher, "served", broken)
     response = await stack.http.get("/v1/models", headers={"X-Request-Id": "find-me"})
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"

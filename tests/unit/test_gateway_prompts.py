@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gateway.deployment import Served
 from gateway.prompts import check_length, encode_chat, encode_prompts, generate_requests, sampling_of
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.completions import CompletionRequest
+from gateway.served_model import Served
 from gateway.tokenization import TextCodec, TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb

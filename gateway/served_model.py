@@ -25,7 +25,7 @@ class Served:
     text: TextCodec
 
 
-class Deployment:
+class ServedModelWatcher:
     """Follows the served model: looks it up again after every connect and every few seconds, and reloads a tokenizer that changed."""
 
     def __init__(self, client: InferenceClient, *, poll_s: float) -> None:
@@ -40,7 +40,7 @@ class Deployment:
 
     def start(self) -> None:
         """Starts to follow."""
-        self._task = asyncio.create_task(self._follow(), name="deployment")
+        self._task = asyncio.create_task(self._follow(), name="served-model")
 
     async def close(self) -> None:
         """Stops to follow."""
