@@ -1,12 +1,13 @@
 """CPUs: vLLM's compiled kernels for paged attention, called as torch operators."""
 
+import contextlib
 import math
+import mmap
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import psutil
 import torch
 
@@ -68,12 +69,18 @@ class CpuDevice(Device):
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See the base class. Pages are the kernel's zeroes until they are written, so a cache costs what of it is used."""
+        """See the base class. Pages are the kernel's zeroes until they are written, so a cache costs what of it is used.
+
+        Memory comes in whole pages, so that no vector straddles two cache lines, and in huge ones where the system has them.
+        """
+        size = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
         try:
-            zeros = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-        except MemoryError as error:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
             raise RuntimeError(str(error)) from error
-        return torch.from_numpy(zeros).view(dtype).view(shape)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
         """See the base class."""
