@@ -1,0 +1,32 @@
+"""The documents speak of files that exist and have no holes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_has_no_placeholders(name: str) -> None:
+    """Every figure was filled in."""
+    assert re.findall(r"@[A-Z]+@|TODO|FIXME", (ROOT / name).read_text()) == []
+
+
+def test_the_files_that_the_architecture_names_exist() -> None:
+    """The walk through the files can be walked."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    paths = set(re.findall(r"`((?:protos|scheduler_svc|worker_svc|gateway|deploy|tests)/[\w./]+)`", text))
+    assert len(paths) > 10
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_the_benches_that_the_documents_quote_exist() -> None:
+    """A figure comes from a command in the repository."""
+    quoted = {
+        path for name in DOCUMENTS for path in re.findall(r"tests/bench/\w+\.py", (ROOT / name).read_text())
+    }
+    assert quoted
+    assert all((ROOT / path).exists() for path in quoted)
