@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import grpc.aio
+import pytest
 
-from protos.errors import TriptychError, abort
+from protos.errors import TriptychError, abort, from_rpc_error
 from protos.server import Server
 from protos.triptych.v1 import (
     common_pb2,
+    inference_pb2,
     inference_pb2_grpc,
     registry_pb2,
     registry_pb2_grpc,
@@ -213,3 +215,30 @@ async def joined(
             yield
         finally:
             call.cancel()
+
+
+def generate_request(prompt: list[int] | None = None, *, request_id: str = "", max_tokens: int | None = 8,
+                     **sampling: object) -> inference_pb2.GenerateRequest:  # fmt: skip
+    request = inference_pb2.GenerateRequest(request_id=request_id, prompt_token_ids=prompt or [5, 6, 7])
+    request.sampling.CopyFrom(common_pb2.SamplingParams(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
+    return request
+
+
+async def failure(call: object) -> TriptychError:
+    """The typed error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 -- two kinds of call
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call  # type: ignore[misc]
+    return from_rpc_error(caught.value)
+
+
+async def tokens_of(scheduler: RunningScheduler, request: inference_pb2.GenerateRequest) -> list[int]:
+    return [token async for event in scheduler.inference.Generate(request) for token in event.token_ids]
+
+
+async def collect(stream: "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateEvent]",
+                  ) -> list[inference_pb2.GenerateEvent]:  # fmt: skip
+    return [event async for event in stream]
