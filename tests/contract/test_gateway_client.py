@@ -283,12 +283,11 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
         works(live)
 
     monkeypatch.setattr(Live, "on_written", fails_once)
-    peer.pause_after = 3
     async with serving(peer) as server, connected(server.port) as client:
-        reader = asyncio.create_task(tokens_of(client.submit([request("a")])))
-        await peer.until(lambda: len(peer.requests) == 2)
-        await peer.resume()
-        assert await asyncio.wait_for(reader, 20) == [REPLY]
+        # Whether the first stream's request reaches the peer before the stream is cut is up to the transport.
+        assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
+        assert not faults
+        assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
 
 
 async def test_another_schema_is_not_retried(peer: ScriptedInference) -> None:
