@@ -120,7 +120,7 @@ class _KvGroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvGroupKi
     KV_GROUP_KIND_FULL: _KvGroupKind.ValueType  # 1
     """Every token is kept, in paged blocks."""
     KV_GROUP_KIND_IN_PLACE_WINDOW: _KvGroupKind.ValueType  # 2
-    """One fixed block a request, the last `window` tokens slide in place."""
+    """One fixed block a request, the last `window` tokens slide in place. A block of this kind holds `window` tokens."""
     KV_GROUP_KIND_PAGED_WINDOW: _KvGroupKind.ValueType  # 3
     """Append-only paged blocks; those behind the window may be freed."""
 
@@ -131,7 +131,7 @@ KV_GROUP_KIND_UNSPECIFIED: KvGroupKind.ValueType  # 0
 KV_GROUP_KIND_FULL: KvGroupKind.ValueType  # 1
 """Every token is kept, in paged blocks."""
 KV_GROUP_KIND_IN_PLACE_WINDOW: KvGroupKind.ValueType  # 2
-"""One fixed block a request, the last `window` tokens slide in place."""
+"""One fixed block a request, the last `window` tokens slide in place. A block of this kind holds `window` tokens."""
 KV_GROUP_KIND_PAGED_WINDOW: KvGroupKind.ValueType  # 3
 """Append-only paged blocks; those behind the window may be freed."""
 Global___KvGroupKind: _TypeAlias = KvGroupKind  # noqa: Y015
@@ -154,6 +154,26 @@ GRAPH_KIND_PREFILL: GraphKind.ValueType  # 1
 GRAPH_KIND_DECODE: GraphKind.ValueType  # 2
 GRAPH_KIND_POOL: GraphKind.ValueType  # 3
 Global___GraphKind: _TypeAlias = GraphKind  # noqa: Y015
+
+class _PoolTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_TASK_UNSPECIFIED: _PoolTask.ValueType  # 0
+    POOL_TASK_EMBED: _PoolTask.ValueType  # 1
+    POOL_TASK_CLASSIFY: _PoolTask.ValueType  # 2
+    POOL_TASK_SCORE: _PoolTask.ValueType  # 3
+
+class PoolTask(_PoolTask, metaclass=_PoolTaskEnumTypeWrapper):
+    """What the result of a pooling model is for."""
+
+POOL_TASK_UNSPECIFIED: PoolTask.ValueType  # 0
+POOL_TASK_EMBED: PoolTask.ValueType  # 1
+POOL_TASK_CLASSIFY: PoolTask.ValueType  # 2
+POOL_TASK_SCORE: PoolTask.ValueType  # 3
+Global___PoolTask: _TypeAlias = PoolTask  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):

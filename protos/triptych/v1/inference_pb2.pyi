@@ -419,30 +419,20 @@ Global___ReplicaLoad: _TypeAlias = ReplicaLoad  # noqa: Y015
 class PoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    class _Task:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _TaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[PoolRequest._Task.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        TASK_UNSPECIFIED: PoolRequest._Task.ValueType  # 0
-        TASK_EMBED: PoolRequest._Task.ValueType  # 1
-        TASK_CLASSIFY: PoolRequest._Task.ValueType  # 2
-        TASK_SCORE: PoolRequest._Task.ValueType  # 3
-
-    class Task(_Task, metaclass=_TaskEnumTypeWrapper): ...
-    TASK_UNSPECIFIED: PoolRequest.Task.ValueType  # 0
-    TASK_EMBED: PoolRequest.Task.ValueType  # 1
-    TASK_CLASSIFY: PoolRequest.Task.ValueType  # 2
-    TASK_SCORE: PoolRequest.Task.ValueType  # 3
-
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    task: Global___PoolRequest.Task.ValueType
+    task: _common_pb2.PoolTask.ValueType
     normalize: _builtins.bool
+    """Whether an embedding is scaled to length 1. Unset: as the model says."""
+    priority: _builtins.int
+    tenant: _builtins.str
+    model: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -450,14 +440,19 @@ class PoolRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        task: Global___PoolRequest.Task.ValueType = ...,
-        normalize: _builtins.bool = ...,
+        task: _common_pb2.PoolTask.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["normalize", b"normalize", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "model", b"model", "normalize", b"normalize", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "task", b"task", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
 
 Global___PoolRequest: _TypeAlias = PoolRequest  # noqa: Y015
 
@@ -497,17 +492,23 @@ Global___PoolResponse: _TypeAlias = PoolResponse  # noqa: Y015
 class WatchKvEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
-    from_sequence: _builtins.int
-    """First sequence number wanted; 0: a snapshot, then everything after it."""
+    AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    after_sequence: _builtins.int
+    """Resume behind this sequence number of `replica_id`; 0: a snapshot of every replica, then everything after it. A number that is no
+    longer remembered also gives a snapshot.
+    """
+    replica_id: _builtins.str
+    """Whose number that is. Empty: all replicas, from a snapshot."""
     def __init__(
         self,
         *,
-        from_sequence: _builtins.int = ...,
+        after_sequence: _builtins.int = ...,
+        replica_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,14 +516,19 @@ Global___WatchKvEventsRequest: _TypeAlias = WatchKvEventsRequest  # noqa: Y015
 
 @_typing.final
 class KvEventBatch(_message.Message):
+    """Changes of one replica's prefix cache, in order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Grows by one per batch and replica."""
+    """Grows by one per batch and replica. A gap means that batches were lost: watch again."""
     replica_id: _builtins.str
+    snapshot: _builtins.bool
+    """The batch is a snapshot: it replaces all that was known of this replica."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]: ...
     def __init__(
@@ -531,10 +537,11 @@ class KvEventBatch(_message.Message):
         sequence: _builtins.int = ...,
         replica_id: _builtins.str = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
+        snapshot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "replica_id", b"replica_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "replica_id", b"replica_id", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +579,8 @@ Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
 @_typing.final
 class KvStored(_message.Message):
+    """A part of a prefix can be resumed from."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
@@ -582,16 +591,18 @@ class KvStored(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     parent_hash: _builtins.bytes
-    """Hash before the first; empty at a sequence's start."""
+    """Hash before the first; empty if unknown (in snapshots)."""
     tokens_per_hash: _builtins.int
-    """Tokens per hash."""
+    """The smaller of chunk and block size."""
     lora_name: _builtins.str
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Chained hashes, oldest first; one per chunk."""
+        """Chained SHA-256 hashes, oldest first, one per `tokens_per_hash` tokens. See docs/kv-events.md for what is hashed."""
 
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens under the hashes; empty in snapshots."""
+
     def __init__(
         self,
         *,
@@ -635,6 +646,8 @@ Global___KvRemoved: _TypeAlias = KvRemoved  # noqa: Y015
 
 @_typing.final
 class KvCleared(_message.Message):
+    """Everything of this replica is gone: its cache was reset, or it left."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -647,6 +660,174 @@ class KvCleared(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvCleared: _TypeAlias = KvCleared  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    cache_salt: _builtins.str
+    lora_name: _builtins.str
+    ttl_s: _builtins.float
+    """How long, seconds; more than 0."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora_name", b"lora_name", "prompt_token_ids", b"prompt_token_ids", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """For UnpinPrefix."""
+    num_tokens: _builtins.int
+    """Leading tokens that are kept: whole chunks only."""
+    replica_id: _builtins.str
+    """Where."""
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        replica_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "pin_id", b"pin_id", "replica_id", b"replica_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether the pin was still there."""
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixResponse: _TypeAlias = UnpinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REPLICAS_FIELD_NUMBER: _builtins.int
+    num_replicas: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_replicas", b"num_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class GetMetricsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsRequest: _TypeAlias = GetMetricsRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CONTENT_TYPE_FIELD_NUMBER: _builtins.int
+    text: _builtins.bytes
+    content_type: _builtins.str
+    def __init__(
+        self,
+        *,
+        text: _builtins.bytes = ...,
+        content_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_type", b"content_type", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015
 
 @_typing.final
 class LoadLoraRequest(_message.Message):

@@ -80,6 +80,26 @@ class InferenceStub:
                 request_serializer=triptych_dot_v1_dot_inference__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_inference__pb2.KvEventBatch.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/triptych.v1.Inference/PinPrefix',
+                request_serializer=triptych_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/triptych.v1.Inference/UnpinPrefix',
+                request_serializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/triptych.v1.Inference/ResetPrefixCache',
+                request_serializer=triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/triptych.v1.Inference/GetMetrics',
+                request_serializer=triptych_dot_v1_dot_inference__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_inference__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.LoadLora = channel.unary_unary(
                 '/triptych.v1.Inference/LoadLora',
                 request_serializer=triptych_dot_v1_dot_inference__pb2.LoadLoraRequest.SerializeToString,
@@ -116,7 +136,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pool(self, request, context):
-        """Embeddings, scores and classes. (UNIMPLEMENTED in this revision.)
+        """Embeddings, scores and classes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +178,35 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchKvEvents(self, request, context):
-        """Blocks stored in and removed from the prefix cache. (UNIMPLEMENTED in this revision.)
+        """What is stored in and removed from the prefix caches: a snapshot, then every change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPrefix(self, request, context):
+        """Keeps a prefix from being evicted for a time, computing it first if no replica has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Ends a pin early. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetPrefixCache(self, request, context):
+        """Forgets every cached prefix on all replicas, pins included. Running requests are not touched.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """The scheduler's metrics in Prometheus' text format.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,6 +278,26 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=triptych_dot_v1_dot_inference__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_inference__pb2.KvEventBatch.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=triptych_dot_v1_dot_inference__pb2.PinPrefixRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_inference__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=triptych_dot_v1_dot_inference__pb2.GetMetricsRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_inference__pb2.GetMetricsResponse.SerializeToString,
             ),
             'LoadLora': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadLora,
@@ -490,6 +558,114 @@ class Inference:
             '/triptych.v1.Inference/WatchKvEvents',
             triptych_dot_v1_dot_inference__pb2.WatchKvEventsRequest.SerializeToString,
             triptych_dot_v1_dot_inference__pb2.KvEventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Inference/PinPrefix',
+            triptych_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
+            triptych_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Inference/UnpinPrefix',
+            triptych_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
+            triptych_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Inference/ResetPrefixCache',
+            triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
+            triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Inference/GetMetrics',
+            triptych_dot_v1_dot_inference__pb2.GetMetricsRequest.SerializeToString,
+            triptych_dot_v1_dot_inference__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,7 +41,7 @@ class InferenceStub:
     aborts all of its requests.
     """
     Pool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
-    """Embeddings, scores and classes. (UNIMPLEMENTED in this revision.)"""
+    """Embeddings, scores and classes."""
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends a request. Idempotent: an id that is unknown or has finished is not an error."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _common_pb2.ModelInfo]
@@ -53,7 +53,15 @@ class InferenceStub:
     WatchLoad: _grpc.UnaryStreamMultiCallable[_inference_pb2.WatchLoadRequest, _inference_pb2.Load]
     """The same on every change, at most once per `min_interval_ms`."""
     WatchKvEvents: _grpc.UnaryStreamMultiCallable[_inference_pb2.WatchKvEventsRequest, _inference_pb2.KvEventBatch]
-    """Blocks stored in and removed from the prefix cache. (UNIMPLEMENTED in this revision.)"""
+    """What is stored in and removed from the prefix caches: a snapshot, then every change."""
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PinPrefixRequest, _inference_pb2.PinPrefixResponse]
+    """Keeps a prefix from being evicted for a time, computing it first if no replica has it."""
+    UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnpinPrefixRequest, _inference_pb2.UnpinPrefixResponse]
+    """Ends a pin early. Idempotent."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ResetPrefixCacheRequest, _inference_pb2.ResetPrefixCacheResponse]
+    """Forgets every cached prefix on all replicas, pins included. Running requests are not touched."""
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetMetricsRequest, _inference_pb2.GetMetricsResponse]
+    """The scheduler's metrics in Prometheus' text format."""
     LoadLora: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadLoraRequest, _inference_pb2.LoraInfo]
     """LoRA adapters. (UNIMPLEMENTED in this revision.)"""
     UnloadLora: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnloadLoraRequest, _inference_pb2.UnloadLoraResponse]
@@ -69,7 +77,7 @@ class InferenceAsyncStub(InferenceStub):
     aborts all of its requests.
     """
     Pool: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
-    """Embeddings, scores and classes. (UNIMPLEMENTED in this revision.)"""
+    """Embeddings, scores and classes."""
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request. Idempotent: an id that is unknown or has finished is not an error."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _common_pb2.ModelInfo]  # type: ignore[assignment]
@@ -81,7 +89,15 @@ class InferenceAsyncStub(InferenceStub):
     WatchLoad: _aio.UnaryStreamMultiCallable[_inference_pb2.WatchLoadRequest, _inference_pb2.Load]  # type: ignore[assignment]
     """The same on every change, at most once per `min_interval_ms`."""
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_inference_pb2.WatchKvEventsRequest, _inference_pb2.KvEventBatch]  # type: ignore[assignment]
-    """Blocks stored in and removed from the prefix cache. (UNIMPLEMENTED in this revision.)"""
+    """What is stored in and removed from the prefix caches: a snapshot, then every change."""
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.PinPrefixRequest, _inference_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """Keeps a prefix from being evicted for a time, computing it first if no replica has it."""
+    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnpinPrefixRequest, _inference_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
+    """Ends a pin early. Idempotent."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_inference_pb2.ResetPrefixCacheRequest, _inference_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Forgets every cached prefix on all replicas, pins included. Running requests are not touched."""
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetMetricsRequest, _inference_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """The scheduler's metrics in Prometheus' text format."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadLoraRequest, _inference_pb2.LoraInfo]  # type: ignore[assignment]
     """LoRA adapters. (UNIMPLEMENTED in this revision.)"""
     UnloadLora: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnloadLoraRequest, _inference_pb2.UnloadLoraResponse]  # type: ignore[assignment]
@@ -112,7 +128,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.PoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PoolResponse, _abc.Awaitable[_inference_pb2.PoolResponse]]:
-        """Embeddings, scores and classes. (UNIMPLEMENTED in this revision.)"""
+        """Embeddings, scores and classes."""
 
     @_abc_1.abstractmethod
     def Abort(
@@ -160,7 +176,39 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.WatchKvEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.KvEventBatch], _abc.AsyncIterator[_inference_pb2.KvEventBatch]]:
-        """Blocks stored in and removed from the prefix cache. (UNIMPLEMENTED in this revision.)"""
+        """What is stored in and removed from the prefix caches: a snapshot, then every change."""
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _inference_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.PinPrefixResponse, _abc.Awaitable[_inference_pb2.PinPrefixResponse]]:
+        """Keeps a prefix from being evicted for a time, computing it first if no replica has it."""
+
+    @_abc_1.abstractmethod
+    def UnpinPrefix(
+        self,
+        request: _inference_pb2.UnpinPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UnpinPrefixResponse, _abc.Awaitable[_inference_pb2.UnpinPrefixResponse]]:
+        """Ends a pin early. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _inference_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_inference_pb2.ResetPrefixCacheResponse]]:
+        """Forgets every cached prefix on all replicas, pins included. Running requests are not touched."""
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _inference_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetMetricsResponse, _abc.Awaitable[_inference_pb2.GetMetricsResponse]]:
+        """The scheduler's metrics in Prometheus' text format."""
 
     @_abc_1.abstractmethod
     def LoadLora(

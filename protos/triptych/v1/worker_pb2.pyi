@@ -66,6 +66,7 @@ class DescribeResponse(_message.Message):
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_LEASE_STEPS_FIELD_NUMBER: _builtins.int
+    POOL_TASKS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     worker_id: _builtins.str
     device: _builtins.str
@@ -104,6 +105,10 @@ class DescribeResponse(_message.Message):
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of SamplingParams fields that the worker honours; a request that sets another one is refused."""
 
+    @_builtins.property
+    def pool_tasks(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.PoolTask.ValueType]:
+        """What a pooling model's results are for; empty for a model that generates."""
+
     def __init__(
         self,
         *,
@@ -124,10 +129,11 @@ class DescribeResponse(_message.Message):
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
         max_logprobs: _builtins.int = ...,
         max_lease_steps: _builtins.int = ...,
+        pool_tasks: _abc.Iterable[_common_pb2.PoolTask.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -143,6 +149,8 @@ class ConfigureRequest(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DECODE_BUCKETS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    WINDOWS_KEPT_PER_SLOT_FIELD_NUMBER: _builtins.int
+    POOL_SHAPES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest sequence (prompt plus output), tokens. Fixes the width of block tables."""
     max_num_seqs: _builtins.int
@@ -150,7 +158,11 @@ class ConfigureRequest(_message.Message):
     chunk: _builtins.int
     """Tokens of one prefill chunk. Divides the block size or is divided by it."""
     block_size: _builtins.int
-    """Tokens of one block, the same for all groups."""
+    """Tokens of one block of every paged group, and a multiple of every in-place group's window: there a block holds one window."""
+    windows_kept_per_slot: _builtins.int
+    """When the worker counts blocks itself: how many contents of a window it keeps beside each slot's own, so that prefixes can be
+    resumed. 0 without prefix caching.
+    """
     @_builtins.property
     def decode_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Decode batch sizes, ascending; the last one is at least max_num_seqs / pipeline stages."""
@@ -158,6 +170,10 @@ class ConfigureRequest(_message.Message):
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks per group, including the null block 0; a single number holds for every group. Empty: as many as the memory allows."""
+
+    @_builtins.property
+    def pool_shapes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GraphSignature]:
+        """Static shapes of a pooling model (kind POOL, batch, query_len); the fields above but `max_model_len` are unused then."""
 
     def __init__(
         self,
@@ -168,10 +184,12 @@ class ConfigureRequest(_message.Message):
         block_size: _builtins.int = ...,
         decode_buckets: _abc.Iterable[_builtins.int] | None = ...,
         num_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        windows_kept_per_slot: _builtins.int = ...,
+        pool_shapes: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,7 +345,7 @@ Global___GetModelFilesRequest: _TypeAlias = GetModelFilesRequest  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step: first `release`, then `copies`, then `admit`, then `grow`, then the work."""
+    """One step: first `release`, then `copies` in their order, then `admit`, then `grow`, then the work."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,7 +365,7 @@ class StepPlan(_message.Message):
 
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]:
-        """Device-to-device block copies."""
+        """Device-to-device block copies: windows that are kept for later, then what admitted requests resume from."""
 
     @_builtins.property
     def admit(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotRequest]:
@@ -447,7 +465,7 @@ class SlotRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotBlocks]:
-        """First blocks, per group."""
+        """First blocks, per group. The null block stands for those that lie behind a paged window."""
 
     def __init__(
         self,
@@ -605,6 +623,7 @@ class StepResult(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     EXECUTE_US_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The plan's number."""
     lease_index: _builtins.int
@@ -615,11 +634,17 @@ class StepResult(_message.Message):
     """Time on the device and around it, microseconds."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotOutput]:
-        """Slots that produced something, in the plan's order."""
+        """Slots that produced something, in the plan's order; empty if `token_ids` says everything."""
 
     @_builtins.property
     def error(self) -> _common_pb2.Error:
         """The whole step failed; `outputs` is empty and the KV of its slots is not to be trusted."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The common case in a tenth of the bytes: one sampled token per slot of the plan's work, in its order, and nothing else to say
+        of any of them.
+        """
 
     def __init__(
         self,
@@ -630,10 +655,11 @@ class StepResult(_message.Message):
         outputs: _abc.Iterable[Global___SlotOutput] | None = ...,
         error: _common_pb2.Error | None = ...,
         execute_us: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
