@@ -1,0 +1,263 @@
+"""vLLM's own scheduler and KV cache manager, without a model: what our scheduler is measured and checked against.
+
+Both are built as vLLM's engine core builds them (block hashes with SHA-256, one pool shared by all KV groups, synchronous scheduling,
+neither EAGLE nor connectors). Nothing is downloaded: the model is a ``config.json`` of a few lines in a temporary folder, and no weights.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from worker_svc.devices import open_device
+from worker_svc.vllm_adapter import engine
+
+VOCAB_SIZE: Final = 32_000
+_CONFIG: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB_SIZE,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+@cache
+def prepare() -> None:
+    """Imports vLLM with our platform in place, once per process, and seeds its block hashes."""
+    engine.prepare(open_device("cpu"))
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
+
+
+def _full_attention(block_size: int) -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+
+
+def _kv_cache_config(windows: Sequence[int | None], num_blocks: int, block_size: int) -> Any:
+    """One KV group per entry: full attention for None, else a sliding window of that many tokens."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    specs = [
+        _full_attention(block_size)
+        if window is None
+        else SlidingWindowSpec(
+            block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=window
+        )
+        for window in windows
+    ]
+    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _request(
+    request_id: str, prompt: Sequence[int], max_tokens: int, block_size: int, cache_salt: str = ""
+) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        pooling_params=None,
+        cache_salt=cache_salt or None,
+        block_hasher=get_request_block_hasher(block_size, sha256),
+    )
+
+
+class SchedulerPeer:
+    """vLLM's ``Scheduler``, synchronous, on one full-attention KV group.
+
+    Attributes:
+        scheduler: vLLM's object; timed code calls its ``schedule`` and ``update_from_output`` without anything in between.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_blocks: int,
+        max_model_len: int, prefix_caching: bool = True, log_stats: bool = True,
+    ) -> None:  # fmt: skip
+        """Builds it.
+
+        Args:
+            max_num_seqs: requests that may run at once.
+            max_num_batched_tokens: tokens of one step, of all requests together.
+            block_size: tokens of a KV block.
+            num_blocks: of the pool, including the null block.
+            max_model_len: longest sequence, tokens.
+            prefix_caching: whether blocks are hashed, indexed and looked up.
+            log_stats: whether statistics are gathered in each step, as vLLM's servers do unless told otherwise.
+        """
+        prepare()
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = _engine_config(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
+            max_model_len=max_model_len, enable_prefix_caching=prefix_caching,
+        )  # fmt: skip
+        config.cache_config.num_gpu_blocks = num_blocks
+        self._block_size = block_size
+        self.scheduler: Any = Scheduler(
+            vllm_config=config,
+            kv_cache_config=_kv_cache_config([None], num_blocks, block_size),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=block_size,
+            log_stats=log_stats,
+        )
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Queues a request that generates ``max_tokens`` tokens, whatever they are."""
+        self.scheduler.add_request(_request(request_id, prompt, max_tokens, self._block_size))
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV blocks."""
+        return len(self.scheduler.running)
+
+    def result(self, plan: Any, token: int = 7) -> Any:
+        """What a model would answer to a plan: ``token`` for each request whose known tokens end in this step, nothing else."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        request_ids = list(plan.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        sampled = [
+            # schedule() has counted this step's tokens as computed already.
+            [token] if requests[name].num_computed_tokens >= requests[name].num_tokens else []
+            for name in request_ids
+        ]
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={name: index for index, name in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+        )
+
+    def step(self) -> int:
+        """Schedules, pretends to run the model, takes in; returns the number of tokens scheduled."""
+        plan = self.scheduler.schedule()
+        self.scheduler.update_from_output(plan, self.result(plan))
+        return int(plan.total_num_scheduled_tokens)
+
+
+def _engine_config(**arguments: object) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+        engine._register_model_class(folder)
+        return EngineArgs(
+            model=name, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, async_scheduling=False,
+            **arguments,
+        ).create_engine_config()  # fmt: skip
+
+
+class KvCachePeer:
+    """vLLM's ``KVCacheManager``, driven as its scheduler drives it.
+
+    Attributes:
+        manager: vLLM's object.
+    """
+
+    def __init__(
+        self, windows: Sequence[int | None], *, num_blocks: int, block_size: int, max_model_len: int,
+        chunk: int | None = None,
+    ) -> None:  # fmt: skip
+        """Builds it.
+
+        Args:
+            windows: one KV group each: None for full attention, else a sliding window in tokens.
+            num_blocks: of the one pool that all groups share, including the null block.
+            block_size: tokens of a block, and of what a hash covers.
+            max_model_len: longest sequence, tokens.
+            chunk: tokens of a prefill step; whole prompts if None.
+        """
+        prepare()
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+        self._block_size = block_size
+        self._chunk = chunk or max_model_len
+        self._requests: dict[str, Any] = {}
+        self.manager: Any = KVCacheManager(
+            _kv_cache_config(windows, num_blocks, block_size),
+            max_model_len=max_model_len,
+            scheduler_block_size=block_size,
+            hash_block_size=block_size,
+            enable_caching=True,
+        )
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses, cached ones included."""
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a later request could hit."""
+        return sum(block.block_hash is not None for block in self.manager.block_pool.blocks)
+
+    def hit_length(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
+        """Tokens that a request with these tokens would find cached. Changes nothing."""
+        request = _request("peek", token_ids, 1, self._block_size, cache_salt)
+        return int(self.manager.get_computed_blocks(request)[1])
+
+    def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str = "") -> int | None:
+        """Takes a request in and "computes" all of its tokens, chunk by chunk.
+
+        Returns:
+            Tokens found cached, or None, and nothing is held, if the rest does not fit.
+        """
+        request = _request(request_id, token_ids, 1 << 20, self._block_size, cache_salt)
+        blocks, found, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
+        hit = int(found)
+        end = hit
+        while end < len(token_ids):
+            # A hit ends before the last token, so there is a first round, which takes the hit blocks.
+            first = end == hit
+            count = min(self._chunk, len(token_ids) - end)
+            given = self.manager.allocate_slots(
+                request, count, hit if first else 0, blocks if first else None, full_sequence_must_fit=first
+            )
+            if given is None:
+                self.manager.free(request)
+                return None
+            end += count
+            request.num_computed_tokens = end
+        self._requests[request_id] = request
+        return hit
+
+    def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Generates these tokens one by one; each is computed but the last, whose turn would be the next step.
+
+        Returns:
+            False if blocks ran out; the request is freed then.
+        """
+        request = self._requests[request_id]
+        for token in token_ids:
+            if request.num_computed_tokens < request.num_tokens:
+                if self.manager.allocate_slots(request, 1) is None:
+                    self.free(request_id)
+                    return False
+                request.num_computed_tokens += 1
+            request.append_output_token_ids(token)
+        return True
+
+    def free(self, request_id: str) -> None:
+        """Ends a request; what it cached stays until its blocks are needed."""
+        self.manager.free(self._requests.pop(request_id))
