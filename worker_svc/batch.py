@@ -1,12 +1,13 @@
 """The persistent batch: what plans made of each slot, as tensors on the device."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from protos.errors import Internal
-from worker_svc.devices.base import AttentionInput
-from worker_svc.geometry import NULL_BLOCK, Geometry, KvGroup
+from worker_svc.devices.base import AttentionInput, InPlaceInput, StepInput
+from worker_svc.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
 from worker_svc.plan import Admission, DecodeWork, Growth, PrefillWork
 from worker_svc.sampling import SamplingState
 
@@ -35,8 +36,8 @@ class Batch:
         self._tokens = torch.zeros((rows, geometry.max_model_len + 1), dtype=torch.int64, device=device)
         self._computed = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tables = [
-            torch.full((rows, geometry.table_width), NULL_BLOCK, dtype=torch.int32, device=device)
-            for _ in groups
+            torch.full((rows, group.table_width(geometry)), NULL_BLOCK, dtype=torch.int32, device=device)
+            for group in groups
         ]
         self.sampling = SamplingState(geometry.max_num_seqs, device)
         self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
@@ -64,7 +65,7 @@ class Batch:
         """Gives a request its slot.
 
         Raises:
-            Internal: if the slot is taken or the request does not fit.
+            Internal: if the slot is taken or the request does not fit; nothing has changed then.
         """
         slot, known = request.slot, len(request.token_ids)
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
@@ -74,37 +75,26 @@ class Batch:
                 f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot {slot};"
                 f" at least one must be left to compute and {self._geometry.max_model_len} fit"
             )
+        grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
+        for grant in grants:
+            self._check_grant(grant, request.num_computed_tokens)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
         self._computed[slot] = request.num_computed_tokens
         self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
         self.sampling.set(slot, request.sampling, request.sequence)
-        for group_id, block_ids in request.blocks.items():
-            self.grow(Growth(slot, group_id, block_ids))
+        for grant in grants:
+            self._append(grant)
 
     def grow(self, growth: Growth) -> None:
         """Appends blocks to a slot's table.
 
         Raises:
-            Internal: if the slot is free, a block does not exist or the table is full.
+            Internal: if the slot is free, a block does not exist or the table is full; nothing has changed then.
         """
-        slot, group_id = growth.slot, growth.group_id
-        self._check_known(slot)
-        if not 0 <= group_id < len(self._groups):
-            raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")
-        for block in growth.block_ids:
-            if not 0 <= block < self._num_blocks[group_id]:
-                raise Internal(
-                    f"the plan names block {block} of KV group {group_id}, which has {self._num_blocks[group_id]}"
-                )
-        start = self._num_table_blocks[group_id][slot]
-        end = start + len(growth.block_ids)
-        if end > self._geometry.table_width:
-            raise Internal(
-                f"slot {slot} would get {end} blocks of group {group_id}, its table holds {self._geometry.table_width}"
-            )
-        self._tables[group_id][slot, start:end] = torch.tensor(list(growth.block_ids), dtype=torch.int32)
-        self._num_table_blocks[group_id][slot] = end
+        self._check_known(growth.slot)
+        self._check_grant(growth, self._num_computed[growth.slot])
+        self._append(growth)
 
     def check(self, work: PrefillWork | DecodeWork) -> None:
         """Refuses work that does not fit what earlier plans made of its slots.
@@ -141,9 +131,7 @@ class Batch:
                 )
             self._check_blocks(slot, known)
 
-    def prefill_inputs(
-        self, work: PrefillWork | None
-    ) -> tuple[torch.Tensor, torch.Tensor, list[AttentionInput]]:
+    def prefill_inputs(self, work: PrefillWork | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """The step's tensors, of static shapes; ``None`` for one of padding alone.
 
         Returns:
@@ -156,25 +144,34 @@ class Batch:
         tokens[:count] = self._tokens[slot, start : start + count]
         torch.arange(start, start + count, out=positions[:count])
         lengths = torch.tensor([0, count, start + count], dtype=torch.int32, device=self._device)
-        inputs = []
-        for table in self._tables:
+        inputs: list[StepInput] = []
+        for group, table in zip(self._groups, self._tables, strict=True):
             row = table[slot]
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                before = min(start, group.window)
+                fill = torch.tensor([before, before + count], dtype=torch.int32, device=self._device)
+                inputs.append(InPlaceInput(fill[:1, None], fill[1:, None], row[None], chunk))
+                continue
             slots = torch.zeros(chunk, dtype=torch.int64, device=self._device)
             real = positions[:count]
             slots[:count] = row[real // block_size].long() * block_size + real % block_size
             inputs.append(AttentionInput(lengths[2:], lengths[:2], row[None], slots, count))
         return tokens, positions, inputs
 
-    def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[AttentionInput]]:
+    def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """The same for a decode step whose rows are the slots ``rows`` (int64 [bucket], padding included)."""
         block_size, bucket = self._geometry.block_size, rows.shape[0]
         positions = self._computed[rows]
         tokens = self._tokens[rows, positions]
         seq_lens = (positions + 1).int()
         blocks, offsets = (positions // block_size)[:, None], positions % block_size
-        inputs = []
-        for table in self._tables:
+        inputs: list[StepInput] = []
+        for group, table in zip(self._groups, self._tables, strict=True):
             tables = table[rows]
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                before = positions.clamp(max=group.window).int()[:, None]
+                inputs.append(InPlaceInput(before, before + 1, tables, 1))
+                continue
             slots = tables.gather(1, blocks)[:, 0].long() * block_size + offsets
             inputs.append(AttentionInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
         return tokens, positions, inputs
@@ -202,11 +199,42 @@ class Batch:
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] < 0:
             raise Internal(f"the plan names slot {slot}, which is free or does not exist")
 
+    def _check_grant(self, growth: Growth, computed: int) -> None:
+        """Refuses blocks that do not exist or do not fit behind those of a slot that has so many computed tokens."""
+        slot, group_id = growth.slot, growth.group_id
+        if not 0 <= group_id < len(self._groups):
+            raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")
+        group, held = self._groups[group_id], self._num_table_blocks[group_id][slot]
+        # The next query is at position `computed` and sees as far back as this.
+        seen_from = computed - group.window + 1 if group.kind is GroupKind.PAGED_WINDOW else 0
+        for index, block in enumerate(growth.block_ids, start=held):
+            if not 0 <= block < self._num_blocks[group_id]:
+                raise Internal(
+                    f"the plan names block {block} of KV group {group_id}, which has {self._num_blocks[group_id]}"
+                )
+            if block == NULL_BLOCK and (index + 1) * self._geometry.block_size > seen_from:
+                raise Internal(
+                    f"the plan gives slot {slot} the null block as block {index} of KV group {group_id},"
+                    f" which is still seen with {computed} tokens computed"
+                )
+        end, width = held + len(growth.block_ids), group.table_width(self._geometry)
+        if end > width:
+            raise Internal(f"slot {slot} would get {end} blocks of group {group_id}, its table holds {width}")
+
+    def _append(self, growth: Growth) -> None:
+        counts = self._num_table_blocks[growth.group_id]
+        start = counts[growth.slot]
+        end = start + len(growth.block_ids)
+        blocks = torch.tensor(list(growth.block_ids), dtype=torch.int32)
+        self._tables[growth.group_id][growth.slot, start:end] = blocks
+        counts[growth.slot] = end
+
     def _check_blocks(self, slot: int, num_tokens: int) -> None:
         if num_tokens > self._geometry.max_model_len:
             raise Internal(f"the plan takes slot {slot} beyond {self._geometry.max_model_len} tokens")
         for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
-            if counts[slot] * self._geometry.block_size < num_tokens:
+            in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds whatever is to be kept
+            if (1 if in_place else math.ceil(num_tokens / self._geometry.block_size)) > counts[slot]:
                 raise Internal(
                     f"slot {slot} has {counts[slot]} blocks of group {group.group_id}, too few for {num_tokens} tokens"
                 )

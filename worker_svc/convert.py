@@ -31,6 +31,7 @@ _MAX_BATCH, _MAX_CHUNK = 4096, 65536
 _GROUP_KINDS = {
     GroupKind.FULL: common_pb2.KV_GROUP_KIND_FULL,
     GroupKind.PAGED_WINDOW: common_pb2.KV_GROUP_KIND_PAGED_WINDOW,
+    GroupKind.IN_PLACE_WINDOW: common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW,
 }
 _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
     "load": worker_pb2.ConfigureProgress.PHASE_LOAD,
@@ -100,6 +101,7 @@ def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry:
         block_size=request.block_size,
         decode_buckets=tuple(request.decode_buckets),
         num_blocks=tuple(request.num_blocks),
+        windows_kept_per_slot=request.windows_kept_per_slot,
     )
 
 
@@ -165,6 +167,7 @@ def result_to_proto(step: int, outputs: Sequence[Output], execute_us: int) -> wo
                 slot=output.slot,
                 token_ids=output.token_ids,
                 logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.logprobs],
+                error=output.error.to_proto() if output.error else None,
             )
             for output in outputs
         ],

@@ -27,18 +27,15 @@ class KvCache:
         """
         self.num_blocks = tuple(num_blocks)
         self._groups = tuple(groups)
-        self._block_size = block_size
+        self._tokens_per_block = [group.tokens_per_block(block_size) for group in groups]
         # [layers, blocks, ...]: a block's content over all layers is one slice, so that copying it is one operation.
         self._tensors: list[torch.Tensor] = []
         try:
             for group, count in zip(groups, num_blocks, strict=True):
-                shape = device.cache_shape(group.layers[0], count, block_size)
+                shape = device.cache_shape(group, count, block_size)
                 self._tensors.append(device.allocate((len(group.layers), *shape), group.layers[0].dtype))
         except RuntimeError as error:
-            gib = (
-                sum(c * g.bytes_per_token * block_size for g, c in zip(groups, num_blocks, strict=True))
-                / 2**30
-            )
+            gib = sum(c * b for c, b in zip(num_blocks, self.bytes_per_block, strict=True)) / 2**30
             raise ConfigurationRefused(
                 f"{gib:.1f} GiB of KV cache do not fit into memory; lower --kv-memory"
             ) from error
@@ -46,7 +43,10 @@ class KvCache:
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
         """Per group, over all of its layers."""
-        return tuple(group.bytes_per_token * self._block_size for group in self._groups)
+        return tuple(
+            group.bytes_per_token * tokens
+            for group, tokens in zip(self._groups, self._tokens_per_block, strict=True)
+        )
 
     def by_layer(self) -> dict[str, torch.Tensor]:
         """Each layer's cache, by the layer's name; views of one tensor a group."""
@@ -76,12 +76,15 @@ class KvCache:
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
     """Blocks per group that fit into ``budget`` bytes, in the ratio in which the longest sequences use them.
 
-    No more than every slot can use at full length; what shorter sequences leave is for prefixes worth keeping.
+    No more than every slot can use at full length, with the windows that are kept for it; what shorter sequences leave is for prefixes
+    worth keeping.
 
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.
     """
-    bytes_per_block = [group.bytes_per_token * geometry.block_size for group in groups]
+    bytes_per_block = [
+        group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups
+    ]
     per_sequence = [group.blocks_per_sequence(geometry) for group in groups]
     usable = budget - sum(bytes_per_block)  # the null blocks
     one = sum(size * count for size, count in zip(bytes_per_block, per_sequence, strict=True))

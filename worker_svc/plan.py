@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from protos.errors import TriptychError
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -33,7 +35,7 @@ class Admission:
     """Leading tokens whose keys and values are in the blocks already."""
     sampling: Sampling
     blocks: Mapping[int, Sequence[int]]
-    """First block ids, by KV group."""
+    """First block ids, by KV group. The null block stands for those that lie behind a paged window."""
     request_id: str = ""
     """For logs."""
     sequence: int = 0
@@ -110,9 +112,11 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step produced for a slot."""
+    """What a step produced for a slot, or why it produced nothing."""
 
     slot: int
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs] = field(default=())
     """One per token, if the request asked for them."""
+    error: TriptychError | None = None
+    """Why this slot alone failed; then there are no tokens."""

@@ -1,16 +1,18 @@
 """Runs plans: prepare the inputs, execute the model, sample."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from protos.errors import Internal
 from worker_svc.batch import Batch
-from worker_svc.devices.base import AttentionInput, Device
+from worker_svc.devices.base import Device, StepInput
 from worker_svc.geometry import Geometry, KvGroup
 from worker_svc.kv_cache import KvCache
-from worker_svc.plan import DecodeWork, Output, Plan, PrefillWork
+from worker_svc.plan import Admission, DecodeWork, Output, Plan, PrefillWork
 from worker_svc.sampling import SamplingBatch, logprobs_of, sample
 
 Progress = Callable[[int, int, str], None]
@@ -88,8 +90,10 @@ class Runner:
     def execute(self, plan: Plan) -> list[Output]:
         """Runs one step.
 
+        A request whose admission is refused fails alone: what the plan wants of its slot is left out.
+
         Returns:
-            One output for each slot that produced a token, in the plan's order.
+            One output for each slot whose admission was refused, then one for each slot that produced a token, in the plan's order.
 
         Raises:
             Internal: if the plan contradicts earlier ones; the slots it names are not to be trusted any more.
@@ -97,24 +101,33 @@ class Runner:
         for slot in plan.release:
             self._batch.release(slot)
         self.cache.copy(plan.copies)
+        refused: dict[int, Output] = {}
         for request in plan.admit:
-            self._batch.admit(request)
-            hit = math.ceil(request.num_computed_tokens / self._geometry.block_size)
-            for group_id, block_ids in request.blocks.items():
-                self.cache.clear(group_id, block_ids[hit:])
+            try:
+                self._admit(request)
+            except Internal as error:
+                refused[request.slot] = Output(request.slot, (), error=error)
         for growth in plan.grow:
-            self._batch.grow(growth)
-            self.cache.clear(growth.group_id, growth.block_ids)
-        if plan.work is None:
-            return []
-        self._batch.check(plan.work)
-        if isinstance(plan.work, PrefillWork):
-            return self._prefill(plan.work)
-        return self._decode(plan.work)
+            if growth.slot not in refused:
+                self._batch.grow(growth)
+                self.cache.clear(growth.group_id, growth.block_ids)
+        work = _without(plan.work, refused)
+        if work is None:
+            return list(refused.values())
+        self._batch.check(work)
+        outputs = self._prefill(work) if isinstance(work, PrefillWork) else self._decode(work)
+        return [*refused.values(), *outputs]
 
     def reset(self) -> None:
         """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
         self._batch.release_all()
+
+    def _admit(self, request: Admission) -> None:
+        self._batch.admit(request)
+        for group_id, block_ids in request.blocks.items():
+            tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
+            hit = math.ceil(request.num_computed_tokens / tokens)
+            self.cache.clear(group_id, block_ids[hit:])
 
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
@@ -141,13 +154,27 @@ class Runner:
         return list(_outputs(work.slots, chosen, logits, sampling))
 
     def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[AttentionInput]
+        self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> torch.Tensor:
         plans = [
             (names, self._device.plan(group, self._geometry.block_size, step))
             for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
         ]
         return self._model.forward(tokens, positions, self._model.attention_plans(plans))
+
+
+def _without(
+    work: PrefillWork | DecodeWork | None, slots: Collection[int]
+) -> PrefillWork | DecodeWork | None:
+    """What is left of a step's work without some slots. A decode step keeps its bucket."""
+    if isinstance(work, PrefillWork):
+        return None if work.slot in slots else work
+    if not isinstance(work, DecodeWork) or not slots:
+        return work
+    left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
+    if not left:
+        return None
+    return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])
 
 
 def _outputs(

@@ -29,6 +29,11 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         gt=0,
         description="Memory for the KV cache, GiB. Default: 40% of what is free after the weights.",
     )
+    window_kv: Literal["auto", "paged", "in-place"] = Field(
+        "auto",
+        description="How layers with a window keep it: in paged blocks, or sliding in one block a request, as NPU kernels do."
+        " auto is what the device's kernels do.",
+    )
     seed: int = Field(
         0,
         ge=0,

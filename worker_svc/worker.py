@@ -11,7 +11,7 @@ from protos.errors import Internal
 from protos.logs import get_logger
 from worker_svc import loader
 from worker_svc.devices import Device, open_device
-from worker_svc.geometry import Geometry, KvGroup, group_layers
+from worker_svc.geometry import Geometry, GroupKind, KvGroup, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Output, Plan
 from worker_svc.runner import Runner
@@ -24,6 +24,7 @@ Phase = Literal["load", "allocate", "warm_up"]
 Progress = Callable[[Phase, int, int, str], None]
 """Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
 
+_WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE_WINDOW}
 # Of the memory that is free once the weights are loaded, how much the KV cache takes unless it is said.
 _KV_SHARE = 0.4
 
@@ -100,7 +101,8 @@ class Worker:
             load_format=settings.load_format,
             seed=settings.seed,
         )
-        self.groups = group_layers(self.description.layers)
+        window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
+        self.groups = group_layers(self.description.layers, window_kind)
         self._log.info(
             "prepared", model=loader.display_name(settings.model), architecture=self.description.architecture,
             device=self.device.name, device_name=self.device.product_name(),

@@ -50,7 +50,7 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
     layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, dtype)
     group = KvGroup(0, (layer,))
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.125, window, 0.0, writes=True)
-    compiled = device.allocate(device.cache_shape(layer, BLOCKS, BLOCK), dtype)
+    compiled = device.allocate(device.cache_shape(group, BLOCKS, BLOCK), dtype)
     plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE), dtype=dtype)
     steps = [prefill_step(0, 64, 64), prefill_step(64, 17, 64), decode_step([3, 31, 100, 0])]
     for step in steps:

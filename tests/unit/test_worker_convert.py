@@ -79,6 +79,16 @@ def test_results_carry_tokens_and_logprobs() -> None:
     assert not message.HasField("error")
 
 
+def test_a_slot_can_fail_alone() -> None:
+    """Its error stands beside the others' tokens."""
+    outputs = [Output(2, (), error=Internal("does not fit")), Output(1, (3,))]
+    message = convert.result_to_proto(5, outputs, 1)
+    assert [output.HasField("error") for output in message.outputs] == [True, False]
+    error = message.outputs[0].error
+    assert (error.code, error.message) == (common_pb2.ERROR_CODE_INTERNAL, "does not fit")
+    assert not message.HasField("error")
+
+
 def test_failures_are_typed() -> None:
     """A failed step has a code and a message, and no outputs."""
     message = convert.failure_to_proto(3, Internal("broken"), 10)
@@ -104,9 +114,16 @@ def test_ready_lists_every_graph() -> None:
 def test_geometry_arrives() -> None:
     """Sizes come as they were sent; no numbers of blocks means as many as the memory allows."""
     request = worker_pb2.ConfigureRequest(
-        max_model_len=1000, max_num_seqs=4, chunk=128, block_size=256, decode_buckets=[2, 4]
+        max_model_len=1000,
+        max_num_seqs=4,
+        chunk=128,
+        block_size=256,
+        decode_buckets=[2, 4],
+        windows_kept_per_slot=3,
     )
-    assert convert.geometry_from_proto(request) == Geometry(1000, 4, 128, 256, (2, 4))
+    assert convert.geometry_from_proto(request) == Geometry(
+        1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3
+    )
 
 
 def test_only_recommendations_that_are_served_reach_the_gateways() -> None:

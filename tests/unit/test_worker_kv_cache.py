@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from worker_svc.devices.cpu import CpuDevice
-from worker_svc.geometry import AttentionLayer, group_layers
+from worker_svc.geometry import AttentionLayer, GroupKind, group_layers
 from worker_svc.kv_cache import KvCache
 from worker_svc.plan import BlockCopy
 
@@ -47,6 +47,27 @@ def test_copy_takes_a_block_of_all_layers_of_one_group(cache: KvCache) -> None:
         assert torch.equal(layers[name][3], before[name][1])
         assert torch.equal(layers[name][:3], before[name][:3])
     assert torch.equal(layers["w"], before["w"])
+
+
+def test_a_block_in_place_is_a_window() -> None:
+    """Its bytes are those of a window, whatever the size of paged blocks; it is copied and cleared like any block."""
+    layers = [AttentionLayer(name, 4, 2, 32, 64, torch.bfloat16) for name in ("v", "w")]
+    groups = group_layers(
+        [*layers, AttentionLayer("a", 4, 2, 32, 0, torch.bfloat16)], GroupKind.IN_PLACE_WINDOW
+    )
+    cache = KvCache(CpuDevice(), groups, 128, (2, 3))
+    one_layer = 2 * 2 * 32 * 2 * 64
+    assert cache.bytes_per_block == (2 * one_layer, 2 * one_layer)
+    tensors = cache.by_layer()
+    assert tensors["v"][0].nbytes == one_layer
+    for number, name in enumerate("vw", start=1):
+        tensors[name][1] = number
+    cache.copy([BlockCopy(1, 1, 2, 64)])
+    cache.clear(1, [1])
+    for number, name in enumerate("vw", start=1):
+        assert not tensors[name][:2].any()
+        assert (tensors[name][2] == number).all()
+    assert not tensors["a"].any()
 
 
 def test_copies_happen_in_order(cache: KvCache) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from worker_svc.geometry import AttentionLayer, KvGroup
+from worker_svc.geometry import GroupKind, KvGroup
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,27 @@ class AttentionInput:
     """int64 [tokens]: ``block * block_size + offset`` that each token is written to. Padding: in the null block."""
     num_tokens: int
     """Leading tokens that attend; the rest of a chunk is padding and gets zeros."""
+
+
+@dataclass(frozen=True)
+class InPlaceInput:
+    """The same for a group whose window slides in place; names and shapes are those of the NPU's kernels.
+
+    A row's block holds the last ``window`` tokens of its sequence, or all of them as long as they are fewer, oldest first from offset
+    0. A step appends its keys and values behind them, attends, and keeps the last ``window`` of what is there then.
+    """
+
+    cache_seq_len: torch.Tensor
+    """int32 [rows, 1]: tokens in each row's block when the step starts. Padded rows: 0."""
+    cache_offset: torch.Tensor
+    """int32 [rows, 1]: ``cache_seq_len`` plus the row's real tokens in this step. Padded rows: 1."""
+    block_table: torch.Tensor
+    """int32 [rows, 1]: each row's block. Padded rows: the null block."""
+    query_len: int
+    """Tokens of each row in this step, padding included: the chunk, or 1."""
+
+
+StepInput = AttentionInput | InPlaceInput
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,8 @@ class Device(abc.ABC):
     default_chunk: ClassVar[int]
     default_max_num_seqs: ClassVar[int]
     """What the device is usually run with."""
+    window_kind: ClassVar[GroupKind]
+    """How the device's own kernels keep a window."""
 
     @abc.abstractmethod
     def check_available(self) -> None:
@@ -77,8 +100,14 @@ class Device(abc.ABC):
         """Bytes that are free for weights, caches and graphs right now."""
 
     @abc.abstractmethod
-    def cache_shape(self, layer: AttentionLayer, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """The shape of one layer's cache. Dimension ``block_dim`` counts the blocks."""
+    def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """The shape of the cache of one of the group's layers. Dimension ``block_dim`` counts the blocks.
+
+        Args:
+            group: of whose layers each gets such a cache.
+            num_blocks: the null block included.
+            block_size: of paged groups; see ``KvGroup.tokens_per_block``.
+        """
 
     block_dim: ClassVar[int] = 0
     """Which dimension of a layer's cache counts the blocks."""
@@ -92,8 +121,14 @@ class Device(abc.ABC):
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     @abc.abstractmethod
-    def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
-        """Prepares one step's attention for a group; the result is handed to :meth:`attend` of each of its layers."""
+    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
+        """Prepares one step's attention for a group; the result is handed to :meth:`attend` of each of its layers.
+
+        Args:
+            group: decides the kind of ``step``: in-place groups get an :class:`InPlaceInput`, the others an :class:`AttentionInput`.
+            block_size: of paged groups.
+            step: where the tokens go.
+        """
 
     @abc.abstractmethod
     def attend(

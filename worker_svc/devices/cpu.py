@@ -12,8 +12,9 @@ import psutil
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import AttentionInput, AttentionShape, Device
-from worker_svc.geometry import AttentionLayer, KvGroup
+from worker_svc.devices import in_place
+from worker_svc.devices.base import AttentionInput, AttentionShape, Device, InPlaceInput, StepInput
+from worker_svc.geometry import GroupKind, KvGroup
 
 # The namespace under which vLLM registers its compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
@@ -37,6 +38,7 @@ class CpuDevice(Device):
     default_block_size: ClassVar[int] = 128
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 32
+    window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
 
     def check_available(self) -> None:
         """See the base class; the kernels themselves are loaded with vLLM and checked at the first step."""
@@ -64,8 +66,11 @@ class CpuDevice(Device):
             return free
         return free if limit == "max" else min(free, int(limit) - int(used))
 
-    def cache_shape(self, layer: AttentionLayer, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. Within a block each head has all of its keys, then all of its values."""
+    def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """See the base class. Within a paged block each head has all of its keys, then all of its values."""
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            return in_place.cache_shape(group, num_blocks)
+        layer = group.layers[0]
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -82,8 +87,10 @@ class CpuDevice(Device):
             pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
-    def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:
+    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
         """See the base class."""
+        if isinstance(step, InPlaceInput):
+            return in_place.InPlacePlan.of(group, step)
         layer = group.layers[0]
         isa = _isa(layer.dtype, block_size, layer.head_size)
         schedule = _ops.get_scheduler_metadata(
@@ -108,6 +115,9 @@ class CpuDevice(Device):
         output: torch.Tensor,
     ) -> None:
         """See the base class."""
+        if isinstance(plan, in_place.InPlacePlan):
+            in_place.attend(shape, query, key, value, cache, plan, output)
+            return
         step: AttentionInput = plan.step
         keys, values = cache.chunk(2, dim=2)
         if shape.writes:

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices import gathered
-from worker_svc.devices.base import AttentionInput, AttentionShape, Device
-from worker_svc.geometry import AttentionLayer, KvGroup
+from worker_svc.devices import gathered, in_place
+from worker_svc.devices.base import AttentionShape, Device, InPlaceInput, StepInput
+from worker_svc.geometry import GroupKind, KvGroup
 
 
 class CudaDevice(Device):
@@ -19,6 +19,7 @@ class CudaDevice(Device):
     default_block_size: ClassVar[int] = 128
     default_chunk: ClassVar[int] = 512
     default_max_num_seqs: ClassVar[int] = 64
+    window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
 
     def check_available(self) -> None:
         """See the base class."""
@@ -35,12 +36,17 @@ class CudaDevice(Device):
         """See the base class."""
         return torch.cuda.mem_get_info()[0]
 
-    def cache_shape(self, layer: AttentionLayer, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class."""
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            return in_place.cache_shape(group, num_blocks)
+        layer = group.layers[0]
         return (num_blocks, 2, block_size, layer.num_kv_heads, layer.head_size)
 
-    def plan(self, group: KvGroup, block_size: int, step: AttentionInput) -> Any:  # noqa: ARG002 - the interface's
+    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
         """See the base class."""
+        if isinstance(step, InPlaceInput):
+            return in_place.InPlacePlan.of(group, step)
         return gathered.GatheredPlan.of(step)
 
     def attend(
@@ -54,4 +60,7 @@ class CudaDevice(Device):
         output: torch.Tensor,
     ) -> None:
         """See the base class."""
+        if isinstance(plan, in_place.InPlacePlan):
+            in_place.attend(shape, query, key, value, cache, plan, output)
+            return
         gathered.attend(shape, query, key, value, cache, plan, output)

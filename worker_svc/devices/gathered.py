@@ -37,13 +37,7 @@ def attend(
     plan: GatheredPlan,
     output: torch.Tensor,
 ) -> None:
-    """Like ``Device.attend``, with a cache of shape [blocks, 2, block_size, kv_heads, head_size].
-
-    Raises:
-        NotImplementedError: for capped scores.
-    """
-    if shape.softcap:
-        raise NotImplementedError("capped attention scores")
+    """Like ``Device.attend``, with a cache of shape [blocks, 2, block_size, kv_heads, head_size]."""
     step, block_size = plan.step, cache.shape[2]
     if shape.writes and key is not None and value is not None:
         blocks, offsets = step.slot_mapping // block_size, step.slot_mapping % block_size
@@ -55,11 +49,38 @@ def attend(
     mask = seen <= plan.positions[:, :, None]
     if shape.window:
         mask &= seen > plan.positions[:, :, None] - shape.window
+    # What no real token of a row sees may be another request's by now, and NaN times 0 is NaN.
+    unseen = ~(mask & (plan.positions < step.seq_lens[:, None])[:, :, None]).any(dim=1)
+    context = context.masked_fill(unseen[:, None, None, :, None], 0)
     rows, query_len = plan.positions.shape
     queries = query.view(rows, query_len, shape.num_heads, shape.head_size).transpose(1, 2)
-    attended = functional.scaled_dot_product_attention(
-        queries, context[:, 0], context[:, 1], attn_mask=mask[:, None],
-        scale=shape.scale, enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )  # fmt: skip
-    output.copy_(attended.transpose(1, 2).reshape(output.shape))
+    output.copy_(attention(shape, queries, context, mask).transpose(1, 2).reshape(output.shape))
     output[step.num_tokens :] = 0
+
+
+def attention(
+    shape: AttentionShape, query: torch.Tensor, context: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Attention over keys and values that lie side by side.
+
+    Args:
+        shape: the layer.
+        query: [rows, heads, query_len, head_size].
+        context: [rows, 2, kv_heads, context, head_size], keys and values.
+        mask: bool [rows, query_len, context], what each token sees.
+
+    Returns:
+        Like ``query``.
+    """
+    keys, values = context.unbind(1)
+    if not shape.softcap:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask[:, None],
+            scale=shape.scale, enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )  # fmt: skip
+    # Heads that share keys: [rows, kv_heads, groups, query_len, head_size].
+    grouped = query.unflatten(1, (shape.num_kv_heads, -1)).float()
+    scores = grouped @ keys[:, :, None].float().transpose(-1, -2) * shape.scale
+    scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    weights = scores.masked_fill(~mask[:, None, None], -torch.inf).softmax(dim=-1)
+    return (weights @ values[:, :, None].float()).flatten(1, 2).to(query.dtype)

@@ -7,6 +7,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
+from worker_svc.geometry import GroupKind
 
 
 class RblnDevice(Device):
@@ -18,6 +19,7 @@ class RblnDevice(Device):
     default_block_size: ClassVar[int] = 1024
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 1
+    window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
 
     def check_available(self) -> NoReturn:
         """See the base class."""

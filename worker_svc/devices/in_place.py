@@ -1,0 +1,93 @@
+"""Attention over a window that slides in place, in plain PyTorch of static shapes.
+
+What NPU kernels do with one block a request (``sliding_window_attention_naive`` of vllm-rbln), for devices without such kernels and
+as the reference for those with them: append the step's keys and values behind those in the block, attend, keep the last ``window``.
+Shapes depend on rows, tokens of a step and window, never on lengths; a row's result depends on nothing but that row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.devices import gathered
+from worker_svc.devices.base import AttentionShape, InPlaceInput
+from worker_svc.geometry import KvGroup
+
+
+@dataclass(frozen=True)
+class InPlacePlan:
+    """What the layers of a group share in one step.
+
+    Keys and values are laid out in a buffer of ``window`` places of the block, then the step's tokens, padding included.
+    """
+
+    blocks: torch.Tensor
+    """int64 [rows]: each row's block."""
+    cached: torch.Tensor
+    """bool [rows, window]: places of the block that hold tokens."""
+    mask: torch.Tensor
+    """bool [rows, query_len, window + query_len]: places that each token sees."""
+    real: torch.Tensor
+    """bool [rows, query_len]: tokens that are not padding."""
+    kept: torch.Tensor
+    """int64 [rows, window]: the place from which each place of the block is filled after the step."""
+
+    @classmethod
+    def of(cls, group: KvGroup, step: InPlaceInput) -> "InPlacePlan":
+        """Derives masks and places from a step's lengths, for a group whose window slides in place."""
+        window, query_len = group.window, step.query_len
+        before, after = step.cache_seq_len.long(), step.cache_offset.long()
+        place = torch.arange(window + query_len, device=before.device)
+        in_block = place < window
+        # Tokens are counted from the oldest one in the block.
+        token = torch.where(in_block, place, before + place - window)
+        filled = torch.where(in_block, place < before, token < after)
+        query = before + torch.arange(query_len, device=before.device)
+        seen = token[:, None, :] <= query[:, :, None]
+        seen &= token[:, None, :] > query[:, :, None] - window
+        # Padding sees itself: a softmax over nothing is NaN.
+        own = place == window + torch.arange(query_len, device=before.device)[:, None]
+        mask = (seen & filled[:, None, :]) | own
+        wanted = place[:window] + (after - window).clamp(min=0)
+        # While fewer tokens than a window are there nothing moves, and the places behind them stay empty.
+        kept = torch.where((wanted >= before) & (wanted < after), wanted - before + window, wanted)
+        return cls(step.block_table[:, 0].long(), filled[:, :window], mask, query < after, kept)
+
+
+def cache_shape(group: KvGroup, num_blocks: int) -> tuple[int, ...]:
+    """The shape of one layer's cache: [blocks, 2, kv_heads, window, head_size]."""
+    layer = group.layers[0]
+    return (num_blocks, 2, layer.num_kv_heads, group.window, layer.head_size)
+
+
+def attend(
+    shape: AttentionShape,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    cache: torch.Tensor,
+    plan: InPlacePlan,
+    output: torch.Tensor,
+) -> None:
+    """Like ``Device.attend``, with a cache of :func:`cache_shape`.
+
+    Raises:
+        NotImplementedError: for a layer that reads another's cache; ``group_layers`` refuses such models.
+    """
+    if not shape.writes or key is None or value is None:
+        raise NotImplementedError("a window that slides in place and that two layers share")
+    rows, query_len = plan.real.shape
+    fresh = torch.stack((key, value)).view(2, rows, query_len, shape.num_kv_heads, shape.head_size)
+    cached = cache[plan.blocks].masked_fill_(~plan.cached[:, None, None, :, None], 0)
+    # Shape: rows, 2, kv_heads, window + query_len, head_size.
+    context = torch.cat((cached, fresh.permute(1, 0, 3, 2, 4)), dim=3)
+    attended = gathered.attention(
+        shape,
+        query.view(rows, query_len, shape.num_heads, shape.head_size).transpose(1, 2),
+        context,
+        plan.mask,
+    )
+    attended = attended.transpose(1, 2).masked_fill(~plan.real[:, :, None, None], 0)
+    output.copy_(attended.reshape(output.shape))
+    kept = plan.kept[:, None, None, :, None].expand_as(cached)
+    cache[plan.blocks] = context.gather(3, kept)
