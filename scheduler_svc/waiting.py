@@ -1,30 +1,32 @@
 """Requests that wait for a slot, in the order in which they should get one."""
 
-import heapq
-import itertools
+from collections.abc import Iterator
 
+from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.request import Request
-
-# Stale heap entries that are not worth a rebuild.
-_SLACK = 64
 
 
 class WaitingQueue:
-    """A priority queue shared by all replicas: lowest ``priority`` first, then earliest arrival.
+    """The queue that all replicas share: who waits, how much there is to do, and by its policy whose turn it is.
 
-    A request that comes back (preempted, or its worker was lost) keeps its arrival and so its place. Removal is lazy: a removed request
-    stays in the heap until it reaches the top.
+    A request that comes back (preempted, or its worker was lost) keeps its arrival and so its place.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, Request]] = []
-        # Breaks ties between two entries of one request, of which one is stale.
-        self._entries = itertools.count()
+    def __init__(self, order: OrderPolicy | None = None) -> None:
+        """Starts empty; ``order`` is used by this queue alone."""
+        self._order: OrderPolicy = PriorityFairOrder() if order is None else order
         self._members: dict[str, Request] = {}
         self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._members.get(request.request_id) is request
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every member once, in no particular order; the queue must not change meanwhile."""
+        return iter(self._members.values())
 
     @property
     def num_tokens(self) -> int:
@@ -32,36 +34,30 @@ class WaitingQueue:
         return self._num_tokens
 
     def add(self, request: Request) -> None:
-        """Adds a request that is not in the queue."""
+        """Adds a request that is not in the queue. Its tokens must not change while it waits."""
         self._members[request.request_id] = request
         self._num_tokens += len(request.token_ids)
-        heapq.heappush(self._heap, (request.priority, request.arrival, next(self._entries), request))
+        self._order.add(request)
 
-    def peek(self) -> Request | None:
-        """The request whose turn it is. Does not modify the order."""
-        while self._heap:
-            request = self._heap[0][3]
-            if self._members.get(request.request_id) is request:
-                return request
-            heapq.heappop(self._heap)
-        return None
+    def peek(self, now: float = 0.0) -> Request | None:
+        """The request whose turn it is at ``now``, seconds on the clock of ``Request.arrival_s``; it stays in the queue."""
+        return self._order.head(now)
 
     def remove(self, request: Request) -> bool:
         """Takes a request out, wherever it is; False if it is not in the queue."""
-        if self._members.get(request.request_id) is not request:
+        if request not in self:
             return False
         del self._members[request.request_id]
         self._num_tokens -= len(request.token_ids)
-        # Removed requests must not pile up behind a head that does not move.
-        if len(self._heap) > 2 * len(self._members) + _SLACK:
-            self._heap = [entry for entry in self._heap if self._members.get(entry[3].request_id) is entry[3]]
-            heapq.heapify(self._heap)
+        self._order.remove(request)
         return True
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """A tenant was served tokens: those of a prompt at admission, one per running sequence with every decode step."""
+        self._order.charge(tenant, tokens)
 
     def drain(self) -> list[Request]:
         """Takes all requests out, in order."""
-        requests = sorted(self._members.values(), key=lambda request: (request.priority, request.arrival))
-        self._heap.clear()
         self._members.clear()
         self._num_tokens = 0
-        return requests
+        return self._order.drain()
