@@ -25,6 +25,7 @@ _CONFIG: Final = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "num_hidden_layers": 1,
+    "max_position_embeddings": 1 << 20,
     "vocab_size": VOCAB_SIZE,
     "eos_token_id": 2,
     "torch_dtype": "float32",
