@@ -15,6 +15,7 @@ _SERVICES = {
     "gateway": ("gateway.__main__", "gateway", "start the HTTP gateway alone"),
     "scheduler": ("scheduler_svc.__main__", "scheduler", "start the scheduler alone"),
     "worker": ("worker_svc.__main__", "worker", "start one worker alone"),
+    "plan": ("deploy.plan", "scheduler", "propose decode buckets that fit the traffic so far"),
     "models": ("deploy.models", "worker", "fetch one of the packaged demo models"),
 }
 _OURS = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}

@@ -17,7 +17,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for command in ("up", "gateway", "scheduler", "worker", "models", "version"):
+    for command in ("up", "gateway", "scheduler", "worker", "plan", "models", "version"):
         assert f"\n    {command}" in text
 
 
@@ -35,7 +35,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"triptych {version('triptych')}\n"
 
 
-@pytest.mark.parametrize("command", ["up", "gateway", "scheduler"])
+@pytest.mark.parametrize("command", ["up", "gateway", "scheduler", "plan"])
 def test_help_of_services_loads_no_torch(command: str) -> None:
     """Commands that run without a device import neither torch nor vLLM."""
     code = (
