@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from worker_svc.devices import DeviceName, open_device
-from worker_svc.geometry import Geometry, group_layers
+from worker_svc.geometry import Geometry, GroupKind, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
@@ -44,9 +44,10 @@ class Harness:
         block_size: int = 128,
         decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
         device_name: DeviceName = "cpu",
+        window_kind: GroupKind = GroupKind.PAGED_WINDOW,
     ) -> None:
         device = open_device(device_name)
-        self.groups = group_layers(model.description.layers)
+        self.groups = group_layers(model.description.layers, window_kind)
         sizes = Geometry(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
         blocks = 1 + max_num_seqs * sizes.table_width
         self.geometry = Geometry(
@@ -67,13 +68,17 @@ class Harness:
     def admit(
         self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY, computed: int = 0
     ) -> Admission:
-        """A request with blocks for the whole of ``max_model_len``; to be put into a plan."""
+        """A request with blocks for the whole of ``max_model_len``; to be put into a plan. Slots in place have a block of their number."""
         width = self.geometry.table_width
         ids = range(self._next_block, self._next_block + width)
         assert ids.stop <= self.geometry.num_blocks[0]
         self._next_block += width
         self.lengths[slot] = computed
-        return Admission(slot, token_ids, computed, sampling, {group.group_id: ids for group in self.groups})
+        blocks = {
+            group.group_id: (1 + slot,) if group.kind is GroupKind.IN_PLACE_WINDOW else ids
+            for group in self.groups
+        }
+        return Admission(slot, token_ids, computed, sampling, blocks)
 
     def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
         """Admits a request and runs all of its chunks; returns the first sampled token."""

@@ -1,4 +1,6 @@
-"""The CPU's compiled attention and the gathered attention in plain PyTorch agree."""
+"""The CPU's compiled attention and the gathered attention in plain PyTorch agree, and neither reads behind a window."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,3 +64,44 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
         gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), reference)
         torch.testing.assert_close(ours, reference, atol=tolerance, rtol=tolerance)
         assert not ours[step.num_tokens :].any()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(
+    "step", [prefill_step(100, 17, 64), decode_step([159, 100, 71])], ids=["prefill", "decode"]
+)
+def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionInput, softcap: float) -> None:
+    """Whether a table still names blocks that are others' by now or the null block, the result is the same to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    window = 40
+    layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, torch.float32)
+    group = KvGroup(0, (layer,))
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.125, window, softcap, writes=True)
+    tokens = step.slot_mapping.shape[0]
+    query = torch.randn((tokens, HEADS, SIZE), generator=generator)
+    key, value = (torch.randn((tokens, KV_HEADS, SIZE), generator=generator) for _ in range(2))
+    compiled = device.allocate(device.cache_shape(group, BLOCKS, BLOCK), torch.float32)
+    plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE))
+    for cache in (compiled, plain):
+        cache.normal_(generator=generator)
+    # The first query of each row is at the position of the tokens computed before the step.
+    counts = step.query_start[1:] - step.query_start[:-1]
+    seen_from = step.seq_lens - counts - window + 1
+    behind = (torch.arange(1, 1 + step.block_table.shape[1]) * BLOCK)[None] <= seen_from[:, None]
+    assert behind.any()
+    nulled = replace(step, block_table=step.block_table.masked_fill(behind, 0))
+    others = step.block_table[behind].long()
+
+    def run(table: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+        ours, reference = torch.empty_like(query), torch.empty_like(query)
+        device.attend(shape, query, key, value, compiled, device.plan(group, BLOCK, table), ours)
+        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(table), reference)
+        return ours, reference
+
+    before = run(step)
+    for cache in (compiled, plain):
+        cache[others] = 1000.0 * torch.randn(cache[others].shape, generator=generator)
+    for table in (step, nulled):
+        assert all(torch.equal(*pair) for pair in zip(before, run(table), strict=True))
+    plain[others] = torch.nan
+    assert torch.equal(before[1], run(step)[1])

@@ -9,6 +9,7 @@ import torch
 from tests.prompts import PROMPTS
 from tests.reference import Reference, open_reference
 from tests.worker_harness import Harness, load, tokens_of
+from worker_svc.geometry import GroupKind
 from worker_svc.models import fetch
 from worker_svc.plan import Sampling
 
@@ -119,6 +120,32 @@ def test_hybrid_model_equals_reference() -> None:
         harness.runner.cache.by_layer()[name][1 : 1 + behind] = torch.nan
     tokens = [harness.decode([0])[0].token_ids[0] for _ in range(8)]
     assert tokens == results[-1][1:9]
+
+
+def test_windows_in_place_give_the_tokens_of_paged_ones() -> None:
+    """Gemma 3 in float32, past twice its window of 512, alone and beside a short prompt, which stays within it."""
+    folder = fetch("gemma3-270m")
+    long = open_reference(folder, torch.float32).encode(PROMPTS[19])
+    prompts = [[*long, *long[1:]], long[:40]]
+    assert len(prompts[0]) > 1000
+
+    def open_harness(kind: GroupKind) -> Harness:
+        harness = Harness(
+            load(folder, "float32"), max_model_len=2048, max_num_seqs=4, block_size=512,
+            decode_buckets=(1, 2, 4), window_kind=kind,
+        )  # fmt: skip
+        assert [group.kind for group in harness.groups] == [GroupKind.FULL, kind]
+        return harness
+
+    paged = open_harness(GroupKind.PAGED_WINDOW).generate(prompts, 16)
+    harness = open_harness(GroupKind.IN_PLACE_WINDOW)
+    in_place = [tokens_of(outputs) for outputs in harness.generate(prompts, 16)]
+    assert in_place == [tokens_of(outputs) for outputs in paged]
+    # Poison beyond a request's own block, and in its own one before it gets it, changes nothing.
+    for name, cache in harness.runner.cache.by_layer().items():
+        if name in {layer.name for layer in harness.groups[1].layers}:
+            cache.fill_(torch.nan)
+    assert tokens_of(harness.generate(prompts[1:], 16)[0]) == in_place[1]
 
 
 def _mismatches(
