@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.request import Request
 
 
@@ -12,9 +12,9 @@ class WaitingQueue:
     A request that comes back (preempted, or its worker was lost) keeps its arrival and so its place.
     """
 
-    def __init__(self, order: OrderPolicy | None = None) -> None:
+    def __init__(self, order: OrderPolicy) -> None:
         """Starts empty; ``order`` is used by this queue alone."""
-        self._order: OrderPolicy = PriorityFairOrder() if order is None else order
+        self._order = order
         self._members: dict[str, Request] = {}
         self._num_tokens = 0
 
@@ -39,7 +39,7 @@ class WaitingQueue:
         self._num_tokens += len(request.token_ids)
         self._order.add(request)
 
-    def peek(self, now: float = 0.0) -> Request | None:
+    def peek(self, now: float) -> Request | None:
         """The request whose turn it is at ``now``, seconds on the clock of ``Request.arrival_s``; it stays in the queue."""
         return self._order.head(now)
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.request import Event, Request
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.waiting import WaitingQueue
@@ -35,7 +35,7 @@ def waiting_request(
 
 def queue_of(*requests: Request, order: OrderPolicy | None = None) -> WaitingQueue:
     """A queue that these requests were added to, in that order."""
-    queue = WaitingQueue(order)
+    queue = WaitingQueue(order or PriorityFairOrder())
     for request in requests:
         queue.add(request)
     return queue

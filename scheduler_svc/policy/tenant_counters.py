@@ -72,7 +72,7 @@ class TenantCounters:
         self._keep(tenant, counter)
 
     def deactivate_all(self) -> None:
-        """Nothing waits any more, and nobody was last: who comes back has what it had."""
+        """Nothing waits any more, and nobody was last: tenants that come back, the least served first, have what they had."""
         self._raise_floor()
         for tenant, counter in self._active.items():
             self._keep(tenant, counter)

@@ -121,16 +121,26 @@ def test_idling_earns_no_credit() -> None:
 
 
 def test_a_drained_queue_keeps_what_tenants_were_served() -> None:
-    """Taking all out and putting them back, in whatever order, changes nobody's turn."""
-    requests = [waiting_request(tenant=tenant) for tenant in "abc"]
-    queue = queue_of(*requests)
-    for tenant, tokens in (("a", 30), ("b", 20), ("c", 10)):
+    """Taking all out and putting them back in that order changes nobody's turn."""
+    a, b, c = (waiting_request(tenant=tenant) for tenant in "abc")
+    queue = queue_of(a, b, c)
+    for tenant, tokens in (("a", 20), ("b", 10), ("c", 30)):
         queue.charge(tenant, tokens)
-    drained = queue.drain()
-    assert drained == requests[::-1]
-    for request in drained:
+    assert queue.drain() == [b, a, c]
+    for request in (b, a, c):
         queue.add(request)
-    assert take_all(queue) == drained
+    assert take_all(queue) == [b, a, c]
+
+
+def test_who_runs_while_nobody_waits_is_not_behind_for_it() -> None:
+    """What a tenant is served while no other wants anything is not held against it when one comes."""
+    counters = TenantCounters({})
+    counters.activate("alone")
+    counters.deactivate("alone")
+    counters.charge("alone", 100)
+    counters.activate("new")
+    counters.activate("alone")
+    assert counters["new"] == counters["alone"] == 100
 
 
 def test_waiting_is_worth_a_level_per_ageing() -> None:
