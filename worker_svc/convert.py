@@ -157,8 +157,12 @@ def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
     )
 
 
-def result_to_proto(step: int, outputs: Sequence[Output], execute_us: int) -> worker_pb2.StepResult:
-    """A step that went well."""
+def result_to_proto(plan: Plan, outputs: Sequence[Output], execute_us: int) -> worker_pb2.StepResult:
+    """A step that went well; in the compact form if one token for each slot of the plan's work is all there is to say."""
+    step = plan.step
+    if _is_compact(plan, outputs):
+        tokens = [output.token_ids[0] for output in outputs]
+        return worker_pb2.StepResult(step=step, last=True, token_ids=tokens, execute_us=execute_us)
     return worker_pb2.StepResult(
         step=step,
         last=True,
@@ -178,6 +182,16 @@ def result_to_proto(step: int, outputs: Sequence[Output], execute_us: int) -> wo
 def failure_to_proto(step: int, error: TriptychError, execute_us: int) -> worker_pb2.StepResult:
     """A step that failed as a whole."""
     return worker_pb2.StepResult(step=step, last=True, error=error.to_proto(), execute_us=execute_us)
+
+
+def _is_compact(plan: Plan, outputs: Sequence[Output]) -> bool:
+    if plan.work is None:
+        return False
+    slots = (plan.work.slot,) if isinstance(plan.work, PrefillWork) else plan.work.slots
+    return len(outputs) == len(slots) and all(
+        output.slot == slot and len(output.token_ids) == 1 and not output.logprobs and output.error is None
+        for slot, output in zip(slots, outputs, strict=True)
+    )
 
 
 def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:

@@ -135,7 +135,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """One step, on the model's thread."""
         started = time.perf_counter()
         try:
-            outputs = self._worker.execute(convert.plan_from_proto(message))
+            plan = convert.plan_from_proto(message)
+            outputs = self._worker.execute(plan)
         except Exception as error:  # noqa: BLE001 - a fault of one step is that step's answer
             elapsed_us = _elapsed_us(started)
             self._log.exception("step_failed", step=message.step)
@@ -145,7 +146,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 else Internal(f"the step failed: {_one_line(error)}")
             )
             return convert.failure_to_proto(message.step, known, elapsed_us)
-        return convert.result_to_proto(message.step, outputs, _elapsed_us(started))
+        return convert.result_to_proto(plan, outputs, _elapsed_us(started))
 
 
 def _elapsed_us(started: float) -> int:

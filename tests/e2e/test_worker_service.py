@@ -106,6 +106,11 @@ async def run(steps: Steps, **fields: object) -> worker_pb2.StepResult:
     await steps.write(worker_pb2.StepPlan(**fields))  # type: ignore[arg-type]
     result = await steps.read()
     assert isinstance(result, worker_pb2.StepResult)
+    if result.token_ids:  # the compact form leaves the slots to who sent the plan
+        work = worker_pb2.StepPlan(**fields)  # type: ignore[arg-type]
+        slots = work.decode.slots or [work.prefill.slot]
+        for slot, token in zip(slots, result.token_ids, strict=True):
+            result.outputs.add(slot=slot, token_ids=[token])
     return result
 
 

@@ -1,5 +1,7 @@
 """Between the wire and the worker's own types."""
 
+import pytest
+
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, worker_pb2
 from worker_svc import convert
@@ -69,7 +71,7 @@ def test_prefill_and_no_work() -> None:
 def test_results_carry_tokens_and_logprobs() -> None:
     """Outputs keep their order and what was asked for."""
     outputs = [Output(4, (9,), (Logprobs(-0.5, 2, (8, 9), (-0.25, -0.5)),)), Output(1, (3,))]
-    message = convert.result_to_proto(11, outputs, 1234)
+    message = convert.result_to_proto(Plan(11, work=DecodeWork((4, 1), (0, 0), 2)), outputs, 1234)
     assert (message.step, message.last, message.execute_us) == (11, True, 1234)
     assert [(output.slot, list(output.token_ids)) for output in message.outputs] == [(4, [9]), (1, [3])]
     (report,) = message.outputs[0].logprobs
@@ -79,10 +81,45 @@ def test_results_carry_tokens_and_logprobs() -> None:
     assert not message.HasField("error")
 
 
+@pytest.mark.parametrize(
+    ("work", "outputs"),
+    [
+        (DecodeWork((4, 1), (0, 0), 2), [Output(4, (9,)), Output(1, (3,))]),
+        (PrefillWork(4, 0, 8, sample=True), [Output(4, (9,))]),
+    ],
+)
+def test_the_common_result_is_token_ids_alone(work: PrefillWork | DecodeWork, outputs: list[Output]) -> None:
+    """One token for each slot of the work, in its order."""
+    message = convert.result_to_proto(Plan(11, work=work), outputs, 1234)
+    assert (message.step, message.last, message.execute_us) == (11, True, 1234)
+    assert list(message.token_ids) == [output.token_ids[0] for output in outputs]
+    assert not message.outputs
+
+
+@pytest.mark.parametrize(
+    ("work", "outputs"),
+    [
+        (DecodeWork((4, 1), (0, 0), 2), [Output(1, (3,))]),
+        (DecodeWork((4, 1), (0, 0), 2), [Output(1, (3,)), Output(4, (9,))]),
+        (DecodeWork((4,), (0,), 2), [Output(4, (9, 8))]),
+        (DecodeWork((4,), (0,), 2), [Output(4, (), error=Internal("broken"))]),
+        (DecodeWork((4,), (0,), 2), [Output(4, (9,), (Logprobs(-0.5, 2),))]),
+        (PrefillWork(4, 0, 8, sample=False), []),
+        (PrefillWork(4, 0, 8, sample=False), [Output(1, (), error=Internal("broken"))]),
+        (None, []),
+    ],
+)
+def test_anything_else_is_said_in_full(work: PrefillWork | DecodeWork | None, outputs: list[Output]) -> None:
+    """A slot that is missing, failed, or has more to say needs its own message."""
+    message = convert.result_to_proto(Plan(11, work=work), outputs, 1)
+    assert not message.token_ids
+    assert [output.slot for output in message.outputs] == [output.slot for output in outputs]
+
+
 def test_a_slot_can_fail_alone() -> None:
     """Its error stands beside the others' tokens."""
     outputs = [Output(2, (), error=Internal("does not fit")), Output(1, (3,))]
-    message = convert.result_to_proto(5, outputs, 1)
+    message = convert.result_to_proto(Plan(5, work=DecodeWork((2, 1), (0, 0), 2)), outputs, 1)
     assert [output.HasField("error") for output in message.outputs] == [True, False]
     error = message.outputs[0].error
     assert (error.code, error.message) == (common_pb2.ERROR_CODE_INTERNAL, "does not fit")
