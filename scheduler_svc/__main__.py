@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import sys
-import time
 
 import grpc.aio
 
@@ -12,8 +11,7 @@ from protos.logs import configure, get_logger
 from protos.server import Server
 from protos.settings import load
 from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
-from scheduler_svc.deployment import Deployment
-from scheduler_svc.engine import Engine
+from scheduler_svc.deployment import Deployment, make_engine
 from scheduler_svc.registry import RegistryServicer
 from scheduler_svc.servicer import InferenceServicer
 from scheduler_svc.settings import Settings
@@ -29,11 +27,7 @@ async def serve(settings: Settings) -> None:
         ConfigurationRefused: if the address cannot be bound.
     """
     log = get_logger()
-    engine = Engine(
-        max_waiting=settings.max_waiting_requests,
-        max_waiting_tokens=settings.max_waiting_tokens,
-        clock=time.monotonic,
-    )
+    engine = make_engine(settings)
     deployment = Deployment(settings, engine)
     inference = InferenceServicer(engine, deployment)
     registry = RegistryServicer(deployment, step_timeout_s=settings.step_timeout_s)
@@ -60,12 +54,13 @@ async def serve(settings: Settings) -> None:
 
     follower = asyncio.create_task(follow())
     await stop.wait()
-    log.info("draining", running=engine.num_running, waiting=len(engine.waiting))
+    log.info("draining", running=engine.num_running, waiting=engine.num_waiting)
     follower.cancel()
     inference.drain()
     await server.set_serving(False)
     await engine.drained(settings.drain_s)
     await server.stop(grace_s=0.5)
+    deployment.histogram.save()
     log.info("stopped")
 
 

@@ -1,18 +1,18 @@
 """Blocks of one KV group: who uses which, which may be reused, and which still hold a known prefix.
 
-A block is *free* when nobody refers to it. A free block that holds a cached prefix keeps its content and can be revived by
-:meth:`BlockPool.touch` until it is handed out again; the least recently freed block is handed out first. The design follows
-the block pool of vLLM's ``v1/core/block_pool.py``; the free list is intrusive so that reviving a block in its middle is O(1).
+A block is *free* when nobody refers to it. A free block that holds cached content keeps it and can be revived by
+:meth:`BlockPool.touch` until it is handed out again. The design follows the block pool of vLLM's ``v1/core/block_pool.py``; beyond it, a
+block may carry the identities of several prefixes that end inside it, and what is handed out first depends on what the content is worth.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BlockKey = bytes
-"""Identity of a block's content: the chained hash of all tokens up to its end (see ``prefix_cache``)."""
+"""Identity of a prefix: the chained hash of all tokens up to its end (see ``prefix_cache``)."""
 
 NULL_BLOCK_ID = 0
-"""Never allocated; padded rows of a static graph read and write it."""
+"""Never allocated; padded rows of a static graph read and write it, and it stands in tables for blocks that nobody reads any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,46 +21,53 @@ class Block:
 
     Attributes:
         block_id: index into the worker's KV tensors.
-        ref_count: requests that have the block in their table.
-        key: content if the block is in the prefix index, else None.
+        ref_count: how many tables, copies under way and pins need the block.
+        keys: the prefixes that end in this block and whose part in it was written, shortest first; empty for unknown content.
+        cheap: whether the content goes before other cached content when blocks are needed.
         previous, following: neighbours in the free list; both None while the block is in use.
     """
 
     block_id: int
     ref_count: int = 0
-    key: BlockKey | None = None
+    keys: list[BlockKey] = field(default_factory=list)
+    cheap: bool = False
     previous: "Block | None" = None
     following: "Block | None" = None
 
 
 class FreeQueue:
-    """Doubly linked list through the blocks themselves, least recently freed first.
+    """Doubly linked list through the blocks themselves, in the order in which they are handed out.
 
-    A deque cannot remove from its middle in O(1), and a dict allocates; this list allocates nothing after construction.
-    The two sentinels spare every operation its special cases.
+    ::
+
+        head ─ blocks without content ─ cheap content, oldest first ─ border ─ other content, least recently freed first ─ tail
+
+    A deque cannot remove from its middle in O(1), and a dict allocates; this list allocates nothing after construction. The three
+    sentinels spare every operation its special cases.
     """
 
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._head = Block(-1)
-        self._tail = Block(-1)
-        self._head.following = self._tail
-        self._tail.previous = self._head
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._head, self._border, self._tail = Block(-1), Block(-1), Block(-1)
+        self._head.following, self._border.following = self._border, self._tail
+        self._tail.previous, self._border.previous = self._border, self._head
         self._length = 0
-        for block in blocks:
-            self.append(block)
 
     def __len__(self) -> int:
         return self._length
 
-    def append(self, block: Block) -> None:
-        """Adds a block as the most recently freed one. The block must not be in the list."""
-        last = self._tail.previous
-        assert last is not None
-        last.following = block
-        block.previous = last
-        block.following = self._tail
-        self._tail.previous = block
-        self._length += 1
+    @property
+    def has_spare(self) -> bool:
+        """Whether the next block out is one without content or with cheap content."""
+        return self._head.following is not self._border
+
+    def add(self, block: Block) -> None:
+        """Adds a block where its content puts it. The block must not be in the list."""
+        if not block.keys:
+            assert self._head.following is not None
+            self._insert(block, before=self._head.following)
+        else:
+            self._insert(block, before=self._border if block.cheap else self._tail)
 
     def remove(self, block: Block) -> None:
         """Takes a block out from wherever it is. The block must be in the list."""
@@ -73,19 +80,29 @@ class FreeQueue:
         self._length -= 1
 
     def popleft(self) -> Block:
-        """Takes out the least recently freed block. The list must not be empty."""
+        """Takes out the block that is worth least. The list must not be empty."""
         block = self._head.following
+        if block is self._border:
+            block = self._border.following
         assert block is not None
         assert block is not self._tail
         self.remove(block)
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Walks in eviction order; the list must not change meanwhile."""
+        """Walks in the order in which blocks would be handed out; the list must not change meanwhile."""
         block = self._head.following
         while block is not None and block is not self._tail:
-            yield block
+            if block is not self._border:
+                yield block
             block = block.following
+
+    def _insert(self, block: Block, *, before: Block) -> None:
+        last = before.previous
+        assert last is not None
+        last.following = before.previous = block
+        block.previous, block.following = last, before
+        self._length += 1
 
 
 class BlockPool:
@@ -95,13 +112,16 @@ class BlockPool:
 
     1. Block 0 is the null block: never free, never allocated, never indexed.
     2. A block is in the free list if and only if its ``ref_count`` is 0.
-    3. ``index[key] is block`` if and only if ``block.key == key``; at most one block per key.
+    3. ``key in block.keys`` if and only if the block is ``index[key]`` or one of that block's twins; a block has a key once.
 
     Kept by the caller:
 
     4. Every block obtained from :meth:`allocate` or :meth:`touch` is given back to :meth:`free` exactly once.
-    5. A block is written only while its ``ref_count`` is 1 and it has no key, that is, before it was indexed.
-    6. :meth:`index_block` is called only after the block's content was written.
+    5. What lies in a block under one of its keys is not written again before :meth:`allocate` hands the block out anew.
+    6. :meth:`index_block` is called only after the content was written, with the keys of a block in the order of their prefixes.
+
+    Attributes:
+        num_evicted: blocks whose cached content was given up so far.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[BlockKey], None] | None = None) -> None:
@@ -109,7 +129,7 @@ class BlockPool:
 
         Args:
             num_blocks: including the null block; at least 2.
-            on_evict: called with the key of every block that leaves the index.
+            on_evict: called with every key that can no longer be found.
 
         Raises:
             ValueError: if there would be no block to allocate.
@@ -119,11 +139,16 @@ class BlockPool:
                 f"a pool needs at least 2 blocks (the null block and one to allocate), not {num_blocks}"
             )
         self._blocks = [Block(i) for i in range(num_blocks)]
-        self._null = self._blocks[NULL_BLOCK_ID]
-        self._null.ref_count = 1
-        self._free = FreeQueue(self._blocks[1:])
+        self.null = self._blocks[NULL_BLOCK_ID]
+        self.null.ref_count = 1
+        self._free = FreeQueue()
+        for block in reversed(self._blocks[1:]):
+            self._free.add(block)
         self._index: dict[BlockKey, Block] = {}
+        # Further blocks with the same content: two requests computed it at once. Rare, and kept so that a prefix outlives its first block.
+        self._twins: dict[BlockKey, list[Block]] = {}
         self._on_evict = on_evict
+        self.num_evicted = 0
 
     @property
     def num_blocks(self) -> int:
@@ -137,7 +162,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks in the prefix index, used or free."""
+        """Prefixes in the index; each ends in a used or a free block."""
         return len(self._index)
 
     @property
@@ -145,8 +170,13 @@ class BlockPool:
         """Share of blocks in use, 0 to 1."""
         return 1 - len(self._free) / self.num_blocks
 
+    @property
+    def keys(self) -> Iterable[BlockKey]:
+        """Every key that can be found now."""
+        return self._index.keys()
+
     def allocate(self, count: int) -> list[Block] | None:
-        """Hands out ``count`` blocks, oldest free ones first, each with one reference; their old content is forgotten.
+        """Hands out ``count`` blocks, each with one reference; their old content is forgotten.
 
         Returns:
             The blocks, or None (and nothing changes) if fewer are free.
@@ -156,19 +186,28 @@ class BlockPool:
         blocks = [self._free.popleft() for _ in range(count)]
         for block in blocks:
             block.ref_count = 1
-            self._forget(block)
+            if block.keys:
+                self.num_evicted += 1
+                self._forget(block)
         return blocks
 
+    def allocate_spare(self) -> Block | None:
+        """Hands out one block if that costs nothing but cheap content; else None."""
+        if not self._free.has_spare:
+            return None
+        return (self.allocate(1) or [])[0]
+
     def lookup(self, key: BlockKey) -> Block | None:
-        """The block with that content, if any. Does not modify the pool; :meth:`touch` it before anything else is allocated."""
+        """A block with that content, if any. Does not modify the pool; :meth:`touch` it before anything else is allocated."""
         return self._index.get(key)
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Adds a reference to each of these cached blocks, so that they cannot be handed out."""
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Adds a reference to each of these blocks, so that they cannot be handed out. What is used is worth keeping."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            block.cheap = False
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Drops one reference of each block; those without references become free, in the given order.
@@ -179,28 +218,45 @@ class BlockPool:
             ValueError: if a block has no reference to drop.
         """
         for block in blocks:
-            if block.ref_count == 0 or block is self._null:
+            if block.ref_count == 0 or block is self.null:
                 raise ValueError(f"block {block.block_id} is freed more often than it was taken")
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._free.append(block)
+                self._free.add(block)
 
-    def index_block(self, block: Block, key: BlockKey) -> bool:
-        """Makes a written block findable by its content.
+    def index_block(self, block: Block, keys: Sequence[BlockKey], *, cheap: bool = False) -> list[BlockKey]:
+        """Makes written content of a block in use findable under more keys.
+
+        Args:
+            block: in use, so that it is in no place that depends on what it holds.
+            keys: prefixes that end in the block, longer than those it has already, shortest first.
+            cheap: whether the content may go before other content.
 
         Returns:
-            False if another block has that content already: the first one stays, so that tables never change under a request.
+            Those keys that nobody had before.
         """
-        if block.key is not None or key in self._index:
-            return block.key == key
-        block.key = key
-        self._index[key] = block
-        return True
+        new = []
+        for key in keys:
+            first = self._index.setdefault(key, block)
+            if first is block:
+                new.append(key)
+            else:
+                self._twins.setdefault(key, []).append(block)
+            block.keys.append(key)
+        block.cheap = cheap
+        return new
 
     def reset_index(self) -> None:
         """Forgets all cached content. Blocks in use stay in use."""
-        for block in list(self._index.values()):
+        for block in self._blocks:
+            if not block.keys:
+                continue
+            free = block.ref_count == 0
+            if free:
+                self._free.remove(block)
             self._forget(block)
+            if free:
+                self._free.add(block)
 
     def check_integrity(self) -> None:
         """Verifies the invariants of the class.
@@ -211,22 +267,42 @@ class BlockPool:
         free = {block.block_id for block in self._free}
         if len(free) != len(self._free):
             raise RuntimeError("the free list's length does not match its members")
-        if NULL_BLOCK_ID in free or self._null.ref_count != 1 or self._null.key is not None:
+        if NULL_BLOCK_ID in free or self.null.ref_count != 1 or self.null.keys:
             raise RuntimeError("the null block was allocated, freed or indexed")
+        holders: dict[BlockKey, set[int]] = {}
         for block in self._blocks:
             if (block.ref_count == 0) != (block.block_id in free):
                 raise RuntimeError(
                     f"block {block.block_id}: {block.ref_count} references, free: {block.block_id in free}"
                 )
-            if block.key is not None and self._index.get(block.key) is not block:
-                raise RuntimeError(f"block {block.block_id} has a key that the index does not know")
-        if any(block.key != key for key, block in self._index.items()):
-            raise RuntimeError("the index has a key that its block does not have")
+            if len(set(block.keys)) != len(block.keys):
+                raise RuntimeError(f"block {block.block_id} has a key twice")
+            for key in block.keys:
+                holders.setdefault(key, set()).add(block.block_id)
+        for key, twins in self._twins.items():
+            if not twins or key not in self._index:
+                raise RuntimeError("a key has twins and no first block")
+        found = {
+            key: {block.block_id, *(twin.block_id for twin in self._twins.get(key, ()))}
+            for key, block in self._index.items()
+        }
+        if found != holders:
+            raise RuntimeError("the index and the blocks' keys do not match")
 
     def _forget(self, block: Block) -> None:
-        if block.key is None:
-            return
-        del self._index[block.key]
-        if self._on_evict is not None:
-            self._on_evict(block.key)
-        block.key = None
+        for key in block.keys:
+            twins = self._twins.get(key)
+            if twins is None:
+                del self._index[key]
+                if self._on_evict is not None:
+                    self._on_evict(key)
+                continue
+            if self._index[key] is block:
+                self._index[key] = twins.pop()
+            else:
+                twins.remove(block)
+            if not twins:
+                del self._twins[key]
+        # Keys end with the list: nobody else holds it.
+        block.keys.clear()
+        block.cheap = False

@@ -4,15 +4,17 @@ import math
 import secrets
 from collections.abc import Sequence
 
-from protos.errors import InvalidArgument, NotFound, Unsupported, from_proto
+from protos.errors import ConfigurationRefused, InvalidArgument, NotFound, Unsupported, from_proto
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc.engine import Submission
-from scheduler_svc.geometry import DeviceLimits, Geometry
+from scheduler_svc.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
+from scheduler_svc.kv_events import Batch, KvEvent, Removed, Stored
 from scheduler_svc.plan import Admission, BlockCopy, Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.request import Event, FinishReason, Logprobs
 from scheduler_svc.sampling import SamplingParams
 
 MAX_REQUEST_ID_BYTES = 128
+MAX_NAME_BYTES = 256
 
 # Dividing logits by less overflows float32; vLLM draws the same line.
 _GREEDY_BELOW = 1e-5
@@ -47,10 +49,8 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         raise Unsupported(f"n must be 1, not {request.n}: send one request per sequence", param="n")
     if request.lora_name:
         raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
-    if request.tenant:
-        raise Unsupported(
-            "fairness between tenants is not served by this release; leave tenant out", param="tenant"
-        )
+    if len(request.tenant.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"tenant is longer than {MAX_NAME_BYTES} bytes", param="tenant")
     sampling = request.sampling
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     if max_tokens == 0:
@@ -62,6 +62,7 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         max_tokens=max_tokens,
         resumed_token_ids=tuple(request.resumed_token_ids),
         priority=request.priority,
+        tenant=request.tenant,
         cache_salt=request.cache_salt,
         sampling_fields=_set_fields(sampling),
     )
@@ -111,8 +112,10 @@ def _set_fields(sampling: common_pb2.SamplingParams) -> frozenset[str]:
     return frozenset(fields)
 
 
-def event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
-    """One event for a client."""
+def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEvent:
+    """One event for a client; a pair is a request's id and one token."""
+    if isinstance(event, tuple):
+        return inference_pb2.GenerateEvent(request_id=event[0], token_ids=(event[1],))
     message = inference_pb2.GenerateEvent(
         request_id=event.request_id,
         token_ids=event.token_ids,
@@ -147,7 +150,34 @@ def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
     )
 
 
-def configure_to_proto(geometry: Geometry, num_blocks: Sequence[int]) -> worker_pb2.ConfigureRequest:
+_GROUP_KINDS = {
+    common_pb2.KV_GROUP_KIND_FULL: GroupKind.FULL,
+    common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW: GroupKind.IN_PLACE_WINDOW,
+    common_pb2.KV_GROUP_KIND_PAGED_WINDOW: GroupKind.PAGED_WINDOW,
+}
+
+
+def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup, ...]:
+    """How a model's layers use KV memory, by group id.
+
+    Raises:
+        ConfigurationRefused: for a kind that this scheduler does not know, or ids that are not 0, 1, 2, ...
+    """
+    groups = []
+    for position, group in enumerate(description.kv_groups):
+        kind = _GROUP_KINDS.get(group.kind)
+        if kind is None or group.group_id != position:
+            raise ConfigurationRefused(
+                f"{description.model.source} describes KV group {group.group_id} of kind {group.kind} at place {position}, "
+                "which this scheduler does not know; run the same release on both"
+            )
+        groups.append(KvGroup(kind, group.window))
+    return tuple(groups)
+
+
+def configure_to_proto(
+    geometry: Geometry, num_blocks: Sequence[int], windows_kept_per_slot: int
+) -> worker_pb2.ConfigureRequest:
     """A geometry for a worker; ``num_blocks`` per group, or empty for as many as its memory allows."""
     return worker_pb2.ConfigureRequest(
         max_model_len=geometry.max_model_len,
@@ -156,6 +186,7 @@ def configure_to_proto(geometry: Geometry, num_blocks: Sequence[int]) -> worker_
         block_size=geometry.block_size,
         decode_buckets=geometry.buckets,
         num_blocks=num_blocks,
+        windows_kept_per_slot=windows_kept_per_slot,
     )
 
 
@@ -226,6 +257,7 @@ def result_from_proto(result: worker_pb2.StepResult) -> StepResult:
     """A worker's answer."""
     return StepResult(
         step=result.step,
+        token_ids=result.token_ids,
         outputs=tuple(_output_from_proto(output) for output in result.outputs),
         error=from_proto(result.error) if result.HasField("error") else None,
     )
@@ -243,3 +275,30 @@ def _output_from_proto(output: worker_pb2.SlotOutput) -> SlotOutput:
         ),
         error=from_proto(output.error) if output.HasField("error") else None,
     )
+
+
+def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> inference_pb2.KvEventBatch:
+    """Changes of one replica's prefix cache for a watcher."""
+    return inference_pb2.KvEventBatch(
+        sequence=batch.sequence,
+        replica_id=replica_id,
+        events=[_kv_event_to_proto(event, granule) for event in batch.events],
+        snapshot=batch.snapshot,
+    )
+
+
+def _kv_event_to_proto(event: KvEvent, granule: int) -> inference_pb2.KvEvent:
+    match event:
+        case Stored(group_id, keys, parent, token_ids):
+            stored = inference_pb2.KvStored(
+                group_id=group_id,
+                hashes=keys,
+                parent_hash=parent or b"",
+                token_ids=token_ids,
+                tokens_per_hash=granule,
+            )
+            return inference_pb2.KvEvent(stored=stored)
+        case Removed(group_id, keys):
+            return inference_pb2.KvEvent(removed=inference_pb2.KvRemoved(group_id=group_id, hashes=keys))
+        case _:
+            return inference_pb2.KvEvent(cleared=inference_pb2.KvCleared())

@@ -6,18 +6,33 @@ from collections.abc import Callable
 
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.logs import get_logger
-from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from protos.triptych.v1 import inference_pb2, worker_pb2
+from scheduler_svc.batch_histogram import BatchHistogram, histogram_path
 from scheduler_svc.buckets import decode_buckets
+from scheduler_svc.convert import groups_from_proto
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel
 from scheduler_svc.geometry import Geometry
-from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.kv_cache import CacheOptions, KvCache
 from scheduler_svc.model_files import ServedFiles, describe_served
 from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
+from scheduler_svc.policy.windows import KeepEnds, KeepJunctions
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.settings import Settings
 
-# Kinds of KV group that the managers of this release serve.
-_SERVED_KINDS = frozenset({common_pb2.KV_GROUP_KIND_FULL, common_pb2.KV_GROUP_KIND_PAGED_WINDOW})
+_KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
+
+
+def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Engine:
+    """The engine that the settings describe."""
+    order = ArrivalOrder() if settings.order == "arrival" else None
+    return Engine(
+        max_waiting=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        clock=clock,
+        order=order or PriorityFairOrder(settings.ageing_s, settings.tenant_weights),
+        max_pinned_share=settings.max_pinned_share,
+    )
 
 
 class Deployment:
@@ -25,6 +40,8 @@ class Deployment:
 
     Attributes:
         served: the model and its files, once the first replica is ready.
+        granule: tokens under one prefix key, once the first replica is ready.
+        histogram: how large the decode batches of all replicas were.
         starting: replicas that are not ready yet, with the last thing heard about their start.
     """
 
@@ -37,7 +54,10 @@ class Deployment:
         self._clock = clock
         self._log = get_logger()
         self._give_up: asyncio.TimerHandle | None = None
+        path = histogram_path(settings.state_dir) if settings.state_dir else None
+        self.histogram = BatchHistogram(path, settings.batchsize_log_interval_s, clock, self._log)
         self.served: ServedFiles | None = None
+        self.granule = 0
         self.starting: dict[str, str] = {}
         self._listeners: list[Callable[[bool], None]] = []
 
@@ -45,6 +65,11 @@ class Deployment:
     def num_blocks(self) -> tuple[int, ...]:
         """Blocks per group asked of workers; empty: as many as their memory allows."""
         return (self._settings.num_blocks,) if self._settings.num_blocks else ()
+
+    @property
+    def windows_kept_per_slot(self) -> int:
+        """Room for windows that a worker is asked to make beside those in use."""
+        return self._settings.windows_kept_per_slot if self._settings.enable_prefix_caching else 0
 
     def on_serving(self, listener: Callable[[bool], None]) -> None:
         """Calls ``listener`` with whether any replica is ready, on every change."""
@@ -54,14 +79,8 @@ class Deployment:
         """The static shapes for a worker: the settings, and its own defaults where they say nothing.
 
         Raises:
-            ConfigurationRefused: if the settings contradict one another on this device or the model uses a kind of KV group that is not served.
+            ConfigurationRefused: if the settings contradict one another on this device.
         """
-        for group in description.kv_groups:
-            if group.kind not in _SERVED_KINDS:
-                kind = common_pb2.KvGroupKind.Name(group.kind)
-                raise ConfigurationRefused(
-                    f"{description.model.source} has KV groups of kind {kind}, which this release does not serve"
-                )
         settings = self._settings
         max_num_seqs = settings.max_num_seqs or description.default_max_num_seqs
         chunk = settings.max_num_batched_tokens or description.default_chunk
@@ -100,12 +119,24 @@ class Deployment:
             max_model_len=geometry.max_model_len,
         )
         self._check_same_model(served, replica_id)
+        settings = self._settings
+        options = CacheOptions(
+            prefix_caching=settings.enable_prefix_caching,
+            sub_block=settings.sub_block_cache,
+            cache_generated=settings.cache_generated_tokens,
+        )
         kv = KvCache(
             geometry,
+            groups_from_proto(description),
             num_blocks,
             model=served.info.source,
-            prefix_caching=self._settings.enable_prefix_caching,
+            options=options,
+            keep=_KEEP_POLICIES[settings.keep_windows](),
+            # Above every number that an earlier life of this replica can have given.
+            first_event=time.time_ns() // 1000,
         )
+        self.granule = geometry.granule
+        self.histogram.describe(served.info.served_name, geometry.buckets)
         if self.served is None:
             self.served = served
         self._engine.model = ServedModel(
@@ -113,15 +144,15 @@ class Deployment:
             vocab_size=served.info.vocab_size,
             sampling_fields=frozenset(description.sampling_fields),
             max_logprobs=description.max_logprobs,
+            eos_token_ids=frozenset(served.info.eos_token_ids),
         )
         return ReplicaScheduler(
             geometry,
             kv,
-            self._engine.waiting,
-            Interleave(self._settings.decode_steps_per_chunk),
-            eos_token_ids=frozenset(served.info.eos_token_ids),
+            self._engine,
+            Interleave(settings.decode_steps_per_chunk),
             clock=self._clock,
-            on_finish=self._engine.forget,
+            observe_batch=self.histogram.observe,
         )
 
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
@@ -148,6 +179,11 @@ class Deployment:
             wait_s = self._settings.replica_wait_s
             self._give_up = asyncio.get_running_loop().call_later(wait_s, self._fail_waiting)
         return count
+
+    def dispatch(self) -> None:
+        """Between two steps of some replica: lets waiting requests have what became free."""
+        self._engine.dispatch()
+        self.histogram.tick()
 
     def _fail_waiting(self) -> None:
         self._give_up = None
@@ -193,7 +229,7 @@ class Deployment:
         )
         return inference_pb2.Load(
             num_running=self._engine.num_running,
-            num_waiting=len(self._engine.waiting),
+            num_waiting=self._engine.num_waiting,
             num_waiting_tokens=self._engine.waiting.num_tokens,
             kv_usage=sum(replica.kv_usage for replica in replicas) / max(1, len(self._engine.replicas)),
             replicas=replicas,

@@ -1,7 +1,7 @@
-"""All requests and all replicas: what the outside submits to, and what replicas draw work from.
+"""All requests and all replicas: what the outside submits to, and who gives waiting requests to replicas.
 
-Runs on one event loop's thread; nothing but :meth:`Engine.drained` waits. A request belongs to nobody while it waits, so any replica with a free slot may take it, and
-a lost replica's requests simply wait again.
+Runs on one event loop's thread; nothing but :meth:`Engine.drained` waits. A request belongs to nobody while it waits: whoever has a free slot,
+the memory and, best of all, its prefix gets it, and a lost replica's requests simply wait again.
 """
 
 import asyncio
@@ -18,9 +18,12 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
+from scheduler_svc.kv_cache import PinnedPrefix
+from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.request import Event, FinishReason, Request, RequestState, Sink
 from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import ReplicaScheduler
+from scheduler_svc.scheduler import Admitted, ReplicaScheduler
 from scheduler_svc.waiting import WaitingQueue
 
 
@@ -42,6 +45,7 @@ class Submission:
     max_tokens: int | None = None
     resumed_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     sampling_fields: frozenset[str] = frozenset()
 
@@ -55,12 +59,14 @@ class ServedModel:
         vocab_size: token ids are below this.
         sampling_fields: parameters that the workers honour.
         max_logprobs: most log-probabilities per token.
+        eos_token_ids: end tokens of sequences.
     """
 
     max_model_len: int
     vocab_size: int
     sampling_fields: frozenset[str]
     max_logprobs: int
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -71,39 +77,65 @@ class AttachedReplica:
     wake: Callable[[], None]
 
 
+@dataclass(slots=True)
+class _Pin:
+    replica_id: str
+    prefix: PinnedPrefix
+
+
 class Engine:
-    """Admits, queues, aborts; knows every live request by id.
+    """Admits, queues, places, aborts; knows every live request by id.
 
     Attributes:
-        waiting: requests without a slot; shared by all replicas.
+        waiting: requests without a slot that nobody computes anything for.
         replicas: ready replicas by id.
+        attach_listeners: told the id of every replica that is added.
         model: set when the first replica is ready.
     """
 
-    def __init__(self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
+        placement: PlacementPolicy | None = None, max_pinned_share: float = 0.5,
+    ) -> None:  # fmt: skip
         """Starts without replicas.
 
         Args:
             max_waiting: requests that may wait at once.
             max_waiting_tokens: prompt tokens that may wait at once.
             clock: monotonic seconds.
+            order: whose turn it is.
+            placement: who gets it.
+            max_pinned_share: of each KV group's blocks, how much all pinned prefixes of a replica together may hold.
         """
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
+        self._placement = placement or PrefixAndLoad()
+        self._max_pinned_share = max_pinned_share
         self._arrivals = itertools.count()
         self._live: dict[str, Request] = {}
         self._empty: asyncio.Event | None = None
         # Longest sequence that fits some replica's KV memory; that of the last ones while there is none.
         self._max_request_tokens = 0
-        self.waiting = WaitingQueue()
+        # Whose turn it was when there was no room, and how much had been released by then.
+        self._blocked: tuple[Request, int] | None = None
+        self._pins: dict[str, _Pin] = {}
+        self.waiting = WaitingQueue(order)
         self.replicas: dict[str, AttachedReplica] = {}
+        self.attach_listeners: list[Callable[[str], None]] = []
         self.model: ServedModel | None = None
 
     @property
     def num_running(self) -> int:
         """Requests that have a slot, over all replicas."""
         return sum(replica.scheduler.num_running for replica in self.replicas.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self.waiting) + sum(replica.scheduler.num_deferred for replica in self.replicas.values())
+
+    # ---- requests ------------------------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, sink: Sink) -> None:
         """Queues a request; its events go to ``sink``.
@@ -122,11 +154,12 @@ class Engine:
             )
         max_tokens = self._check(submission, model)
         token_ids = [*submission.prompt_token_ids, *submission.resumed_token_ids]
-        if len(self.waiting) >= self._max_waiting or (
+        num_waiting = self.num_waiting
+        if num_waiting >= self._max_waiting or (
             self.waiting.num_tokens and self.waiting.num_tokens + len(token_ids) > self._max_waiting_tokens
         ):
             raise Overloaded(
-                f"{len(self.waiting)} requests with {self.waiting.num_tokens} tokens are waiting; retry later",
+                f"{num_waiting} requests with {self.waiting.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
         request = Request(
@@ -137,12 +170,16 @@ class Engine:
             arrival=next(self._arrivals),
             arrival_s=self._clock(),
             sink=sink,
+            end=min(len(submission.prompt_token_ids) + max_tokens, model.max_model_len),
+            stop_ids=submission.sampling.stop_token_ids
+            | (frozenset() if submission.sampling.ignore_eos else model.eos_token_ids),
             priority=submission.priority,
+            tenant=submission.tenant,
             cache_salt=submission.cache_salt,
         )
         self._live[request.request_id] = request
         self.waiting.add(request)
-        self._wake_all()
+        self.dispatch()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, wherever it is. Unknown and finished ids are no error.
@@ -156,21 +193,81 @@ class Engine:
         if self.waiting.remove(request):
             self._end(request, Event(request_id, finish_reason=FinishReason.ABORT))
             return True
-        for replica in self.replicas.values():
-            if replica.scheduler.owns(request):
-                replica.scheduler.abort(request)
-                replica.wake()
-                break
+        replica = self.replicas.get(request.replica_id or "")
+        if replica is not None:
+            replica.scheduler.abort(request)
+            replica.wake()
+            self.dispatch()
         return True
 
-    def is_live(self, request_id: str) -> bool:
-        """Whether a request with that id waits or runs."""
-        return request_id in self._live
+    def find(self, request_id: str) -> Request | None:
+        """The request with that id, if it waits or runs."""
+        return self._live.get(request_id)
+
+    def dispatch(self) -> None:
+        """Gives waiting requests to replicas, in order, as long as there is room for the next one.
+
+        Call it whenever there may be: it costs next to nothing if there is not.
+        """
+        while self.waiting and (request := self.waiting.peek(self._clock())) is not None:
+            released = sum(replica.scheduler.kv.num_releases for replica in self.replicas.values())
+            if self._blocked == (request, released):
+                return
+            self._blocked = None
+            if not self._place(request) and not self._make_way(request):
+                self._blocked = (request, released)
+                return
+
+    def requeue(self, request: Request) -> None:
+        """The request waits again, in the place that its arrival gives it; see ``Owner``."""
+        request.state = RequestState.WAITING
+        self.waiting.add(request)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """See ``Owner``."""
+        self.waiting.charge(tenant, tokens)
+
+    def _place(self, request: Request) -> bool:
+        """Takes the request, which is the queue's head, to the best replica that has room for it."""
+        free = [(name, replica) for name, replica in self.replicas.items() if replica.scheduler.has_free_slot]
+        if len(free) > 1:
+            free.sort(key=lambda one: self._placement.cost(request, one[1].scheduler))
+        for name, replica in free:
+            request.replica_id = name
+            # Before it is admitted: a request that is charged must not look as if it waited.
+            admitted = replica.scheduler.admit(request)
+            if admitted is Admitted.NO_ROOM:
+                continue
+            self.waiting.remove(request)
+            replica.wake()
+            return True
+        return False
+
+    def _make_way(self, request: Request) -> bool:
+        """Lets the least urgent running request give way, if the waiting one is more urgent."""
+        candidates = [
+            (least, replica)
+            for replica in self.replicas.values()
+            if (least := replica.scheduler.least_urgent) is not None
+            and replica.scheduler.preemption.outranks(request, least)
+        ]
+        candidates.sort(key=lambda one: one[0], reverse=True)
+        for _, replica in candidates:
+            if replica.scheduler.make_way(request):
+                replica.wake()
+                return True
+        return False
+
+    # ---- replicas ------------------------------------------------------------------------------------------------------------------
 
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
-        """Adds a ready replica; it may draw from the queue at once."""
+        """Adds a ready replica; it may get requests at once."""
         self.replicas[replica_id] = replica
+        for listener in self.attach_listeners:
+            listener(replica_id)
+        self._blocked = None
         self._measure_memory()
+        self.dispatch()
         replica.wake()
 
     def detach(self, replica_id: str) -> int:
@@ -182,23 +279,96 @@ class Engine:
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
             return 0
+        self._blocked = None
+        for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.replica_id == replica_id]:
+            del self._pins[pin_id]
         requests = replica.scheduler.abandon()
         for request in requests:
-            self.waiting.add(request)
+            self.requeue(request)
+        replica.scheduler.kv.events.cleared()
         self._measure_memory()
-        self._wake_all()
+        self.dispatch()
         return len(requests)
+
+    # ---- pinned prefixes -----------------------------------------------------------------------------------------------------------
+
+    def find_prefix(self, probe: Request) -> tuple[str, int] | None:
+        """The replica that has most of a prompt in its cache, and how many tokens; None without replicas."""
+        found = {name: replica.scheduler.kv.peek(probe) for name, replica in self.replicas.items()}
+        name = max(found, key=lambda name: found[name], default=None)
+        return None if name is None else (name, found[name])
+
+    def pinnable_tokens(self, probe: Request) -> int:
+        """Tokens of a prompt's whole chunks: the most that any replica could have."""
+        return max((replica.scheduler.kv.hit_limit(probe) for replica in self.replicas.values()), default=0)
+
+    def pin(self, pin_id: str, replica_id: str, probe: Request) -> int:
+        """Keeps what a replica has of a prompt's prefix from being evicted until :meth:`unpin`.
+
+        Returns:
+            Tokens that are kept.
+
+        Raises:
+            Overloaded: if pins would hold more than their share of memory.
+            Unavailable: if the replica is gone.
+        """
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            raise Unavailable("the replica that computed the prefix is gone; retry", retry_after_ms=1000)
+        held = [pin.prefix for pin in self._pins.values() if pin.replica_id == replica_id]
+        prefix = replica.scheduler.kv.pin(probe, held, self._max_pinned_share)
+        if prefix is None:
+            raise Overloaded(
+                f"pinned prefixes may hold {self._max_pinned_share:.0%} of the KV memory and this one does not fit; "
+                "unpin others or raise max_pinned_share",
+                retry_after_ms=10_000,
+            )
+        self._pins[pin_id] = _Pin(replica_id, prefix)
+        return prefix.num_tokens
+
+    def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; False if there is none of that id (any more)."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return False
+        self.replicas[pin.replica_id].scheduler.kv.unpin(pin.prefix)
+        self.dispatch()
+        return True
+
+    def drop_pins(self, scheduler: ReplicaScheduler) -> bool:
+        """See ``Owner``: a running request comes before what is kept for later ones."""
+        mine = [
+            pin_id
+            for pin_id, pin in self._pins.items()
+            if self.replicas[pin.replica_id].scheduler is scheduler
+        ]
+        for pin_id in mine:
+            scheduler.kv.unpin(self._pins.pop(pin_id).prefix)
+        return bool(mine)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix and pin; returns on how many replicas."""
+        for pin_id in list(self._pins):
+            self.unpin(pin_id)
+        for replica in self.replicas.values():
+            replica.scheduler.kv.reset_prefixes()
+        return len(self.replicas)
+
+    # ---- parts ---------------------------------------------------------------------------------------------------------------------
 
     def _measure_memory(self) -> None:
         """After replicas changed: what fits the largest one, and the end of waiting requests that fit none any more."""
         if not self.replicas:
             return
-        self._max_request_tokens = max(replica.scheduler.kv.max_tokens for replica in self.replicas.values())
-        for request in self.waiting.drain():
+        self._max_request_tokens = max(
+            replica.scheduler.kv.max_tokens(self.model.max_model_len) if self.model else 0
+            for replica in self.replicas.values()
+        )
+        for request in list(self.waiting):
             needed = request.num_prompt_tokens + request.sampling.max_tokens
             if needed <= self._max_request_tokens:
-                self.waiting.add(request)
                 continue
+            self.waiting.remove(request)
             error = ContextExceeded(
                 f"the request needs {needed} tokens of KV memory and the workers that are left hold {self._max_request_tokens}"
             )
@@ -230,10 +400,6 @@ class Engine:
         request.state = RequestState.FINISHED
         self.forget(request)
         request.sink.push(event)
-
-    def _wake_all(self) -> None:
-        for replica in self.replicas.values():
-            replica.wake()
 
     def _check(self, submission: Submission, model: ServedModel) -> int:
         """Checks a submission against the model; returns the effective max_tokens."""

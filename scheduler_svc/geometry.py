@@ -1,8 +1,31 @@
 """The static shapes of a deployment: everything that compiled graphs and block tables are sized by, checked once."""
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.errors import ConfigurationRefused
+
+
+class GroupKind(enum.Enum):
+    """How the layers of a KV group use memory."""
+
+    FULL = "full attention"
+    IN_PLACE_WINDOW = "in-place sliding window"
+    PAGED_WINDOW = "paged sliding window"
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        kind: how blocks are used.
+        window: tokens that a query attends to, itself included; 0 for full attention.
+    """
+
+    kind: GroupKind
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +53,7 @@ class Geometry:
         max_model_len: longest sequence (prompt plus output), tokens.
         max_num_seqs: slots of a replica.
         chunk: tokens of one prefill step.
-        block_size: tokens of one KV block, the same in all groups.
+        block_size: tokens of one KV block of a paged group; a block of an in-place group holds one window.
         buckets: decode batch sizes, ascending.
     """
 
@@ -40,13 +63,18 @@ class Geometry:
     block_size: int
     buckets: tuple[int, ...]
 
-    def check(self, limits: DeviceLimits) -> None:
-        """Verifies the rules that hold between these numbers and the device.
+    @property
+    def granule(self) -> int:
+        """Tokens under one prefix key: the smaller of chunk and block size, which divide one another."""
+        return min(self.chunk, self.block_size)
+
+    def check(self, limits: DeviceLimits, groups: Sequence[KvGroup]) -> None:
+        """Verifies the rules that hold between these numbers, the model and the device.
 
         Raises:
             ConfigurationRefused: with the first rule that is broken and the setting to change.
         """
-        rules = (
+        rules = [
             (self.max_model_len <= limits.max_context,
              f"max_model_len {self.max_model_len} exceeds the model's context of {limits.max_context} tokens"),
             (self.block_size % limits.block_size_multiple == 0,
@@ -59,7 +87,21 @@ class Geometry:
              f"max_num_seqs {self.max_num_seqs} exceeds this device's limit of {limits.max_batch}"),
             (self.buckets[-1] >= self.max_num_seqs,
              f"the largest decode bucket {self.buckets[-1]} is smaller than max_num_seqs {self.max_num_seqs}"),
-        )  # fmt: skip
+            (len(groups) > 0, "the worker describes no KV groups; it cannot generate text"),
+        ]  # fmt: skip
+        for group_id, group in enumerate(groups):
+            name = f"KV group {group_id} ({group.kind.value}, window {group.window})"
+            if group.kind is GroupKind.FULL:
+                rules.append((group.window == 0, f"{name}: full attention has no window"))
+                continue
+            rules.append((group.window >= 1, f"{name}: a window must be at least 1 token"))
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                rules += [
+                    (group.window <= self.block_size,
+                     f"{name}: block_size {self.block_size} is smaller than the window; use a multiple of {group.window}"),
+                    (group.window < 1 or self.block_size % group.window == 0,
+                     f"{name}: block_size {self.block_size} must be a multiple of the window"),
+                ]  # fmt: skip
         for holds, broken in rules:
             if not holds:
                 raise ConfigurationRefused(broken)

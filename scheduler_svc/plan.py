@@ -1,6 +1,7 @@
 """One step, as decided: what a worker is told and what it answers. No protocol types; ``convert`` translates."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from protos.errors import TriptychError
 from scheduler_svc.request import Logprobs
@@ -101,9 +102,12 @@ class StepResult:
     """A worker's answer to one plan.
 
     Attributes:
+        token_ids: the sampled token of each slot of the plan's work, in its order, if that is all there is to say.
+        outputs: otherwise, what there is to say slot by slot; also of admissions that failed.
         error: the whole step failed; there are no outputs, and the KV of its slots is not to be trusted.
     """
 
     step: int
-    outputs: tuple[SlotOutput, ...] = field(default=())
+    token_ids: Sequence[int] = ()
+    outputs: tuple[SlotOutput, ...] = ()
     error: TriptychError | None = None

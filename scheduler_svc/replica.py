@@ -11,7 +11,13 @@ from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, 
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
-from scheduler_svc.convert import configure_to_proto, limits_from_proto, plan_to_proto, result_from_proto
+from scheduler_svc.convert import (
+    configure_to_proto,
+    groups_from_proto,
+    limits_from_proto,
+    plan_to_proto,
+    result_from_proto,
+)
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.model_files import receive_files
@@ -92,11 +98,13 @@ class Replica:
                 "run the same release on both"
             )
         geometry = self._deployment.geometry_for(description)
-        geometry.check(limits_from_proto(description))
+        geometry.check(limits_from_proto(description), groups_from_proto(description))
         self._log.info("configuring", device=description.device, model=description.model.source, chunk=geometry.chunk,
                        block_size=geometry.block_size, buckets=geometry.buckets, max_model_len=geometry.max_model_len)  # fmt: skip
         ready: worker_pb2.ConfigureReady | None = None
-        events = aiter(stub.Configure(configure_to_proto(geometry, self._deployment.num_blocks)))
+        deployment = self._deployment
+        request = configure_to_proto(geometry, deployment.num_blocks, deployment.windows_kept_per_slot)
+        events = aiter(stub.Configure(request))
         while ready is None:
             try:
                 async with asyncio.timeout(CONFIGURE_SILENCE_S):
@@ -146,6 +154,7 @@ class Replica:
     async def _one_step(
         self, call: "grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]"
     ) -> None:
+        self._deployment.dispatch()
         plan = self._scheduler.step()
         if plan is None:
             self._work.clear()

@@ -1,12 +1,12 @@
 """A request as the scheduler sees it."""
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from protos.errors import TriptychError
-from scheduler_svc.block_pool import Block
-from scheduler_svc.prefix_cache import KeyChain
+from scheduler_svc.kv_groups.base import Table
+from scheduler_svc.prefix_cache import KeyChain, Media
 from scheduler_svc.sampling import SamplingParams
 
 
@@ -14,6 +14,8 @@ class RequestState(enum.Enum):
     """Where a request is in its life."""
 
     WAITING = enum.auto()
+    DEFERRED = enum.auto()
+    """Waiting for another request to compute the prefix that both share."""
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     FINISHED = enum.auto()
@@ -68,12 +70,23 @@ class Event:
     queue_s: float = 0.0
     error: TriptychError | None = None
 
+    def announcing(self, request: "Request") -> "Event":
+        """The same event as a request's first one."""
+        started = request.arrival_s if request.first_scheduled_s is None else request.first_scheduled_s
+        return replace(
+            self, first=True, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.num_cached,
+            queue_s=started - request.arrival_s,
+        )  # fmt: skip
+
 
 class Sink(Protocol):
     """Where a request's events go. Must not block and must not call back into the scheduler."""
 
     def push(self, event: Event) -> None:
         """Takes one event, in order."""
+
+    def push_token(self, request_id: str, token_id: int) -> None:
+        """The same as ``push(Event(request_id, (token_id,)))``, for the one event that there are thousands of a second of."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +97,7 @@ class Request:
 
         [0, num_prompt_tokens)                  prompt, given by the client
         [num_prompt_tokens, len(token_ids))     generated so far
-        [0, num_computed)                       KV is in `blocks`
+        [0, num_computed)                       KV is in the blocks of `tables`
         [num_computed, len(token_ids))          still to be run; one token while decoding
 
     Attributes:
@@ -92,11 +105,18 @@ class Request:
         sampling: validated parameters.
         arrival: order of arrival; unique.
         arrival_s: clock reading at arrival, seconds.
+        end: length at which the sequence ends: by its own limit or the context's.
+        stop_ids: tokens that end it.
         priority: lower runs earlier.
-        keys: prefix keys; shared by all groups because all have one block size.
-        blocks: block table, one list per KV group; empty while waiting.
+        tenant: whom to be fair to.
+        cache_salt, lora_name, media: what prefixes are told apart by, beside their tokens.
+        keys: prefix keys, shared by all groups and kept while the request lives.
+        tables: blocks, one table per KV group; empty while waiting.
         slot: row in the worker's persistent batch while running.
+        replica_id: where it runs or ran last.
+        num_admissions: how often it got a slot.
         num_cached: leading tokens that the last admission found in the prefix cache.
+        junction: chunk boundary, in granules, at which its prompt leaves those seen before.
         first_scheduled_s: clock reading when it first got a slot.
         announced: whether the client has had an event.
     """
@@ -108,14 +128,22 @@ class Request:
     arrival: int
     arrival_s: float
     sink: Sink
-    keys: KeyChain | None = None
+    end: int
+    stop_ids: frozenset[int] = frozenset()
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
+    lora_name: str = ""
+    media: tuple[Media, ...] = ()
     state: RequestState = RequestState.WAITING
+    keys: KeyChain | None = None
+    tables: list[Table] = field(default_factory=list)
     num_computed: int = 0
-    blocks: list[list[Block]] = field(default_factory=list)
     slot: int | None = None
+    replica_id: str | None = None
+    num_admissions: int = 0
     num_cached: int = 0
+    junction: int = 0
     first_scheduled_s: float | None = None
     announced: bool = False
 

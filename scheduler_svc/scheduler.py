@@ -1,30 +1,70 @@
 """One replica's batches: which requests run, and what the worker does in the next step.
 
 Synchronous and free of I/O: :meth:`ReplicaScheduler.step` decides a plan, :meth:`ReplicaScheduler.update` takes in its result. The worker
-applies plans in order, so blocks may be given to another request by the very next plan after they were released.
+applies plans in order, so blocks may be given to another request as soon as they are released, even while a step runs.
+
+A decode step costs a few operations a request: all decoding requests advance by one token a step, so when each of them needs its next
+block is known in advance and written into a calendar, and what does not change from step to step is not computed again.
 """
 
-from collections import deque
+import enum
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from protos.errors import Internal
+from protos.errors import Internal, TriptychError
 from scheduler_svc.buckets import bucket_for
 from scheduler_svc.geometry import Geometry
-from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.kv_cache import Copies, KvCache
 from scheduler_svc.plan import Admission, Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
-from scheduler_svc.policy.preemption import choose_victim
-from scheduler_svc.request import Event, FinishReason, Logprobs, Request, RequestState
-from scheduler_svc.waiting import WaitingQueue
+from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
+from scheduler_svc.prefixes_in_progress import PrefixesInProgress
+from scheduler_svc.request import Event, FinishReason, Request, RequestState
+from scheduler_svc.stats import BucketStats, SchedulerStats
 
 
-@dataclass(frozen=True, slots=True)
+class Owner(Protocol):
+    """To whom requests go when they leave a replica; the engine is one."""
+
+    def requeue(self, request: Request) -> None:
+        """The request waits again, with the tokens it has."""
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """A tenant was served that many tokens."""
+
+    def drop_pins(self, scheduler: "ReplicaScheduler") -> bool:
+        """Gives up pinned prefixes of a replica that cannot go on otherwise; whether there were any."""
+
+
+class Admitted(enum.Enum):
+    """What became of an attempt to admit a request."""
+
+    YES = enum.auto()
+    DEFERRED = enum.auto()
+    """It waits here for a prefix that another request computes."""
+    NO_ROOM = enum.auto()
+
+
+@dataclass(slots=True)
 class _Pending:
-    """A plan whose result is not back: who was in it, by slot, in the plan's order."""
+    """A plan whose result is not back.
+
+    Attributes:
+        requests: who is in its work, in the plan's order.
+        left: slots that were given up since.
+    """
 
     plan: StepPlan
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
+    copies: Copies | None
+    planned_s: float
+    left: set[int] = field(default_factory=set)
 
 
 class ReplicaScheduler:
@@ -32,46 +72,150 @@ class ReplicaScheduler:
 
     Attributes:
         kv: the replica's KV memory.
+        stats: counters.
     """
 
     def __init__(
-        self, geometry: Geometry, kv: KvCache, waiting: WaitingQueue, interleave: Interleave, *,
-        eos_token_ids: frozenset[int], clock: Callable[[], float], on_finish: Callable[[Request], None],
+        self, geometry: Geometry, kv: KvCache, owner: Owner, interleave: Interleave, *,
+        clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
+        observe_batch: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
         Args:
             geometry: static shapes.
             kv: the replica's KV memory; used by this scheduler alone.
-            waiting: shared with other replicas.
+            owner: gets back what does not stay.
             interleave: chooses between prefill and decode.
-            eos_token_ids: the model's end tokens.
             clock: monotonic seconds.
-            on_finish: called once for each request that ends here.
+            preemption: chooses who gives way.
+            observe_batch: told the number of rows of each decode step.
         """
         self._geometry = geometry
         self.kv = kv
-        self._waiting = waiting
+        self.stats = SchedulerStats()
+        self._owner = owner
         self._interleave = interleave
-        self._eos = eos_token_ids
         self._clock = clock
-        self._on_finish = on_finish
+        self.preemption = preemption or LatestOfLeastUrgent()
+        self._observe_batch = observe_batch
         self._free_slots = list(range(geometry.max_num_seqs - 1, -1, -1))
-        # In order of admission; dicts for O(1) removal.
-        self._prefilling: dict[str, Request] = {}
+        self._slots: list[Request | None] = [None] * geometry.max_num_seqs
+        self._priorities: Counter[int] = Counter()
+        # The most urgent first, then by arrival.
+        self._prefilling: list[Request] = []
+        self.prefill_backlog = 0
+        # In the order in which they began to decode; a dict for O(1) removal.
         self._decoding: dict[str, Request] = {}
+        self._tenant_rows: Counter[str] = Counter()
+        self._rows: tuple[Request, ...] | None = ()
+        self._row_slots: tuple[int, ...] = ()
+        # Decode steps planned so far, and who needs room before which of them: (request, its admission).
+        self._decode_steps = 0
+        self._calendar: dict[int, list[tuple[Request, int]]] = {}
+        self._in_progress = PrefixesInProgress()
+        # Requests whose prefix is computed, but whose window's copy goes with the next plan.
+        self._soon: list[Request] = []
+        self._admissions: dict[str, Request] = {}
         self._released_slots: list[int] = []
+        self._grown: list[Growth] = []
         self._pending: deque[_Pending] = deque()
         self._step = 0
+        self._stalled_since: float | None = None
+
+    # ---- what there is -------------------------------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._slots) - len(self._free_slots)
 
-    def owns(self, request: Request) -> bool:
-        """Whether the request runs here."""
-        return (self._decoding.get(request.request_id) or self._prefilling.get(request.request_id)) is request
+    @property
+    def num_deferred(self) -> int:
+        """Requests that wait here for a prefix."""
+        return self._in_progress.num_waiting + len(self._soon)
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether another request may be admitted, memory permitting."""
+        return bool(self._free_slots)
+
+    @property
+    def least_urgent(self) -> int | None:
+        """The priority of the least urgent running request."""
+        return max(self._priorities, default=None)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Leading tokens of a request that are in the cache or being computed."""
+        keys, limit = self.kv.keys_of(request)
+        computing = self._in_progress.longest(keys, limit, self.kv.unit)
+        return max(self.kv.longest_hit(keys, limit), computing) * self._geometry.granule
+
+    # ---- requests come and go ------------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> Admitted:
+        """Gives a waiting request a slot and blocks, with the next plan; or lets it wait here for a prefix that is being computed."""
+        if not self._free_slots:
+            return Admitted.NO_ROOM
+        keys, limit = self.kv.keys_of(request)
+        shared = self._in_progress.longest(keys, limit, self.kv.unit)
+        if shared and shared > self.kv.longest_hit(keys, limit):
+            computing = self._in_progress.wait(request, keys[shared - 1])
+            computing.junction = max(computing.junction, shared)
+            request.state, request.replica_id = RequestState.DEFERRED, computing.replica_id
+            self.stats.deferred += 1
+            return Admitted.DEFERRED
+        if not self.kv.admit(request):
+            return Admitted.NO_ROOM
+        slot = request.slot = self._free_slots.pop()
+        self._slots[slot] = request
+        request.state = RequestState.PREFILLING
+        request.num_admissions += 1
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self._clock()
+        self._priorities[request.priority] += 1
+        self._in_progress.start(
+            request, keys, request.num_computed // self._geometry.granule, limit, self.kv.unit
+        )
+        insort(self._prefilling, request, key=lambda one: (one.priority, one.arrival))
+        self.prefill_backlog += len(request.token_ids) - request.num_computed
+        self._admissions[request.request_id] = request
+        self._owner.charge(request.tenant, len(request.token_ids) - request.num_computed)
+        return Admitted.YES
+
+    def abort(self, request: Request) -> None:
+        """Ends a request that runs or is deferred here. Its slot is released with the next plan."""
+        self._finish(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
+
+    def make_way(self, request: Request) -> bool:
+        """Preempts a running request that is less urgent than the waiting one, if that could help.
+
+        Returns:
+            Whether somebody gave way; :meth:`admit` may still find too little room then.
+        """
+        lesser = [
+            one for one in self._slots if one is not None and self.preemption.outranks(request, one.priority)
+        ]
+        freed = sum(self.kv.num_held(one) for one in lesser)
+        victim = self.preemption.victim(lesser)
+        if victim is None or not self.kv.could_admit(request, freed):
+            return False
+        self._preempt(victim, "priority")
+        return True
+
+    def abandon(self) -> list[Request]:
+        """Takes all requests off a replica that is lost, ready to be queued again with the tokens they have."""
+        requests = [request for request in self._slots if request is not None]
+        for request in requests:
+            self._leave(request)
+        deferred = [*self._in_progress.waiting, *self._soon]
+        for request in deferred:
+            self._in_progress.cancel(request)
+        self._soon.clear()
+        self._pending.clear()
+        return requests + deferred
+
+    # ---- deciding ------------------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepPlan | None:
         """Decides the next step.
@@ -79,27 +223,114 @@ class ReplicaScheduler:
         Returns:
             The plan, or None if there is nothing to do. Must not be called while an earlier plan's result is outstanding.
         """
-        admitted = self._admit()
-        grown: list[Growth] = []
         work: Prefill | Decode | None = None
-        requests: tuple[Request, ...] = ()
-        kind = self._interleave.choose(prefill=bool(self._prefilling), decode=bool(self._decoding))
-        if kind == "prefill":
-            requests = (next(iter(self._prefilling.values())),)
-            work = self._plan_chunk(requests[0])
-        elif kind == "decode":
-            grown = self._grow_decoding()
-            requests = tuple(self._decoding.values())
-            work = self._plan_decode(requests) if requests else None
-        # Growing may have preempted a request that was admitted in this very step: it must not reach the worker.
-        admissions = [self._admission(request) for request in admitted if request.slot is not None]
-        release, self._released_slots = self._released_slots, []
-        if work is None and not release:
+        requests: Sequence[Request] = ()
+        while work is None and (self._prefilling or self._decoding):
+            kind = self._interleave.choose(prefill=bool(self._prefilling), decode=bool(self._decoding))
+            if kind == "prefill":
+                requests = (self._prefilling[0],)
+                work = self._plan_chunk(requests[0])
+            else:
+                self._grow_due()
+                requests = self._batch()
+                work = self._plan_decode(requests)
+        copies = self.kv.take_copies()
+        if work is None and copies is None and not self._released_slots:
             return None
         self._step += 1
-        plan = StepPlan(self._step, work, release=tuple(release), admit=tuple(admissions), grow=tuple(grown))
-        self._pending.append(_Pending(plan, requests))
+        plan = StepPlan(
+            self._step,
+            work,
+            release=tuple(self._released_slots),
+            copies=copies.orders if copies else (),
+            admit=tuple(map(_admission, self._admissions.values())) if self._admissions else (),
+            grow=tuple(self._grown),
+        )
+        if self._released_slots:
+            self._released_slots = []
+        self._admissions.clear()
+        self._grown.clear()
+        self._pending.append(_Pending(plan, requests, copies, self._clock()))
         return plan
+
+    def _plan_chunk(self, request: Request) -> Prefill | None:
+        assert request.slot is not None
+        start = request.num_computed
+        # A request resumes at a chunk boundary, so that chunks lie where a run without a prefix hit would put them.
+        end = min(start + self._geometry.chunk, len(request.token_ids))
+        if not self._make_room(request, end):
+            return None
+        self.stats.chunks += 1
+        self.stats.prefill_tokens += end - start
+        return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
+
+    def _batch(self) -> tuple[Request, ...]:
+        """The decoding requests; also brings ``_row_slots`` up to date."""
+        if self._rows is None:
+            self._rows = tuple(self._decoding.values())
+            self._row_slots = tuple([request.slot for request in self._rows if request.slot is not None])
+        return self._rows
+
+    def _plan_decode(self, requests: tuple[Request, ...]) -> Decode | None:
+        count = len(requests)
+        if not count:
+            return None
+        bucket = bucket_for(count, self._geometry.buckets)
+        stats = self.stats.buckets.get(bucket)
+        if stats is None:
+            stats = self.stats.buckets[bucket] = BucketStats()
+        stats.steps += 1
+        stats.rows += count
+        self._observe_batch(count)
+        self._decode_steps += 1
+        for tenant, rows in self._tenant_rows.items():
+            self._owner.charge(tenant, rows)
+        return Decode(self._row_slots, tuple([request.num_computed for request in requests]), bucket)
+
+    def _grow_due(self) -> None:
+        """Makes sure that every decoding request has room for its next token."""
+        for request, admission in self._calendar.pop(self._decode_steps, ()):
+            if request.num_admissions != admission or request.state is not RequestState.DECODING:
+                continue  # it has left since, and may be back with another table
+            self.kv.generated(request)
+            if self._make_room(request, request.num_computed + 1):
+                self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """Writes into the calendar when a decoding request needs room again."""
+        capacity = self.kv.capacity(request)
+        if capacity >= request.end:
+            return
+        due = self._decode_steps + capacity - request.num_computed
+        self._calendar.setdefault(due, []).append((request, request.num_admissions))
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Grows a running request's tables; preempts where there is no room. False if the request itself had to give way."""
+        while (grown := self.kv.grow(request, num_tokens)) is None:
+            running = [one for one in self._slots if one is not None]
+            if len(running) == 1:
+                # Its whole life fits; what stands in the way is kept for others.
+                if self.kv.drop_unsent_windows() or self._owner.drop_pins(self):
+                    continue
+                raise Internal("out of KV blocks with no request to preempt")
+            victim = self.preemption.victim(running)
+            assert victim is not None
+            self._preempt(victim, "memory")
+            if victim is request:
+                return False
+        slot = request.slot
+        assert slot is not None
+        if request.request_id in self._admissions:
+            return True  # it travels in full with this very plan
+        self._grown += [Growth(slot, group_id, block_ids) for group_id, block_ids in grown]
+        return True
+
+    def _preempt(self, victim: Request, reason: str) -> None:
+        self.stats.preemptions[reason] += 1
+        self._leave(victim)
+        self._owner.requeue(victim)
+
+    # ---- taking in -----------------------------------------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> None:
         """Takes in a plan's result: tokens go to their requests' sinks, requests that end give up slot and blocks.
@@ -112,182 +343,213 @@ class ReplicaScheduler:
             raise Internal(
                 f"the worker answered step {result.step}, expected {pending.plan.step if pending else 'none'}"
             )
-        outputs = {output.slot: output for output in result.outputs}
-        match pending.plan.work:
-            case Prefill() as chunk:
-                self._update_chunk(pending.requests[0], chunk, outputs.get(chunk.slot), result)
-            case Decode() as decode:
-                for slot, request in zip(decode.slots, pending.requests, strict=True):
-                    if request.slot != slot or request.finished:
-                        continue  # aborted while the step ran
-                    if self._failed(request, outputs.get(slot), result):
-                        continue
+        soon, self._soon = self._soon, []
+        if pending.copies is not None:
+            self.kv.copied(pending.copies, done=result.error is None)
+        if result.error is not None:
+            self._update_failed(pending, result.error)
+        elif isinstance(pending.plan.work, Decode):
+            self._update_decode(pending.plan.work, pending, result)
+        elif isinstance(pending.plan.work, Prefill):
+            self._update_chunk(pending.plan.work, pending, result)
+        for output in result.outputs:
+            if output.error is not None and output.slot not in pending.left:
+                self._fail_slot(output.slot, output.error)
+        for request in soon:
+            self._owner.requeue(request)
+        if self.kv.events.active:
+            self.kv.events.flush()
+
+    def _update_failed(self, pending: _Pending, error: TriptychError) -> None:
+        for request, slot in zip(pending.requests, _slots_of(pending.plan.work), strict=True):
+            if slot not in pending.left:
+                self._fail(request, error)
+        # What these were to resume from was perhaps never copied.
+        for request in pending.copies.owners if pending.copies else ():
+            if request.slot is not None:
+                self._preempt(request, "fault")
+
+    def _fail_slot(self, slot: int, error: TriptychError) -> None:
+        """Ends a request that the worker could not run or not even admit."""
+        request = self._slots[slot]
+        if request is not None:
+            self._fail(request, error)
+
+    def _update_decode(self, work: Decode, pending: _Pending, result: StepResult) -> None:
+        requests, left = pending.requests, pending.left
+        if self._stalled_since is not None:
+            # Chunks ran since the last decode step: from its end to this one's start, its requests stood still.
+            stall = pending.planned_s - self._stalled_since
+            self.stats.stall_s += stall
+            self.stats.longest_stall_s = max(self.stats.longest_stall_s, stall)
+            self._stalled_since = None
+        tokens = result.token_ids
+        if len(tokens) != len(requests) or left:
+            outputs = {output.slot: output for output in result.outputs}
+            outputs.update(
+                (slot, SlotOutput(slot, (token,))) for slot, token in zip(work.slots, tokens, strict=False)
+            )
+            for slot, request in zip(work.slots, requests, strict=True):
+                if slot not in left:
                     request.num_computed += 1
-                    self._accept(request, outputs[slot])
-            case None:
-                pass
-
-    def abort(self, request: Request) -> None:
-        """Ends a running request of this replica. Its slot is released with the next plan."""
-        self._finish(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
-
-    def abandon(self) -> list[Request]:
-        """Takes all running requests off a replica that is lost, ready to be queued again with the tokens they have."""
-        requests = [*self._prefilling.values(), *self._decoding.values()]
-        for request in requests:
-            self._leave(request)
-            request.state = RequestState.WAITING
-        self._pending.clear()
-        return requests
-
-    # ---- deciding ------------------------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> list[Request]:
-        """Moves waiting requests into free slots, in queue order, as long as their known tokens fit."""
-        admitted = []
-        while self._free_slots and (request := self._waiting.peek()) is not None and self.kv.admit(request):
-            self._waiting.remove(request)
-            request.slot = self._free_slots.pop()
-            request.state = RequestState.PREFILLING
-            if request.first_scheduled_s is None:
-                request.first_scheduled_s = self._clock()
-            self._prefilling[request.request_id] = request
-            admitted.append(request)
-        return admitted
-
-    def _admission(self, request: Request) -> Admission:
-        assert request.slot is not None
-        return Admission(
-            slot=request.slot,
-            request_id=request.request_id,
-            token_ids=tuple(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed=request.num_computed,
-            sampling=request.sampling,
-            block_ids=tuple(tuple(block.block_id for block in table) for table in request.blocks),
-        )
-
-    def _plan_chunk(self, request: Request) -> Prefill:
-        assert request.slot is not None
-        start = request.num_computed
-        # A request resumes at a chunk boundary, so that chunks lie where a run without a prefix hit would put them.
-        count = min(self._geometry.chunk, len(request.token_ids) - start)
-        return Prefill(request.slot, start, count, sample=start + count == len(request.token_ids))
-
-    def _plan_decode(self, requests: Sequence[Request]) -> Decode:
-        slots = tuple(request.slot for request in requests if request.slot is not None)
-        positions = tuple(request.num_computed for request in requests)
-        return Decode(slots, positions, bucket_for(len(slots), self._geometry.buckets))
-
-    def _grow_decoding(self) -> list[Growth]:
-        """Makes sure that every decoding request has room for its next token; preempts where there is none."""
-        grown: dict[str, list[Growth]] = {}
-        for request in list(self._decoding.values()):
-            while request.slot is not None and request.num_computed >= self.kv.capacity(request):
-                new = self.kv.grow(request)
-                if new is None:
-                    self._preempt(choose_victim([*self._decoding.values(), *self._prefilling.values()]))
-                    continue
-                slot = request.slot
-                grown.setdefault(request.request_id, []).extend(
-                    Growth(slot, group_id, (block_id,)) for group_id, block_id in enumerate(new)
-                )
-        return [
-            growth
-            for request_id, growths in grown.items()
-            if request_id in self._decoding
-            for growth in growths
-        ]
-
-    def _preempt(self, victim: Request | None) -> None:
-        if victim is None:
-            raise Internal("out of KV blocks with no request to preempt")
-        self._leave(victim)
-        victim.state = RequestState.WAITING
-        self._waiting.add(victim)
-
-    # ---- taking in -----------------------------------------------------------------------------------------------------------------
-
-    def _update_chunk(
-        self, request: Request, chunk: Prefill, output: SlotOutput | None, result: StepResult
-    ) -> None:
-        if request.slot != chunk.slot or request.finished:
-            return  # aborted while the step ran
-        if self._failed(request, output, result, needs_output=chunk.sample):
+                    self._accept(request, outputs.get(slot), result)
             return
+        # The common case, once per token of all requests.
+        for request, token in zip(requests, tokens, strict=True):
+            token_ids = request.token_ids
+            token_ids.append(token)
+            request.num_computed += 1
+            if token in request.stop_ids or len(token_ids) >= request.end:
+                self._end(request, token)
+            else:
+                request.sink.push_token(request.request_id, token)
+        self.stats.generated_tokens += len(requests)
+
+    def _update_chunk(self, chunk: Prefill, pending: _Pending, result: StepResult) -> None:
+        request = pending.requests[0]
+        if self._decoding and self._stalled_since is None:
+            self._stalled_since = pending.planned_s
+        if chunk.slot in pending.left:
+            return  # it has gone while the step ran
+        output = next((output for output in result.outputs if output.slot == chunk.slot), None)
+        if output is not None and output.error is not None:
+            return  # the caller ends it
         end = chunk.start + chunk.num_tokens
-        self.kv.index(request, chunk.start, end)
+        self.kv.computed(request, chunk.start, end)
         request.num_computed = end
-        if chunk.sample:
-            assert output is not None
-            del self._prefilling[request.request_id]
-            self._decoding[request.request_id] = request
-            request.state = RequestState.DECODING
-            self._accept(request, output)
+        self.prefill_backlog -= chunk.num_tokens
+        self._release_waiters(request, end)
+        if not chunk.sample:
+            return
+        if result.token_ids:
+            output = SlotOutput(chunk.slot, (result.token_ids[0],))
+        self._prefilling.remove(request)
+        request.state = RequestState.DECODING
+        self._decoding[request.request_id] = request
+        self._tenant_rows[request.tenant] += 1
+        self._rows = None
+        self._enter(request)
+        self._accept(request, output, result)
 
-    def _failed(
-        self, request: Request, output: SlotOutput | None, result: StepResult, *, needs_output: bool = True
-    ) -> bool:
-        """Ends the request if its step failed; other requests are not touched."""
-        error = result.error or (output.error if output else None)
-        if error is None and needs_output and (output is None or not output.token_ids):
-            error = Internal(f"step {result.step} gave no token for request {request.request_id}")
-        if error is None:
-            return False
-        self._finish(request, Event(request.request_id, error=error))
-        return True
+    def _release_waiters(self, request: Request, end: int) -> None:
+        keys, limit = self.kv.keys_of(request)
+        boundary, rest = divmod(end, self._geometry.granule)
+        if rest or boundary > limit:
+            return
+        waiters = self._in_progress.computed(keys[boundary - 1])
+        if self.kv.has_copies:
+            self._soon += waiters
+            return
+        for waiter in waiters:
+            self._owner.requeue(waiter)
 
-    def _accept(self, request: Request, output: SlotOutput) -> None:
+    def _accept(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
         """Appends sampled tokens up to the first one that ends the sequence, and tells the client."""
+        if output is not None and output.error is not None:
+            return  # the caller ends it
+        if output is None or not output.token_ids:
+            self._fail(
+                request, Internal(f"step {result.step} gave no token for request {request.request_id}")
+            )
+            return
         accepted: list[int] = []
         finish: FinishReason | None = None
         stop_token: int | None = None
         for token in output.token_ids:
             request.token_ids.append(token)
             accepted.append(token)
-            sampling = request.sampling
-            if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
+            if token in request.stop_ids:
                 finish, stop_token = FinishReason.STOP, token
-            elif (
-                request.num_output_tokens >= sampling.max_tokens
-                or len(request.token_ids) >= self._geometry.max_model_len
-            ):
+            elif len(request.token_ids) >= request.end:
                 finish = FinishReason.LENGTH
             if finish is not None:
                 break
-        event = self._event(request, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token)
-        if finish is None:
+        self.stats.generated_tokens += len(accepted)
+        event = Event(
+            request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token
+        )
+        self._tell(request, event)
+
+    def _end(self, request: Request, token: int) -> None:
+        """The token just appended was a request's last one."""
+        stopped = token in request.stop_ids
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+        self._tell(request, Event(request.request_id, (token,), (), finish, token if stopped else None))
+
+    def _tell(self, request: Request, event: Event) -> None:
+        if not request.announced:
+            request.announced = True
+            event = event.announcing(request)
+        if event.finish_reason is None:
             request.sink.push(event)
         else:
             self._finish(request, event)
 
-    def _event(
-        self, request: Request, tokens: tuple[int, ...], logprobs: tuple[Logprobs, ...],
-        finish: FinishReason | None, stop_token: int | None,
-    ) -> Event:  # fmt: skip
-        first, request.announced = not request.announced, True
-        if not first:
-            return Event(request.request_id, tokens, logprobs, finish, stop_token)
-        started = request.arrival_s if request.first_scheduled_s is None else request.first_scheduled_s
-        return Event(
-            request.request_id, tokens, logprobs, finish, stop_token, first=True,
-            num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.num_cached,
-            queue_s=started - request.arrival_s,
-        )  # fmt: skip
+    def _fail(self, request: Request, error: TriptychError) -> None:
+        self._finish(request, Event(request.request_id, error=error))
 
     def _finish(self, request: Request, event: Event) -> None:
-        self._leave(request)
+        if request.slot is not None:
+            self._leave(request)
+        elif not self._in_progress.cancel(request):
+            self._soon.remove(request)
         request.state = RequestState.FINISHED
         request.sink.push(event)
-        self._on_finish(request)
+        self._owner.forget(request)
 
     def _leave(self, request: Request) -> None:
         """Takes slot and blocks from a running request."""
-        if request.slot is None:
+        slot = request.slot
+        if slot is None:
             raise Internal(f"request {request.request_id} has no slot to give up")
-        self._prefilling.pop(request.request_id, None)
-        self._decoding.pop(request.request_id, None)
-        self._released_slots.append(request.slot)
-        self._free_slots.append(request.slot)
+        if request.state is RequestState.PREFILLING:
+            self._prefilling.remove(request)
+            self.prefill_backlog -= len(request.token_ids) - request.num_computed
+            keys, limit = self.kv.keys_of(request)
+            for waiter in self._in_progress.given_up(request, keys[:limit]):
+                self._owner.requeue(waiter)
+        elif request.state is RequestState.DECODING:
+            self.kv.generated(request)
+            del self._decoding[request.request_id]
+            self._tenant_rows[request.tenant] -= 1
+            if not self._tenant_rows[request.tenant]:
+                del self._tenant_rows[request.tenant]
+            self._rows = None
+            if not self._decoding:
+                self._stalled_since = None
+        request.state = RequestState.WAITING
+        self._priorities[request.priority] -= 1
+        if not self._priorities[request.priority]:
+            del self._priorities[request.priority]
+        if self._admissions.pop(request.request_id, None) is None:
+            self._released_slots.append(slot)
+        self._grown = [growth for growth in self._grown if growth.slot != slot]
+        for pending in self._pending:
+            pending.left.add(slot)
+        self._slots[slot] = None
+        self._free_slots.append(slot)
         request.slot = None
         self.kv.release(request)
+
+
+def _slots_of(work: Prefill | Decode | None) -> Sequence[int]:
+    match work:
+        case Prefill():
+            return (work.slot,)
+        case Decode():
+            return work.slots
+        case None:
+            return ()
+
+
+def _admission(request: Request) -> Admission:
+    assert request.slot is not None
+    return Admission(
+        slot=request.slot,
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed=request.num_computed,
+        sampling=request.sampling,
+        block_ids=tuple(tuple(block.block_id for block in table.blocks) for table in request.tables),
+    )

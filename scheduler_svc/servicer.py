@@ -9,10 +9,12 @@ from protos.errors import NotFound, SchemaMismatch, TriptychError, Unavailable, 
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
-from scheduler_svc.convert import event_to_proto, submission_from_proto
+from scheduler_svc.convert import event_to_proto, kv_batch_to_proto, submission_from_proto
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import Engine
+from scheduler_svc.kv_watch import KvWatch
 from scheduler_svc.model_files import ServedFiles
+from scheduler_svc.pins import Pins
 from scheduler_svc.request import Event
 from scheduler_svc.sinks import EventBuffer
 
@@ -36,6 +38,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Serves ``engine``."""
         self._engine = engine
         self._deployment = deployment
+        self._pins = Pins(engine)
         self._draining = False
         self._log = get_logger()
 
@@ -55,6 +58,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             while True:
                 for event in await buffer.take():
+                    if isinstance(event, tuple):
+                        yield event_to_proto(event)
+                        continue
                     if event.error is not None:
                         await abort(context, event.error)
                     yield event_to_proto(event)
@@ -76,8 +82,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             while mine or not reader.done():
                 if events := await buffer.take():
                     # Not by the event alone: a refused duplicate of a live id must not orphan the live one.
-                    ended = {event.request_id for event in events if event.finish_reason or event.error}
-                    mine.difference_update(name for name in ended if not self._engine.is_live(name))
+                    ended = {
+                        event.request_id
+                        for event in events
+                        if not isinstance(event, tuple) and (event.finish_reason or event.error)
+                    }
+                    mine.difference_update(name for name in ended if self._engine.find(name) is None)
                     yield inference_pb2.ConnectResponse(events=[event_to_proto(event) for event in events])
                 if reader.done() and reader.exception() is not None:
                     break
@@ -164,8 +174,47 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 last = load
             await asyncio.sleep(interval)
 
+    async def WatchKvEvents(
+        self, request: inference_pb2.WatchKvEventsRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.KvEventBatch]:
+        """What the prefix caches have, then what they store and forget."""
+        watch = KvWatch(self._engine, replica_id=request.replica_id, after=request.after_sequence)
+        try:
+            with watch.open() as batches:
+                async for replica_id, batch in batches:
+                    yield kv_batch_to_proto(replica_id, batch, self._deployment.granule)
+        except TriptychError as error:
+            await abort(context, error)
+
+    async def PinPrefix(
+        self, request: inference_pb2.PinPrefixRequest, context: Context
+    ) -> inference_pb2.PinPrefixResponse:
+        """Keeps a prefix for a time."""
+        try:
+            if request.lora_name:
+                raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
+            prompt = tuple(request.prompt_token_ids)
+            pinned = await self._pins.pin(prompt, cache_salt=request.cache_salt, ttl_s=request.ttl_s)
+        except TriptychError as error:
+            await abort(context, error)
+        return inference_pb2.PinPrefixResponse(
+            pin_id=pinned.pin_id, num_tokens=pinned.num_tokens, replica_id=pinned.replica_id
+        )
+
+    async def UnpinPrefix(
+        self, request: inference_pb2.UnpinPrefixRequest, context: Context
+    ) -> inference_pb2.UnpinPrefixResponse:
+        """Ends a pin."""
+        return inference_pb2.UnpinPrefixResponse(found=self._pins.unpin(request.pin_id))
+
+    async def ResetPrefixCache(
+        self, request: inference_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> inference_pb2.ResetPrefixCacheResponse:
+        """Forgets every cached prefix."""
+        return inference_pb2.ResetPrefixCacheResponse(num_replicas=self._engine.reset_prefix_cache())
+
     Pool = unserved("pooling models")
-    WatchKvEvents = unserved("KV events")
+    GetMetrics = unserved("metrics")
     LoadLora = unserved("LoRA adapters")
     UnloadLora = unserved("LoRA adapters")
     ListLoras = unserved("LoRA adapters")

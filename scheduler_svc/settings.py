@@ -1,6 +1,8 @@
 """The scheduler's settings: flags (``--block-size``), then ``TRIPTYCH_*`` variables, then the reference documents' own names."""
 
-from typing import Annotated, ClassVar
+import math
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -23,6 +25,8 @@ class Settings(ServiceSettings):
         "decode_bucket_step": f"{_BUCKET}_STEP",
         "decode_bucket_limit": f"{_BUCKET}_LIMIT",
         "decode_buckets": f"{_BUCKET}_MANUAL_BUCKETS",
+        "sub_block_cache": "VLLM_RBLN_SUB_BLOCK_CACHE",
+        "batchsize_log_interval_s": "VLLM_LOG_BATCHSIZE_INTERVAL",
     }
 
     host: str = Field("127.0.0.1")
@@ -43,6 +47,17 @@ class Settings(ServiceSettings):
     """KV blocks per group and replica, the null block included. Default: as many as the worker's memory allows."""
     enable_prefix_caching: bool = Field(True)
     """Reuse the KV of equal prompt prefixes."""
+    sub_block_cache: bool = Field(True)
+    """Let a prefix hit end inside a block, whose beginning is then copied; otherwise hits end at blocks."""
+    cache_generated_tokens: bool = Field(False)
+    """Also reuse what decode steps wrote. A hit on generated tokens is then no longer bit-exact with a miss."""
+    keep_windows: Literal["junctions", "ends"] = "junctions"
+    """In-place sliding windows: keep every chunk boundary while there is room, the valuable ones longest (junctions), or only the
+    ends of prompts and the places where prompts diverge (ends)."""
+    windows_kept_per_slot: int = Field(4, ge=0, le=1024)
+    """Sliding windows: how many kept ones a worker makes room for beside those in use, per slot."""
+    max_pinned_share: float = Field(0.5, gt=0, le=0.9)
+    """Share of a replica's KV blocks that pinned prefixes may hold."""
     decode_steps_per_chunk: int = Field(1, ge=1, le=1000)
     """Decode steps between two prefill chunks while both kinds of work exist."""
     decode_bucket_strategy: BucketStrategy = "exponential"
@@ -55,6 +70,12 @@ class Settings(ServiceSettings):
     """At most that many buckets."""
     decode_buckets: Annotated[tuple[int, ...], NoDecode] = ()
     """Manual buckets, for example 1,2,4,8."""
+    order: Literal["priority-fair", "arrival"] = "priority-fair"
+    """Whose turn it is: by priority, then fair between tenants, then arrival; or by arrival alone."""
+    ageing_s: float = Field(30.0, ge=0)
+    """Waiting that long raises a request by one level of priority, seconds; 0 for never."""
+    tenant_weights: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)
+    """Shares of tenants that have another one than 1, for example paid=4,trial=0.5."""
     max_waiting_requests: int = Field(1024, ge=1)
     """Requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED."""
     max_waiting_tokens: int = Field(1_000_000, ge=1)
@@ -63,6 +84,10 @@ class Settings(ServiceSettings):
     """A worker that needs longer for one step counts as lost, seconds."""
     replica_wait_s: float = Field(120.0, ge=0)
     """How long accepted requests wait for a worker when none is left, seconds."""
+    state_dir: Path | None = None
+    """Folder for what is kept over restarts: the histogram of batch sizes that triptych plan reads. Default: nothing is kept."""
+    batchsize_log_interval_s: float = Field(0.0)
+    """Log the distribution of decode batch sizes every that many seconds; 0 and below for never."""
     drain_s: float = Field(30.0, ge=0)
     """On SIGTERM, how long running requests may go on, seconds."""
     log_level: LogLevel = Field("info")
@@ -76,3 +101,20 @@ class Settings(ServiceSettings):
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @field_validator("tenant_weights", mode="before")
+    @classmethod
+    def _weights(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if any(not equals or not name.strip() for name, equals, _ in pairs):
+            raise ValueError("expected name=weight pairs, for example paid=4,trial=0.5")
+        return {name.strip(): weight.strip() for name, _, weight in pairs}
+
+    @field_validator("tenant_weights")
+    @classmethod
+    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
+        if bad := [name for name, weight in value.items() if not 0 < weight < math.inf]:
+            raise ValueError(f"the weight of {bad[0]} must be above 0")
+        return value

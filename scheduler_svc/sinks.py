@@ -15,7 +15,7 @@ class EventBuffer:
     """
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._events: list[Event | tuple[str, int]] = []
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
 
@@ -24,12 +24,17 @@ class EventBuffer:
         self._events.append(event)
         self._filled.set()
 
+    def push_token(self, request_id: str, token_id: int) -> None:
+        """Adds one plain token: no object is made for it before it leaves."""
+        self._events.append((request_id, token_id))
+        self._filled.set()
+
     def wake(self) -> None:
         """Makes :meth:`take` return, even with nothing."""
         self._filled.set()
 
-    async def take(self) -> list[Event]:
-        """Waits for events (or :meth:`wake`) and takes all of them."""
+    async def take(self) -> list[Event | tuple[str, int]]:
+        """Waits for events (or :meth:`wake`) and takes all of them; a pair is a request's id and one token."""
         await self._filled.wait()
         self._filled.clear()
         events, self._events = self._events, []

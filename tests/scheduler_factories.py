@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.block_pool import NULL_BLOCK_ID, BlockPool
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
-from scheduler_svc.geometry import Geometry
-from scheduler_svc.kv_cache import KvCache
-from scheduler_svc.plan import Admission, Decode, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.plan import Admission, Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.request import Event, Request
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import ReplicaScheduler
 
 EOS = 2
+FULL = KvGroup(GroupKind.FULL)
 _ARRIVALS = itertools.count()
 
 
@@ -27,6 +29,9 @@ class ListSink:
 
     def push(self, event: Event) -> None:
         self.events.append(event)
+
+    def push_token(self, request_id: str, token_id: int) -> None:
+        self.events.append(Event(request_id, (token_id,)))
 
     @property
     def tokens(self) -> list[int]:
@@ -56,23 +61,25 @@ def make_sampling(
 
 def make_request(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str | None = None, sampling: SamplingParams | None = None,
-    priority: int = 0, cache_salt: str = "",
+    priority: int = 0, tenant: str = "", arrival_s: float = 0.0, cache_salt: str = "",
 ) -> Request:  # fmt: skip
     arrival = next(_ARRIVALS)
+    sampling = sampling or make_sampling()
     return Request(
         request_id=request_id or f"r{arrival}", token_ids=list(prompt), num_prompt_tokens=len(prompt),
-        sampling=sampling or make_sampling(), arrival=arrival, arrival_s=0.0, sink=ListSink(),
-        priority=priority, cache_salt=cache_salt,
+        sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), end=len(prompt) + sampling.max_tokens,
+        stop_ids=sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else {EOS}),
+        priority=priority, tenant=tenant, cache_salt=cache_salt,
     )  # fmt: skip
 
 
 def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
     cache_salt: str = "", resumed: Sequence[int] = (), fields: frozenset[str] = frozenset(),
-    stop_token_ids: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (), tenant: str = "",
 ) -> Submission:  # fmt: skip
     return Submission(
-        request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, priority=priority,
+        request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, priority=priority, tenant=tenant,
         sampling=make_sampling(stop_token_ids=stop_token_ids), cache_salt=cache_salt,
         resumed_token_ids=tuple(resumed), sampling_fields=fields,
     )  # fmt: skip
@@ -92,41 +99,52 @@ def expected_tokens(prompt: Sequence[int], max_tokens: int) -> list[int]:
     return context[len(prompt) :]
 
 
+def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
+    """Extends ``contexts`` to the tokens: what the KV of each position depends on, all tokens up to it."""
+    for position in range(len(contexts), len(tokens)):
+        contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
+
+
 @dataclass
 class _Slot:
     admission: Admission
     tokens: list[int]
     computed: int
     tables: list[list[int]]
+    contexts: list[int] = field(default_factory=list)
 
 
 @dataclass
 class SimulatedDevice:
-    """Executes plans as a worker does and keeps, per block, the tokens whose KV it holds.
+    """Executes plans as a worker does and keeps, per block, what the KV in it was computed from.
 
-    A sampled token is computed from what the blocks hold, not from what the request said, so a wrong block table, a block that is
-    shared while written, or a stale prefix hit changes the output.
+    Before each step it checks that the blocks hold exactly the contexts that the step's queries see, so a wrong block table, a block
+    that is shared while written, a missing copy, or a stale prefix hit is an error at once.
     """
 
     geometry: Geometry
-    num_groups: int = 1
+    groups: Sequence[KvGroup] = (FULL,)
     slots: dict[int, _Slot] = field(default_factory=dict)
     memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     prefilled: int = 0
+    copied: int = 0
     shapes: set[tuple[str, int]] = field(default_factory=set)
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot in plan.release:
             self.slots.pop(slot, None)
-        for admission in plan.admit:
-            assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
-            assert 0 <= admission.slot < self.geometry.max_num_seqs
-            tables = [list(table) for table in admission.block_ids]
-            self.slots[admission.slot] = _Slot(
-                admission, list(admission.token_ids), admission.num_computed, tables
+        for copy in plan.copies:
+            self.copied += 1
+            assert copy.source_block != NULL_BLOCK_ID != copy.target_block
+            self.memory[copy.group_id, copy.target_block] = list(
+                self.memory[copy.group_id, copy.source_block]
             )
+        for admission in plan.admit:
+            self._admit(admission)
         for growth in plan.grow:
             self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
+            for block in growth.block_ids:
+                self.memory.pop((growth.group_id, block), None)
         match plan.work:
             case Prefill(slot, start, num_tokens, sample):
                 state = self.slots[slot]
@@ -135,9 +153,7 @@ class SimulatedDevice:
                 assert 1 <= num_tokens <= self.geometry.chunk
                 self.shapes.add(("prefill", self.geometry.chunk))
                 self.prefilled += num_tokens
-                for position in range(start, start + num_tokens):
-                    self._write(state, position)
-                state.computed += num_tokens
+                self._compute(state, start + num_tokens)
                 assert sample == (state.computed == len(state.tokens))
                 return StepResult(plan.step, (self._sample(state),) if sample else ())
             case Decode(slots, positions, bucket):
@@ -147,43 +163,109 @@ class SimulatedDevice:
                 for slot, position in zip(slots, positions, strict=True):
                     state = self.slots[slot]
                     assert position == state.computed == len(state.tokens) - 1
-                    self._write(state, position)
-                    state.computed += 1
+                    self._compute(state, position + 1)
                 return StepResult(plan.step, tuple(self._sample(self.slots[slot]) for slot in slots))
             case None:
                 return StepResult(plan.step)
 
-    def _write(self, state: _Slot, position: int) -> None:
-        index, offset = divmod(position, self.geometry.block_size)
-        for group in range(self.num_groups):
-            block = state.tables[group][index]
-            assert block != NULL_BLOCK_ID
-            sharers = [other for other in self.slots.values() if block in other.tables[group]]
-            assert len(sharers) == 1, (
-                f"block {block} of group {group} is written while {len(sharers)} slots use it"
-            )
-            cells = self.memory.setdefault((group, block), [None] * self.geometry.block_size)
-            cells[offset] = state.tokens[position]
+    def _admit(self, admission: Admission) -> None:
+        assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
+        assert 0 <= admission.slot < self.geometry.max_num_seqs
+        assert admission.num_computed < len(admission.token_ids)
+        tables = [list(table) for table in admission.block_ids]
+        state = _Slot(admission, list(admission.token_ids), admission.num_computed, tables)
+        self.slots[admission.slot] = state
+        written = -(-admission.num_computed // self.geometry.block_size)
+        for group, table in enumerate(tables):
+            for block in table[written:]:
+                self.memory.pop((group, block), None)
 
-    def _sample(self, state: _Slot) -> SlotOutput:
-        seen: list[list[int | None]] = []
-        for group in range(self.num_groups):
-            cells = [cell for block in state.tables[group] for cell in self.memory.get((group, block), [])]
-            seen.append(cells[: state.computed])
-        assert all(cells == state.tokens for cells in seen), "the blocks do not hold the request's tokens"
+    def _compute(self, state: _Slot, end: int) -> None:
+        """One graph execution for one row: reads what is visible, writes positions up to ``end``."""
+        _contexts(state.tokens, state.contexts)
+        start = state.computed
+        for group_id, group in enumerate(self.groups):
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                (block,) = state.tables[group_id]
+                self._check_alone(group_id, block)
+                held = self.memory.get((group_id, block), [])
+                first = max(0, start - group.window)
+                assert held == state.contexts[first:start], f"window of group {group_id} at {start}"
+                self.memory[group_id, block] = [*held, *state.contexts[start:end]][-group.window :]
+                continue
+            first = max(0, start - group.window + 1) if group.window else 0
+            for position in range(first, start):
+                cells = self.memory.get(
+                    (group_id, state.tables[group_id][position // self.geometry.block_size]), []
+                )
+                offset = position % self.geometry.block_size
+                assert offset < len(cells), f"position {position} of group {group_id} was never written"
+                assert cells[offset] == state.contexts[position], f"position {position} of group {group_id}"
+            for position in range(start, end):
+                index, offset = divmod(position, self.geometry.block_size)
+                block = state.tables[group_id][index]
+                self._check_alone(group_id, block)
+                cells = self.memory.setdefault((group_id, block), [None] * self.geometry.block_size)
+                cells[offset] = state.contexts[position]
+        state.computed = end
+
+    def _check_alone(self, group_id: int, block: int) -> None:
+        assert block != NULL_BLOCK_ID
+        sharers = [other for other in self.slots.values() if block in other.tables[group_id]]
+        # Tables here are never told of blocks behind a window, which others may have by now.
+        if self.groups[group_id].window:
+            sharers = [other for other in sharers if block in self._live(other, group_id)]
+        assert len(sharers) == 1, (
+            f"block {block} of group {group_id} is written while {len(sharers)} slots use it"
+        )
+
+    def _live(self, state: _Slot, group_id: int) -> list[int]:
+        group, table = self.groups[group_id], state.tables[group_id]
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            return table
+        return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
+
+    def _sample(self, state: _Slot) -> int:
         token = next_token(state.tokens)
         state.tokens.append(token)
-        return SlotOutput(state.admission.slot, (token,))
+        return token
 
 
 @dataclass
 class Rig:
-    """An engine with one replica on a simulated device, stepped by hand."""
+    """An engine with one replica on a simulated device, stepped by hand.
 
-    engine: Engine
-    scheduler: ReplicaScheduler
-    device: SimulatedDevice
+    Attributes:
+        now: what the clock says.
+    """
+
+    groups: Sequence[KvGroup]
+    num_blocks: int | Sequence[int]
+    options: CacheOptions
+    geometry: Geometry
+    ratio: int
+    engine: Engine = field(init=False)
+    scheduler: ReplicaScheduler = field(init=False)
+    device: SimulatedDevice = field(init=False)
     sinks: dict[str, ListSink] = field(default_factory=dict)
+    now: float = 0.0
+
+    def start(self) -> None:
+        """Attaches an empty replica."""
+        blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
+        kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
+        self.device = SimulatedDevice(self.geometry, self.groups)
+        self.scheduler = ReplicaScheduler(
+            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now
+        )
+        self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
+
+    def replace_replica(self, num_blocks: int | None = None) -> int:
+        """Loses the replica with everything in its memory and attaches an empty one; returns how many requests came back."""
+        self.num_blocks = num_blocks or self.num_blocks
+        back = self.engine.detach("replica-0")
+        self.start()
+        return back
 
     def submit(self, submission: Submission) -> ListSink:
         sink = self.sinks.setdefault(submission.request_id, ListSink())
@@ -191,6 +273,7 @@ class Rig:
         return sink
 
     def step(self) -> StepPlan | None:
+        self.engine.dispatch()
         plan = self.scheduler.step()
         if plan is not None:
             self.scheduler.update(self.device.run(plan))
@@ -206,30 +289,20 @@ class Rig:
 
 
 def make_rig(
-    geometry: Geometry | None = None, *, num_blocks: int = 65, num_groups: int = 1, prefix_caching: bool = True,
-    decode_steps_per_chunk: int = 1, max_waiting: int = 1000, max_waiting_tokens: int = 100_000,
+    geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
+    prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
+    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None,
 ) -> Rig:  # fmt: skip
-    geometry = geometry or make_geometry()
-    engine = Engine(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, clock=lambda: 0.0)
-    rig = Rig(engine, _replica(engine, geometry, num_blocks, num_groups, prefix_caching, decode_steps_per_chunk),
-              SimulatedDevice(geometry, num_groups))  # fmt: skip
-    engine.model = ServedModel(geometry.max_model_len, 97, frozenset({"temperature"}), 5)
-    engine.attach("replica-0", AttachedReplica(rig.scheduler, lambda: None))
+    options = CacheOptions(prefix_caching, sub_block, cache_generated)
+    rig = Rig(groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk)
+    rig.engine = Engine(
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        clock=lambda: rig.now,
+        order=order or PriorityFairOrder(),
+    )
+    rig.engine.model = ServedModel(
+        rig.geometry.max_model_len, 97, frozenset({"temperature"}), 5, frozenset({EOS})
+    )
+    rig.start()
     return rig
-
-
-def _replica(
-    engine: Engine, geometry: Geometry, num_blocks: int, num_groups: int, prefix_caching: bool, ratio: int
-) -> ReplicaScheduler:
-    kv = KvCache(geometry, [num_blocks] * num_groups, model="m", prefix_caching=prefix_caching)
-    return ReplicaScheduler(geometry, kv, engine.waiting, Interleave(ratio), eos_token_ids=frozenset({EOS}),
-                            clock=lambda: 0.0, on_finish=engine.forget)  # fmt: skip
-
-
-def replace_replica(rig: Rig, *, num_blocks: int = 65) -> int:
-    """Loses the replica with everything in its memory and attaches an empty one; returns how many requests came back."""
-    back = rig.engine.detach("replica-0")
-    rig.device = SimulatedDevice(rig.device.geometry, rig.device.num_groups)
-    rig.scheduler = _replica(rig.engine, rig.device.geometry, num_blocks, rig.device.num_groups, True, 1)
-    rig.engine.attach("replica-0", AttachedReplica(rig.scheduler, lambda: None))
-    return back

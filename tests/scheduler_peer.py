@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -21,10 +20,11 @@ from protos.triptych.v1 import (
     worker_pb2_grpc,
 )
 from protos.wire import SCHEMA_REVISION, Context, open_channel
-from scheduler_svc.deployment import Deployment
+from scheduler_svc.convert import groups_from_proto
+from scheduler_svc.deployment import Deployment, make_engine
 from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry
-from scheduler_svc.plan import Admission, Decode, Growth, Prefill, StepPlan
+from scheduler_svc.plan import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from scheduler_svc.registry import RegistryServicer
 from scheduler_svc.servicer import InferenceServicer
 from scheduler_svc.settings import Settings
@@ -48,6 +48,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     refuse_configure: TriptychError | None = None
     schema_revision: int = SCHEMA_REVISION
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
+    window: int = 0
     source: str = "simulated"
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     configured: worker_pb2.ConfigureRequest | None = None
@@ -57,6 +58,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     def __post_init__(self) -> None:
         self.gate.set()
 
+    @property
+    def group(self) -> common_pb2.KvGroup:
+        """The model's only KV group."""
+        return common_pb2.KvGroup(
+            group_id=0, kind=self.kind, window=self.window, num_layers=1, bytes_per_token=8
+        )
+
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
     ) -> worker_pb2.DescribeResponse:
@@ -64,7 +72,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
             model=common_pb2.ModelInfo(source=self.source, architecture="Hash", vocab_size=97, max_model_len=64,
                                        eos_token_ids=[EOS], dtype="float32"),
-            kv_groups=[common_pb2.KvGroup(group_id=0, kind=self.kind, num_layers=1, bytes_per_token=8)],
+            kv_groups=[self.group],
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=4, default_chunk=4,
             default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
         )  # fmt: skip
@@ -97,19 +105,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
             self.configured.block_size, tuple(self.configured.decode_buckets),
         )  # fmt: skip
-        self.device = SimulatedDevice(geometry)
+        groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
+        self.device = SimulatedDevice(geometry, groups)
         async for message in request_iterator:
             await self.gate.wait()
             self.steps += 1
             if self.steps == self.die_at_step:
                 return
             result = self.device.run(plan_from_proto(message))
-            yield worker_pb2.StepResult(
-                step=result.step,
-                outputs=[
-                    worker_pb2.SlotOutput(slot=out.slot, token_ids=out.token_ids) for out in result.outputs
-                ],
-            )
+            yield worker_pb2.StepResult(step=result.step, token_ids=result.token_ids)
 
 
 def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
@@ -125,6 +129,10 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
         message.step,
         work,
         release=tuple(message.release),
+        copies=tuple(
+            BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
+            for copy in message.copies
+        ),
         admit=tuple(
             Admission(new.slot, new.request_id, tuple(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens,
                       make_sampling(), tuple(tuple(blocks.block_ids) for blocks in new.blocks))
@@ -160,8 +168,7 @@ async def run_scheduler(
 ) -> AsyncIterator[RunningScheduler]:
     """The parts of ``scheduler_svc.__main__``, wired as there."""
     settings = settings or Settings()
-    engine = Engine(max_waiting=settings.max_waiting_requests, max_waiting_tokens=settings.max_waiting_tokens,
-                    clock=time.monotonic)  # fmt: skip
+    engine = make_engine(settings)
     deployment = Deployment(settings, engine)
     serving: asyncio.Queue[bool] = asyncio.Queue()
     deployment.on_serving(serving.put_nowait)

@@ -232,11 +232,11 @@ async def test_health_and_reflection_are_served() -> None:
     assert {"triptych.v1.Inference", "triptych.v1.WorkerRegistry", "grpc.health.v1.Health"} <= set(names)
 
 
-@pytest.mark.parametrize("method", ["Pool", "WatchKvEvents", "LoadLora", "UnloadLora", "ListLoras"])
+@pytest.mark.parametrize("method", ["Pool", "LoadLora", "UnloadLora", "ListLoras"])
 async def test_methods_of_later_releases_say_that_they_are_not_served(method: str) -> None:
     """UNIMPLEMENTED with a sentence, not a traceback."""
     async with run_scheduler() as scheduler:
-        name = {"WatchKvEvents": "WatchKvEventsRequest"}.get(method, f"{method}Request")
+        name = f"{method}Request"
         error = await failure(getattr(scheduler.inference, method)(getattr(inference_pb2, name)()))
     assert isinstance(error, Unimplemented)
     assert "not served by this release" in error.message
@@ -317,7 +317,7 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request() -> None:
         response = await call.read()
         assert isinstance(response, inference_pb2.ConnectResponse)
         assert "in use" in response.events[0].error.message
-        assert scheduler.engine.is_live("twin")
+        assert scheduler.engine.find("twin") is not None
         call.cancel()
         worker.gate.set()
         assert await scheduler.engine.drained(5)

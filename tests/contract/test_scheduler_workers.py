@@ -102,7 +102,8 @@ async def test_two_workers_share_the_queue() -> None:
     ("worker", "settings", "error", "text"),
     [
         (ScriptedWorker(schema_revision=2), Settings(), SchemaMismatch, "schema revision 2"),
-        (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW), Settings(), ConfigurationRefused, "IN_PLACE_WINDOW"),
+        (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_UNSPECIFIED), Settings(), ConfigurationRefused, "does not know"),
+        (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW, window=6), Settings(block_size=8, max_num_batched_tokens=8), ConfigurationRefused, "must be a multiple of the window"),
         (ScriptedWorker(), Settings(max_model_len=65), ConfigurationRefused, "exceeds the model's context of 64"),
         (ScriptedWorker(), Settings(block_size=6), ConfigurationRefused, "block_size 6 must be a multiple of 4"),
         (ScriptedWorker(), Settings(max_num_seqs=9), ConfigurationRefused, "max_num_seqs 9"),

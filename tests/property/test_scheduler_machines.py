@@ -5,16 +5,19 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from protos.errors import Overloaded
 from scheduler_svc.block_pool import Block, BlockPool
+from scheduler_svc.geometry import DeviceLimits, GroupKind, KvGroup
 from scheduler_svc.request import FinishReason
 from tests.scheduler_factories import (
     EOS,
+    FULL,
     Rig,
     expected_tokens,
     make_geometry,
+    make_request,
     make_rig,
     make_submission,
-    replace_replica,
 )
 
 pytestmark = pytest.mark.property
@@ -23,49 +26,76 @@ NUM_BLOCKS = 8
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool against a list of free ids and a dict of cached contents."""
+    """A pool against three lists of free ids and a dict from content to the blocks that have it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[bytes] = []
         self.pool = BlockPool(NUM_BLOCKS + 1, on_evict=self.evicted.append)
-        self.free = list(range(1, NUM_BLOCKS + 1))
-        self.cached: dict[bytes, int] = {}
+        # In the order in which they are handed out: without content, with cheap content, with other content.
+        self.free: tuple[list[int], list[int], list[int]] = (list(range(1, NUM_BLOCKS + 1)), [], [])
+        self.content: dict[int, list[bytes]] = {}
+        self.cheap: set[int] = set()
         self.tables: list[list[Block]] = []
+
+    @property
+    def all_free(self) -> list[int]:
+        return [*self.free[0], *self.free[1], *self.free[2]]
+
+    def give(self, ids: list[int]) -> None:
+        """What the pool does with blocks that have no references any more."""
+        for block_id in ids:
+            if not self.content.get(block_id):
+                self.free[0].insert(0, block_id)
+            else:
+                self.free[1 if block_id in self.cheap else 2].append(block_id)
+
+    def take(self, ids: list[int]) -> None:
+        for queue in self.free:
+            queue[:] = [block_id for block_id in queue if block_id not in ids]
 
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, count: int) -> None:
         blocks = self.pool.allocate(count)
-        if count > len(self.free):
+        if count > len(self.all_free):
             assert blocks is None
             return
         assert blocks is not None
-        expected, self.free = self.free[:count], self.free[count:]
-        assert [block.block_id for block in blocks] == expected, "least recently freed first"
-        self.cached = {key: block for key, block in self.cached.items() if block not in expected}
+        expected = self.all_free[:count]
+        assert [block.block_id for block in blocks] == expected, "the block that is worth least first"
+        self.take(expected)
+        for block_id in expected:
+            self.content.pop(block_id, None)
+            self.cheap.discard(block_id)
         self.tables.append(blocks)
 
     @precondition(lambda self: any(self.tables))
-    @rule(data=st.data(), key=st.binary(min_size=1, max_size=1))
-    def index(self, data: st.DataObject, key: bytes) -> None:
+    @rule(
+        data=st.data(),
+        keys=st.lists(st.binary(min_size=1, max_size=1), min_size=1, max_size=3, unique=True),
+        cheap=st.booleans(),
+    )
+    def index(self, data: st.DataObject, keys: list[bytes], cheap: bool) -> None:
         block = data.draw(st.sampled_from([block for table in self.tables for block in table]))
-        indexed = self.pool.index_block(block, key)
-        known = block.block_id in self.cached.values()
-        if known or key in self.cached:
-            assert indexed == (self.cached.get(key) == block.block_id)
-        else:
-            assert indexed
-            self.cached[key] = block.block_id
+        mine = self.content.setdefault(block.block_id, [])
+        keys = [key for key in keys if key not in mine]
+        known = {key for content in self.content.values() for key in content}
+        assert self.pool.index_block(block, keys, cheap=cheap) == [key for key in keys if key not in known]
+        mine += keys
+        (self.cheap.add if cheap else self.cheap.discard)(block.block_id)
 
     @rule(key=st.binary(min_size=1, max_size=1))
     def revive(self, key: bytes) -> None:
         block = self.pool.lookup(key)
-        assert (block.block_id if block else None) == self.cached.get(key)
-        if block is not None:
-            self.pool.touch([block])
-            if block.block_id in self.free:
-                self.free.remove(block.block_id)
-            self.tables.append([block])
+        holders = [block_id for block_id, content in self.content.items() if key in content]
+        assert (block is not None) == bool(holders), "found exactly as long as some block has it"
+        if block is None:
+            return
+        assert block.block_id in holders
+        self.pool.touch([block])
+        self.take([block.block_id])
+        self.cheap.discard(block.block_id)
+        self.tables.append([block])
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -73,35 +103,70 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.pool.free(reversed(table))
         in_use = {block.block_id for other in self.tables for block in other}
-        self.free += [block.block_id for block in reversed(table) if block.block_id not in in_use]
+        self.give([block.block_id for block in reversed(table) if block.block_id not in in_use])
+
+    @rule()
+    def spare(self) -> None:
+        """A spare block costs nothing but cheap content."""
+        block = self.pool.allocate_spare()
+        assert (block is None) == (not self.free[0] and not self.free[1])
+        if block is None:
+            return
+        assert block.block_id == self.all_free[0]
+        self.take([block.block_id])
+        self.content.pop(block.block_id, None)
+        self.cheap.discard(block.block_id)
+        self.tables.append([block])
 
     @rule()
     def reset(self) -> None:
         self.pool.reset_index()
-        self.cached.clear()
+        # In the order of their ids, each to the front.
+        with_content = sorted(block_id for block_id in [*self.free[1], *self.free[2]])
+        self.content.clear()
+        self.cheap.clear()
+        self.take(with_content)
+        self.give(with_content)
 
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.num_free == len(self.free)
-        assert self.pool.num_cached == len(self.cached)
+        assert self.pool.num_free == len(self.all_free)
+        assert set(self.pool.keys) == {key for content in self.content.values() for key in content}
+
+
+KINDS = (
+    FULL,
+    KvGroup(GroupKind.PAGED_WINDOW, 3),
+    KvGroup(GroupKind.PAGED_WINDOW, 8),
+    KvGroup(GroupKind.IN_PLACE_WINDOW, 2),
+    KvGroup(GroupKind.IN_PLACE_WINDOW, 4),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, are aborted, preempted for want of blocks and lose their replica; every one must get exactly its tokens."""
+    """Requests come, are aborted, preempted for want of blocks and lose their replica; every one must get exactly its tokens.
+
+    The device behind the scheduler checks before every step that the blocks hold what its queries see.
+    """
 
     @initialize(
-        chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([2, 4, 8]), num_blocks=st.integers(12, 30),
-        groups=st.integers(1, 2), caching=st.booleans(), ratio=st.integers(1, 3),
+        chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
+        groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
+        generated=st.booleans(), ratio=st.integers(1, 3),
     )  # fmt: skip
-    def start(self, chunk: int, block: int, num_blocks: int, groups: int, caching: bool, ratio: int) -> None:
-        # Smaller than the longest request on purpose with few blocks of size 2: admission must refuse, never deadlock.
+    def start(
+        self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
+        generated: bool, ratio: int,
+    ) -> None:  # fmt: skip
+        # Smaller than the longest request on purpose with few blocks: admission must refuse, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
-        self.num_blocks = num_blocks
-        self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, num_groups=groups, prefix_caching=caching,
-                                 decode_steps_per_chunk=ratio)  # fmt: skip
+        geometry.check(DeviceLimits(40, 1, 4, 8), groups)
+        self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
+                                 sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio)  # fmt: skip
         self.wanted: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
+        self.pins: list[str] = []
         self.count = 0
 
     # Few distinct tokens and lengths: prefixes repeat.
@@ -110,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "a"]), priority=st.integers(0, 1),
     )  # fmt: skip
     def submit(self, prompt: list[int], max_tokens: int, salt: str, priority: int) -> None:
-        if len(prompt) + max_tokens > self.rig.scheduler.kv.max_tokens:
+        if len(prompt) + max_tokens > self.rig.scheduler.kv.max_tokens(40):
             return
         self.count += 1
         name = f"r{self.count}"
@@ -147,7 +212,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def crash(self, in_flight: bool) -> None:
         if in_flight:
             self.rig.scheduler.step()
-        replace_replica(self.rig, num_blocks=self.num_blocks)
+        self.rig.replace_replica()
+
+    @rule(prompt=st.lists(st.integers(3, 4), min_size=2, max_size=20))
+    def pin(self, prompt: list[int]) -> None:
+        self.count += 1
+        name = f"pin{self.count}"
+        try:
+            self.rig.engine.pin(name, "replica-0", make_request(prompt))
+        except Overloaded:
+            return
+        self.pins.append(name)
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        self.rig.engine.unpin(self.pins.pop())
+
+    @rule()
+    def reset(self) -> None:
+        self.rig.engine.reset_prefix_cache()
 
     @invariant()
     def pools_are_sound(self) -> None:
@@ -158,6 +242,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.run()
+        for name in self.pins:
+            self.rig.engine.unpin(name)
         for name, wanted in self.wanted.items():
             sink = self.rig.sinks[name]
             if name in self.aborted:

@@ -11,8 +11,9 @@ from protos.errors import (
     Unsupported,
 )
 from scheduler_svc.engine import Engine, Submission
+from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.request import FinishReason
-from tests.scheduler_factories import ListSink, make_geometry, make_rig, make_submission, replace_replica
+from tests.scheduler_factories import ListSink, make_geometry, make_rig, make_submission
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,8 @@ def test_the_queue_is_bounded_by_requests() -> None:
 
 def test_the_queue_is_bounded_by_tokens_but_one_request_always_gets_in() -> None:
     """A long prompt into an empty queue is not refused for its length alone."""
-    rig = make_rig(max_waiting_tokens=10)
+    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=10)
+    rig.submit(make_submission(request_id="running"))
     rig.submit(make_submission([5] * 20, request_id="long"))
     with pytest.raises(Overloaded):
         rig.submit(make_submission(request_id="short"))
@@ -84,7 +86,7 @@ def test_the_queue_is_bounded_by_tokens_but_one_request_always_gets_in() -> None
 
 def test_before_the_first_replica_requests_are_told_to_come_back() -> None:
     """Unavailable, with a time."""
-    engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0)
+    engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
     with pytest.raises(Unavailable, match="no worker is ready yet"):
         engine.submit(make_submission(), ListSink())
 
@@ -92,6 +94,7 @@ def test_before_the_first_replica_requests_are_told_to_come_back() -> None:
 def test_waiting_requests_can_be_failed_together() -> None:
     """When no worker comes back, each client gets the reason."""
     rig = make_rig()
+    rig.engine.detach("replica-0")
     sinks = [rig.submit(make_submission(request_id=name)) for name in "ab"]
     assert rig.engine.fail_waiting(Unavailable("gone")) == 2
     assert all(sink.events[-1].error is not None for sink in sinks)
@@ -114,7 +117,7 @@ def test_a_request_that_fits_no_remaining_replica_ends_with_the_numbers() -> Non
     large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
     small = rig.submit(make_submission(request_id="small"))
     rig.step()
-    replace_replica(rig, num_blocks=9)
+    rig.replace_replica(num_blocks=9)
     rig.run()
     error = large.events[-1].error
     assert isinstance(error, ContextExceeded)
@@ -127,5 +130,5 @@ def test_new_requests_are_measured_against_the_largest_replica() -> None:
     rig = make_rig(num_blocks=9)
     with pytest.raises(ContextExceeded):
         rig.submit(make_submission([5] * 40, max_tokens=10))
-    replace_replica(rig, num_blocks=17)
+    rig.replace_replica(num_blocks=17)
     rig.submit(make_submission([5] * 40, max_tokens=10))

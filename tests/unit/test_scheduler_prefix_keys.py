@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.prefix_cache import KeyChain, block_key, seed_key
+from scheduler_svc.prefix_cache import KeyChain, Media, granule_key, seed_key
 
 
 def test_keys_chain_over_blocks() -> None:
@@ -39,4 +39,18 @@ def test_model_adapter_and_salt_separate_prefixes(other: dict[str, str]) -> None
 
 def test_a_key_is_the_same_in_every_process() -> None:
     """Unlike hash(), so that it can be shared and compared later."""
-    assert block_key(b"", [1, 2, 3]).hex().startswith("4636993d3e1da4e9")
+    assert granule_key(b"", [1, 2, 3]).hex().startswith("4636993d3e1da4e9")
+
+
+def test_media_belong_to_the_identity_of_what_stands_for_them() -> None:
+    """The same placeholder tokens for another picture are another prefix, from the granule on in which it starts."""
+    seed, tokens = seed_key(model="m"), [1, 2, 9, 9, 3, 4]
+
+    def keys(*media: Media) -> list[bytes]:
+        return KeyChain(seed, 2, media).extend(tokens, 3)
+
+    none, cat, dog = keys(), keys(Media(2, 4, b"cat")), keys(Media(2, 4, b"dog"))
+    assert none[0] == cat[0] == dog[0]
+    assert len({none[1], cat[1], dog[1]}) == len({none[2], cat[2], dog[2]}) == 3
+    assert keys(Media(3, 4, b"cat"))[1] != cat[1]
+    assert keys(Media(1, 3, b"cat"))[0] != none[0]

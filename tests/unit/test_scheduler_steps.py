@@ -6,12 +6,12 @@ from protos.errors import Internal
 from scheduler_svc.plan import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.request import Event, FinishReason
 from tests.scheduler_factories import (
+    FULL,
     ListSink,
     expected_tokens,
     make_geometry,
     make_rig,
     make_submission,
-    replace_replica,
 )
 
 
@@ -217,8 +217,9 @@ def test_a_slot_s_fault_fails_that_request_alone() -> None:
     ):
         rig.scheduler.update(rig.device.run(plan))
     good = rig.device.run(plan)
-    bad = SlotOutput(good.outputs[0].slot, (), error=Internal("row went wrong"))
-    rig.scheduler.update(StepResult(plan.step, (bad, *good.outputs[1:])))
+    first, second = plan.work.slots
+    bad = SlotOutput(first, (), error=Internal("row went wrong"))
+    rig.scheduler.update(StepResult(plan.step, outputs=(bad, SlotOutput(second, (good.token_ids[1],)))))
     rig.run()
     assert rig.sinks["a"].events[-1].error is not None
     assert rig.sinks["b"].tokens == expected_tokens([ord("b") - 90], 6)
@@ -267,7 +268,7 @@ def test_a_lost_replica_s_requests_go_on_elsewhere_without_a_lost_or_doubled_tok
     for _ in range(9):
         rig.step()
     rig.scheduler.step()  # a step is under way when the worker dies
-    assert replace_replica(rig) == 4
+    assert rig.replace_replica() == 4
     rig.run()
     for name, prompt in prompts.items():
         assert rig.sinks[name].tokens == expected_tokens(prompt, 9)
@@ -284,13 +285,17 @@ def test_a_resumed_request_continues_behind_what_the_client_has() -> None:
 
 def test_two_groups_hit_only_what_both_have() -> None:
     """One pool evicted a block that the other still has: the hit shrinks."""
-    rig = make_rig(num_groups=2)
+    rig = make_rig(groups=(FULL, FULL))
     prompt = list(range(20, 34))
     rig.submit(make_submission(prompt, request_id="a"))
     rig.run()
     first, second = rig.scheduler.kv.groups
-    key = next(key for key in second.pool._index if second.pool._index[key].block_id == 2)
-    second.pool._forget(second.pool._index[key])
+    key = list(second.pool.keys)[1]
+    block = second.pool.lookup(key)
+    assert block is not None
+    second.pool.touch([block])
+    second.pool._forget(block)
+    second.pool.free([block])
     assert first.pool.lookup(key) is not None
     sink = rig.submit(make_submission(prompt, request_id="b"))
     rig.run()

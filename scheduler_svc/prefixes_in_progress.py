@@ -1,0 +1,78 @@
+"""Prefixes that running prefills are about to put into the cache, and the requests that wait for them.
+
+Prefill runs one chunk at a time, so a second request with the same beginning loses nothing by waiting until the first has computed it, and
+the replica saves the second computation.
+"""
+
+from collections.abc import Sequence
+
+from scheduler_svc.block_pool import BlockKey
+from scheduler_svc.request import Request
+
+
+class PrefixesInProgress:
+    """Which chunk boundaries are being computed by whom, and who waits for which of them."""
+
+    def __init__(self) -> None:
+        """Nothing is being computed."""
+        self._owners: dict[BlockKey, Request] = {}
+        self._waiters: dict[BlockKey, list[Request]] = {}
+        self._awaited: dict[str, BlockKey] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a prefix."""
+        return len(self._awaited)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait for a prefix."""
+        return [request for waiters in self._waiters.values() for request in waiters]
+
+    def start(self, request: Request, keys: Sequence[BlockKey], first: int, limit: int, unit: int) -> None:
+        """``request`` is going to compute the boundaries behind ``first`` up to ``limit``, all counted in granules, ``unit`` apart."""
+        for boundary in range(first + unit, limit + 1, unit):
+            self._owners.setdefault(keys[boundary - 1], request)
+
+    def longest(self, keys: Sequence[BlockKey], limit: int, unit: int) -> int:
+        """The last boundary of a prompt that is being computed, in granules; 0 if none is."""
+        if not self._owners:
+            return 0
+        return next((end for end in range(limit, 0, -unit) if keys[end - 1] in self._owners), 0)
+
+    def wait(self, request: Request, key: BlockKey) -> Request:
+        """``request`` waits until ``key`` is computed or given up; returns who computes it."""
+        self._waiters.setdefault(key, []).append(request)
+        self._awaited[request.request_id] = key
+        return self._owners[key]
+
+    def cancel(self, request: Request) -> bool:
+        """``request`` waits no more; False if it did not."""
+        key = self._awaited.pop(request.request_id, None)
+        if key is None:
+            return False
+        waiters = self._waiters[key]
+        waiters.remove(request)
+        if not waiters:
+            del self._waiters[key]
+        return True
+
+    def computed(self, key: BlockKey) -> list[Request]:
+        """A boundary was reached; returns who waited for it."""
+        self._owners.pop(key, None)
+        return self._release(key)
+
+    def given_up(self, request: Request, keys: Sequence[BlockKey]) -> list[Request]:
+        """``request`` ends before it has computed all it was going to; returns who waited for the rest."""
+        released = []
+        for key in keys:
+            if self._owners.get(key) is request:
+                del self._owners[key]
+                released += self._release(key)
+        return released
+
+    def _release(self, key: BlockKey) -> list[Request]:
+        waiters = self._waiters.pop(key, [])
+        for request in waiters:
+            del self._awaited[request.request_id]
+        return waiters
