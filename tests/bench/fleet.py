@@ -1,0 +1,318 @@
+"""64 replicas and 20,000 requests on a simulated clock: what a step costs the scheduler must not depend on how much waits or is cached.
+
+``python -m tests.bench.fleet [--quick]``: the real engine, replicas' schedulers and KV caches; devices that take their time on the simulated clock
+and answer with a constant token. Measured is this thread's CPU time of each step: dispatch, step and update.
+
+Traffic: a crowd at the start, then bursts and lulls; prompts lognormal, outputs Pareto, a fifth of the prompts begin with one of 32 system prompts; 8
+tenants, 3 priorities. Steps are compared with steps of the same kind and number of rows, so that what is left is the effect of
+the number waiting (quartiles of all steps while anything waits).
+
+The second phase runs the same smaller traffic with 0, 10,000, 100,000 and 1,000,000 blocks cached beforehand, in all replicas together, through the
+cache's own interface. The traffic is the same, so are the steps.
+
+Both phases end with checks: every request has exactly its tokens, every pool is sound, nothing is left behind.
+"""
+
+import argparse
+import heapq
+import itertools
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from scheduler_svc.buckets import decode_buckets
+from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
+from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.plan import Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.request import Event, FinishReason, Request
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.scheduler import ReplicaScheduler
+from tests.bench.report import report
+
+REPLICAS: Final = 64
+SLOTS: Final = 16
+BLOCK_SIZE: Final = 16
+CHUNK: Final = 128
+MAX_MODEL_LEN: Final = 4096
+CACHED: Final = (0, 10_000, 100_000, 1_000_000)
+# Each replica's; all together a little more than a million.
+NUM_BLOCKS: Final = 20_000
+CHUNK_S: Final = 0.010
+DECODE_S: Final = 0.008
+ROW_S: Final = 0.00005
+VOCAB_SIZE: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to come."""
+
+    at_s: float
+    submission: Submission
+    num_tokens: int
+
+
+def sampling(max_tokens: int) -> SamplingParams:
+    """Greedy, up to exactly that many tokens."""
+    return SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens,
+                          stop_token_ids=frozenset(), ignore_eos=True, logprobs=None)  # fmt: skip
+
+
+def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
+    """``count`` requests, of which ``crowd`` come at once."""
+    dice = random.Random(seed)
+    fresh = itertools.count(1)
+    systems = [list(itertools.islice(fresh, dice.randrange(100, 1500))) for _ in range(32)]
+    arrivals = []
+    now = 0.0
+    for index in range(count):
+        if index >= crowd:
+            # Two seconds in seven bring more than the fleet can serve.
+            now += dice.expovariate(1800.0 if now % 7 < 2 else 100.0)
+        own = max(1, min(int(dice.lognormvariate(5.5, 1.0)), 2000))
+        prompt = [*(dice.choice(systems) if dice.random() < 0.2 else ()), *itertools.islice(fresh, own)]
+        num_tokens = min(int(16 * dice.paretovariate(1.3)), 400)
+        arrivals.append(Arrival(now, Submission(
+            request_id=f"request-{index}", prompt_token_ids=tuple(prompt), sampling=sampling(num_tokens), max_tokens=num_tokens,
+            priority=dice.choices((0, 1, 2), (1, 8, 1))[0], tenant=f"tenant-{min(int(dice.paretovariate(1.0)), 8)}",
+        ), num_tokens))  # fmt: skip
+    return arrivals
+
+
+class Counts:
+    """All requests' sink: how many tokens each got, and how it ended."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.endings: dict[str, FinishReason | None] = {}
+
+    def push(self, event: Event) -> None:
+        """Counts an event."""
+        self.tokens[event.request_id] += len(event.token_ids)
+        if event.finish_reason is not None or event.error is not None:
+            assert event.request_id not in self.endings, "a request ends once"
+            self.endings[event.request_id] = event.finish_reason
+
+    def push_token(self, request_id: str, token_id: int) -> None:
+        """Counts a token."""
+        self.tokens[request_id] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step: requests that waited, what it was (kind and rows), microseconds of CPU."""
+
+    waiting: int
+    shape: tuple[str, int]
+    spent_us: float
+
+
+@dataclass
+class Fleet:
+    """An engine with its replicas, and the clock that they share."""
+
+    now: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+    submits_us: list[float] = field(default_factory=list)
+    sink: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        """Attaches the replicas."""
+        self.engine = Engine(
+            max_waiting=1 << 20,
+            max_waiting_tokens=1 << 40,
+            clock=lambda: self.now,
+            order=PriorityFairOrder(30.0),
+        )
+        self.engine.model = ServedModel(
+            MAX_MODEL_LEN, VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
+        )
+        geometry = Geometry(MAX_MODEL_LEN, SLOTS, CHUNK, BLOCK_SIZE, decode_buckets("exp", max_batch=SLOTS))
+        self.schedulers: list[ReplicaScheduler] = []
+        self._idle: set[int] = set()
+        # When which replica's step is done.
+        self._running: list[tuple[float, int, StepPlan, float]] = []
+        for index in range(REPLICAS):
+            kv = KvCache(geometry, [KvGroup(GroupKind.FULL)], [NUM_BLOCKS], model="fleet")
+            scheduler = ReplicaScheduler(geometry, kv, self.engine, Interleave(1), clock=lambda: self.now)
+            self.schedulers.append(scheduler)
+            self._idle.add(index)
+            self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))
+
+    def fill(self, num_cached: int) -> None:
+        """Caches that many blocks, the same number on each replica."""
+        blocks_each = num_cached // REPLICAS
+        fresh = itertools.count(1 << 24)
+        for scheduler in self.schedulers:
+            left = blocks_each * BLOCK_SIZE // CHUNK * CHUNK
+            while left:
+                size = min(left, MAX_MODEL_LEN - CHUNK)
+                tokens = list(itertools.islice(fresh, size))
+                request = Request("filler", tokens, size, sampling(1), 0, 0.0, self.sink, size + 1)
+                assert scheduler.kv.admit(request)
+                for start in range(0, size, CHUNK):
+                    assert scheduler.kv.grow(request, start + CHUNK) is not None
+                    scheduler.kv.computed(request, start, start + CHUNK)
+                    request.num_computed = start + CHUNK
+                scheduler.kv.release(request)
+                left -= size
+
+    @property
+    def num_cached(self) -> int:
+        """Cached blocks, over all replicas."""
+        return sum(group.pool.num_cached for one in self.schedulers for group in one.kv.groups)
+
+    def run(self, arrivals: Sequence[Arrival]) -> None:
+        """Plays the traffic to its end and checks what came of it."""
+        coming = iter(arrivals)
+        following = next(coming, None)
+        while following is not None or self._running:
+            if following is not None and (not self._running or following.at_s <= self._running[0][0]):
+                self.now = max(self.now, following.at_s)
+                started = time.thread_time()
+                self.engine.submit(following.submission, self.sink)
+                self.submits_us.append((time.thread_time() - started) * 1e6)
+                following = next(coming, None)
+                # A replica that was woken starts at once.
+                self._start_idle()
+                continue
+            self._finish_one()
+        self._check(arrivals)
+
+    def _start_idle(self) -> None:
+        for index in [index for index in self._idle if self.schedulers[index].num_running]:
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        scheduler = self.schedulers[index]
+        started = time.thread_time()
+        self.engine.dispatch()
+        plan = scheduler.step()
+        spent = time.thread_time() - started
+        if plan is None:
+            self._idle.add(index)
+            return
+        self._idle.discard(index)
+        duration = 0.0
+        if isinstance(plan.work, Prefill):
+            duration = CHUNK_S
+        elif isinstance(plan.work, Decode):
+            duration = DECODE_S + ROW_S * plan.work.bucket
+        heapq.heappush(self._running, (self.now + duration, index, plan, spent))
+
+    def _finish_one(self) -> None:
+        self.now, index, plan, spent = heapq.heappop(self._running)
+        shape: tuple[str, int] = ("none", 0)
+        tokens: tuple[int, ...] = ()
+        if isinstance(plan.work, Decode):
+            shape, tokens = ("decode", len(plan.work.slots)), (7,) * len(plan.work.slots)
+        elif isinstance(plan.work, Prefill):
+            shape, tokens = ("prefill", int(plan.work.sample)), (7,) if plan.work.sample else ()
+        result = StepResult(plan.step, token_ids=tokens)
+        waiting = len(self.engine.waiting)
+        started = time.thread_time()
+        self.schedulers[index].update(result)
+        spent += time.thread_time() - started
+        self.samples.append(Sample(waiting, shape, spent * 1e6))
+        self._start(index)
+        # What was requeued or preempted may go to others.
+        self._start_idle()
+
+    def _check(self, arrivals: Sequence[Arrival]) -> None:
+        wanted = {one.submission.request_id: one.num_tokens for one in arrivals}
+        assert dict(self.sink.tokens) == wanted, "every request has exactly its tokens"
+        assert set(self.sink.endings) == set(wanted)
+        assert set(self.sink.endings.values()) == {FinishReason.LENGTH}
+        assert self.engine.num_running == self.engine.num_waiting == 0
+        for scheduler in self.schedulers:
+            scheduler.kv.check_integrity()
+            assert scheduler.kv.usage == 0
+
+
+def relative(samples: Iterable[Sample]) -> list[tuple[Sample, float]]:
+    """Each step with its cost relative to the median of steps of its shape."""
+    shapes: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        shapes[sample.shape].append(sample)
+    result = []
+    for members in shapes.values():
+        median = statistics.median(one.spent_us for one in members)
+        result += [(one, one.spent_us / median) for one in members]
+    return result
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, float]:
+    """Number of steps, median and 99th percentile, microseconds."""
+    spent = sorted(one.spent_us for one in samples)
+    return {
+        "steps": len(spent),
+        "median_us": round(statistics.median(spent), 1),
+        "p99_us": round(spent[len(spent) * 99 // 100], 1),
+        "longest_us": round(spent[-1], 1),
+    }
+
+
+def by_waiting(samples: Sequence[Sample]) -> tuple[list[dict[str, float]], float]:
+    """Quartiles of the number waiting, and the relative cost of a step in the last one over that in the first one."""
+    ranked = sorted(relative(one for one in samples if one.waiting), key=lambda pair: pair[0].waiting)
+    size = len(ranked) // 4
+    quartiles = [ranked[i * size : (i + 1) * size] for i in range(4)]
+    rows = []
+    medians = []
+    for members in quartiles:
+        medians.append(statistics.median(cost for _, cost in members))
+        waiting = {"waiting_from": members[0][0].waiting, "waiting_to": members[-1][0].waiting}
+        rows.append({**waiting, **summary([one for one, _ in members]), "relative": round(medians[-1], 3)})
+    return rows, medians[-1] / medians[0]
+
+
+def main() -> None:
+    """Runs the bench and prints its line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
+    quick = parser.parse_args().quick
+    count, crowd = (4000, 2500) if quick else (20_000, 8000)
+
+    fleet = Fleet()
+    fleet.run(traffic(count, seed=1, crowd=crowd))
+    quartiles, waiting_ratio = by_waiting(fleet.samples)
+    for row in quartiles:
+        print(row)
+    preemptions = sum((one.stats.preemptions for one in fleet.schedulers), Counter[str]())
+    totals = {
+        "requests": count,
+        "tokens": fleet.sink.tokens.total(),
+        "steps": len(fleet.samples),
+        "simulated_s": round(fleet.now, 2),
+        "cached_blocks": fleet.num_cached,
+        "hit_tokens": sum(one.kv.stats.hit_tokens for one in fleet.schedulers),
+        "preemptions": dict(preemptions),
+        "submit_median_us": round(statistics.median(fleet.submits_us), 1),
+    }
+    print(totals)
+
+    cached: dict[str, dict[str, float]] = {}
+    arrivals = traffic(1000 if quick else 3000, seed=2, crowd=500)
+    for level in CACHED:
+        fleet = Fleet()
+        fleet.fill(level)
+        before = fleet.num_cached
+        fleet.run(arrivals)
+        cached[str(level)] = {"cached_blocks": before, **summary(fleet.samples)}
+        print(cached[str(level)])
+    ratios = {
+        "waiting_high_over_low": waiting_ratio,
+        "cached_1m_over_0": cached[str(CACHED[-1])]["median_us"] / cached["0"]["median_us"],
+    }
+    report("fleet", {"by_waiting": quartiles, "totals": totals, "by_cached": cached}, ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""What one step costs the scheduler, ours and vLLM's, in the same run: deciding the step and taking in its result.
+
+``python -m tests.bench.scheduler_step [--quick]``: for 1, 32, 128, 512 and 1,024 running requests in steady decode, both schedule and
+update in turns (A B A B ...), with the same answer to every plan: one token for each request. ``ratios`` are ours / vLLM's, medians of schedule
++ update, by number of requests.
+
+What is equal: block size (128), prefix caching on, also for generated tokens (what vLLM does anyway), prompts of 128 to 255
+tokens, so that each step some requests need a block, memory for everything, no request ends, and the garbage collector rests while the clock
+runs. Ours hands its events to a real sink, as vLLM builds its outputs; what a model would answer is prepared, and the sink emptied, off the
+clock. Neither serializes anything.
+
+The mixed phase runs a queue of requests to their ends through 128 slots, prefills included, and gives scheduling time per generated token.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import structlog
+
+from scheduler_svc.batch_histogram import BatchHistogram
+from scheduler_svc.buckets import decode_buckets
+from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
+from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.plan import Decode, Prefill, StepResult
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.scheduler import ReplicaScheduler
+from scheduler_svc.sinks import EventBuffer
+from tests import vllm_peer
+from tests.bench.report import report
+
+SIZES: Final = (1, 32, 128, 512, 1024)
+BLOCK_SIZE: Final = 128
+MAX_MODEL_LEN: Final = 4096
+MIXED_SLOTS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step cost, and how many tokens it generated."""
+
+    schedule_s: float
+    update_s: float
+    num_tokens: int
+
+
+class Contender(Protocol):
+    """A scheduler with its no-op model."""
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """Queues a request."""
+
+    def step(self) -> Step:
+        """Schedules, prepares the no-op answer, takes it in."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that generate a token with each decode step."""
+
+
+class VllmScheduler:
+    """vLLM's."""
+
+    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
+        self._peer = vllm_peer.SchedulerPeer(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE, num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """Queues a request."""
+        self._peer.add(request_id, prompt, max_tokens)
+
+    def step(self) -> Step:
+        """One step."""
+        scheduler = self._peer.scheduler
+        started = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduled = time.perf_counter()
+        result = self._peer.result(plan)
+        resumed = time.perf_counter()
+        scheduler.update_from_output(plan, result)
+        updated = time.perf_counter()
+        return Step(scheduled - started, updated - resumed, sum(map(len, result.sampled_token_ids)))
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that have generated a token and go on."""
+        return sum(request.num_output_tokens > 0 for request in self._peer.scheduler.running)
+
+
+class OurScheduler:
+    """Ours: an engine with one replica, and the sink of one client's stream."""
+
+    def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
+        buckets = decode_buckets("exponential", max_batch=max_num_seqs)
+        geometry = Geometry(MAX_MODEL_LEN, max_num_seqs, BLOCK_SIZE, BLOCK_SIZE, buckets)
+        self._engine = Engine(
+            max_waiting=1 << 20, max_waiting_tokens=1 << 40, clock=time.monotonic, order=PriorityFairOrder()
+        )
+        kv = KvCache(geometry, [KvGroup(GroupKind.FULL)], [num_blocks], model="bench",
+                     options=CacheOptions(cache_generated=True))  # fmt: skip
+        histogram = BatchHistogram(None, None, time.monotonic, structlog.get_logger())
+        self._scheduler = ReplicaScheduler(
+            geometry, kv, self._engine, Interleave(1), clock=time.monotonic, observe_batch=histogram.observe
+        )  # fmt: skip
+        self._engine.model = ServedModel(
+            MAX_MODEL_LEN, vllm_peer.VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
+        )
+        self._engine.attach("replica", AttachedReplica(self._scheduler, lambda: None))
+        self._sink = EventBuffer()
+        self._loop = asyncio.new_event_loop()
+        self.num_decoding = 0
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """Queues a request."""
+        sampling = SamplingParams(
+            temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens, stop_token_ids=frozenset(),
+            ignore_eos=True, logprobs=None,
+        )  # fmt: skip
+        self._engine.submit(Submission(request_id, tuple(prompt), sampling, max_tokens), self._sink)
+
+    def step(self) -> Step:
+        """One step, as a replica's driver takes it."""
+        started = time.perf_counter()
+        self._engine.dispatch()
+        plan = self._scheduler.step()
+        scheduled = time.perf_counter()
+        assert plan is not None
+        tokens: tuple[int, ...] = ()
+        if isinstance(plan.work, Decode):
+            tokens = (7,) * len(plan.work.slots)
+        elif isinstance(plan.work, Prefill) and plan.work.sample:
+            tokens = (7,)
+        result = StepResult(plan.step, token_ids=tokens)
+        resumed = time.perf_counter()
+        self._scheduler.update(result)
+        updated = time.perf_counter()
+        self._sink.wake()
+        events = self._loop.run_until_complete(self._sink.take())
+        assert len(events) == len(tokens), "every token is announced"
+        self.num_decoding = len(plan.work.slots) if isinstance(plan.work, Decode) else self.num_decoding
+        return Step(scheduled - started, updated - resumed, len(tokens))
+
+    def close(self) -> None:
+        """Gives the event loop back."""
+        self._loop.close()
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    """A prompt that shares no block with another's."""
+    return [3 + (index * 7919 + position) % 30_011 for position in range(length)]
+
+
+@dataclass
+class Figures:
+    """Steps of one contender at one size, microseconds."""
+
+    schedule: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        """Takes in a step."""
+        self.schedule.append(step.schedule_s * 1e6)
+        self.update.append(step.update_s * 1e6)
+
+    @property
+    def total(self) -> float:
+        """Median of schedule + update."""
+        return statistics.median(map(sum, zip(self.schedule, self.update, strict=True)))
+
+    def summary(self) -> dict[str, float]:
+        """Medians, and the mean, which has the rarer steps in it that give out blocks."""
+        return {
+            "schedule_us": round(statistics.median(self.schedule), 1),
+            "update_us": round(statistics.median(self.update), 1),
+            "step_us": round(self.total, 1),
+            "mean_step_us": round(statistics.fmean(self.schedule) + statistics.fmean(self.update), 1),
+        }
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """The garbage collector rests, and does not look at what is there already afterwards."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def steady(size: int, rounds: int, steps: int) -> tuple[Figures, Figures]:
+    """``rounds`` times in turns, ``steps`` steps of ours and of vLLM's with ``size`` requests that decode."""
+    num_blocks = 1 + size * (MAX_MODEL_LEN // BLOCK_SIZE)
+    ours, theirs = OurScheduler(size, num_blocks), VllmScheduler(size, num_blocks)
+    figures = (Figures(), Figures())
+    contenders: tuple[Contender, Contender] = (ours, theirs)
+    for contender in contenders:
+        for index in range(size):
+            prompt = prompt_of(index, BLOCK_SIZE + index * BLOCK_SIZE // size)
+            contender.add(f"request-{index}", prompt, MAX_MODEL_LEN - len(prompt))
+        while contender.num_decoding < size:
+            contender.step()
+        for _ in range(8):
+            contender.step()
+    for _ in range(rounds):
+        for contender, mine in zip(contenders, figures, strict=True):
+            with no_collection():
+                for _ in range(steps):
+                    step = contender.step()
+                    assert step.num_tokens == size, "steady decode"
+                    mine.add(step)
+    ours.close()
+    gc.unfreeze()
+    return figures
+
+
+def mixed(num_requests: int) -> tuple[float, float]:
+    """Scheduling microseconds per generated token while a queue of requests comes and goes through 128 slots; ours, vLLM's."""
+    dice = random.Random(3)
+    lengths = [(dice.randrange(128, 1024), dice.randrange(64, 256)) for _ in range(num_requests)]
+    wanted = sum(count for _, count in lengths)
+    num_blocks = 1 + MIXED_SLOTS * 16
+    ours, theirs = OurScheduler(MIXED_SLOTS, num_blocks), VllmScheduler(MIXED_SLOTS, num_blocks)
+    spent = []
+    for contender in (ours, theirs):
+        with no_collection():
+            started = time.perf_counter()
+            for index, (prompt, count) in enumerate(lengths):
+                contender.add(f"request-{index}", prompt_of(index, prompt), count)
+            seconds = time.perf_counter() - started
+            generated = 0
+            while generated < wanted:
+                step = contender.step()
+                seconds += step.schedule_s + step.update_s
+                generated += step.num_tokens
+        assert generated == wanted, "every request generates what it asked for"
+        spent.append(seconds / wanted * 1e6)
+    ours.close()
+    gc.unfreeze()
+    return spent[0], spent[1]
+
+
+def main() -> None:
+    """Runs the bench and prints its line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    quick = parser.parse_args().quick
+    vllm_peer.prepare()
+    rounds, steps = (3, 20) if quick else (6, 64)
+    ratios: dict[str, float] = {}
+    sizes: dict[str, object] = {}
+    for size in SIZES:
+        # Short steps are many, so that the clock's own cost and the caches' luck even out.
+        ours, theirs = steady(size, rounds, steps if size > 32 else 4 * steps)
+        ratios[str(size)] = ours.total / theirs.total
+        sizes[str(size)] = {"ours": ours.summary(), "vllm": theirs.summary()}
+        print(
+            f"{size:5} running: ours {ours.summary()}\n{'':15}vLLM {theirs.summary()}  ratio {ratios[str(size)]:.3f}"
+        )
+    ours_us, theirs_us = mixed(256 if quick else 1024)
+    print(f"mixed: ours {ours_us:.2f} us, vLLM {theirs_us:.2f} us a token, ratio {ours_us / theirs_us:.3f}")
+    phase = {
+        "ours_us_per_token": round(ours_us, 2),
+        "vllm_us_per_token": round(theirs_us, 2),
+        "ratio": round(ours_us / theirs_us, 4),
+    }
+    report("scheduler_step", {"by_running": sizes, "mixed": phase}, ratios)
+
+
+if __name__ == "__main__":
+    main()
