@@ -508,6 +508,8 @@ class ModelInfo(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    POOL_TASKS_FIELD_NUMBER: _builtins.int
+    POOLED_SIZE_FIELD_NUMBER: _builtins.int
     served_name: _builtins.str
     """The name that requests use."""
     source: _builtins.str
@@ -523,6 +525,8 @@ class ModelInfo(_message.Message):
     """Seconds since the epoch at which the scheduler first saw the model ready."""
     tokenizer_sha256: _builtins.str
     """Hash over the tokenizer files' names and contents, hexadecimal: a gateway reloads when it changes."""
+    pooled_size: _builtins.int
+    """Values of one pooling result; 0 for a model that generates."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence unless ignore_eos."""
@@ -530,6 +534,10 @@ class ModelInfo(_message.Message):
     @_builtins.property
     def default_sampling(self) -> Global___SamplingParams:
         """Sampling defaults that the model's authors recommend (generation_config.json); absent fields have none."""
+
+    @_builtins.property
+    def pool_tasks(self) -> _containers.RepeatedScalarFieldContainer[Global___PoolTask.ValueType]:
+        """What a pooling model's results are for; empty for a model that generates."""
 
     def __init__(
         self,
@@ -544,10 +552,12 @@ class ModelInfo(_message.Message):
         created_unix_s: _builtins.int = ...,
         tokenizer_sha256: _builtins.str = ...,
         default_sampling: Global___SamplingParams | None = ...,
+        pool_tasks: _abc.Iterable[Global___PoolTask.ValueType] | None = ...,
+        pooled_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "created_unix_s", b"created_unix_s", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "served_name", b"served_name", "source", b"source", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "created_unix_s", b"created_unix_s", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "pool_tasks", b"pool_tasks", "pooled_size", b"pooled_size", "served_name", b"served_name", "source", b"source", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -619,6 +629,33 @@ class KvGroup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
+
+@_typing.final
+class PoolingParams(_message.Message):
+    """What is made of one request's pooling result."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    task: Global___PoolTask.ValueType
+    normalize: _builtins.bool
+    """Whether an embedding is scaled to length 1. Unset: as the model says."""
+    def __init__(
+        self,
+        *,
+        task: Global___PoolTask.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+
+Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
 
 @_typing.final
 class GraphSignature(_message.Message):

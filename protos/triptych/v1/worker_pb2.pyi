@@ -447,6 +447,7 @@ class SlotRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     request_id: _builtins.str
     """For logs."""
@@ -467,6 +468,10 @@ class SlotRequest(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotBlocks]:
         """First blocks, per group. The null block stands for those that lie behind a paged window."""
 
+    @_builtins.property
+    def pooling(self) -> _common_pb2.PoolingParams:
+        """For a pooling model, in place of `sampling` and `blocks`."""
+
     def __init__(
         self,
         *,
@@ -479,10 +484,11 @@ class SlotRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         blocks: _abc.Iterable[Global___SlotBlocks] | None = ...,
         lora_name: _builtins.str = ...,
+        pooling: _common_pb2.PoolingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
