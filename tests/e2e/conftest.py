@@ -1,6 +1,8 @@
 """One real stack for all end-to-end tests: `triptych up` on SmolLM2 in float32, so that tokens can be compared with transformers'."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -52,16 +54,20 @@ def smollm2() -> Path:
     return fetch("smollm2", None)
 
 
-@pytest.fixture(scope="session")
-def stack(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Started once; every test may use it, none may stop it."""
-    run_dir = tmp_path_factory.mktemp("stack")
+@contextlib.contextmanager
+def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environment: str) -> Iterator[Stack]:
+    """`triptych up` on a model's folder, on free ports, until the block ends; then Ctrl-C."""
     command = [
-        sys.executable, "-m", "deploy.cli", "up", "--model", str(smollm2), "--served-model-name", "smollm2",
-        "--dtype", "float32", "--max-model-len", "2048", "--port", "0", "--scheduler-port", "0",
-        "--run-dir", str(run_dir),
+        sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), "--served-model-name", name,
+        "--port", "0", "--scheduler-port", "0", "--run-dir", str(run_dir), *flags,
     ]  # fmt: skip
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    launcher = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert launcher.stdout is not None
     # A stack that never gets ready must not hang the tests: reading its output has no timeout of its own.
     watchdog = threading.Timer(START_TIMEOUT_S, launcher.send_signal, (signal.SIGINT,))
@@ -77,9 +83,17 @@ def stack(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         watchdog.cancel()
         base_url = f"http://127.0.0.1:{listening_port(run_dir / 'gateway.log')}"
         assert httpx.get(f"{base_url}/health", timeout=10).status_code == 200
-        yield Stack(base_url, f"127.0.0.1:{listening_port(run_dir / 'scheduler.log')}", run_dir, "smollm2")
+        yield Stack(base_url, f"127.0.0.1:{listening_port(run_dir / 'scheduler.log')}", run_dir, name)
     finally:
         watchdog.cancel()
         launcher.send_signal(signal.SIGINT)
         launcher.communicate(timeout=30)
     assert launcher.returncode == 0, "Ctrl-C ends the stack cleanly"
+
+
+@pytest.fixture(scope="session")
+def stack(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Started once; every test may use it, none may stop it."""
+    flags = ("--dtype", "float32", "--max-model-len", "2048")
+    with running_stack(smollm2, "smollm2", tmp_path_factory.mktemp("stack"), *flags) as stack:
+        yield stack
