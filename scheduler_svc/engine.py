@@ -214,7 +214,7 @@ class Engine:
             if self._blocked == (request, released):
                 return
             self._blocked = None
-            if not self._place(request) and not self._make_way(request):
+            if not self._settle(request):
                 self._blocked = (request, released)
                 return
 
@@ -227,9 +227,21 @@ class Engine:
         """See ``Owner``."""
         self.waiting.charge(tenant, tokens)
 
+    def _settle(self, request: Request) -> bool:
+        """Finds a place for the request, at the cost of what is less urgent if need be."""
+        # One request until it has a place: who gave way may be the queue's head by its age, and would get its place back for ever.
+        while not self._place(request):
+            if not self._make_way(request) and not self._drop_idle_pins(request):
+                return False
+        return True
+
     def _place(self, request: Request) -> bool:
         """Takes the request, which is the queue's head, to the best replica that has room for it."""
-        free = [(name, replica) for name, replica in self.replicas.items() if replica.scheduler.has_free_slot]
+        free = [
+            (name, replica)
+            for name, replica in self.replicas.items()
+            if replica.scheduler.has_free_slot and replica.scheduler.kv.fits(request.end)
+        ]
         if len(free) > 1:
             free.sort(key=lambda one: self._placement.cost(request, one[1].scheduler))
         for name, replica in free:
@@ -257,6 +269,15 @@ class Engine:
                 replica.wake()
                 return True
         return False
+
+    def _drop_idle_pins(self, request: Request) -> bool:
+        """Gives up the pins of a replica where nothing runs and the request would fit: nothing else would ever make room there."""
+        return any(
+            replica.scheduler.idle
+            and replica.scheduler.kv.fits(request.end)
+            and self.drop_pins(replica.scheduler)
+            for replica in list(self.replicas.values())
+        )
 
     # ---- replicas ------------------------------------------------------------------------------------------------------------------
 

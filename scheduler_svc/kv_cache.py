@@ -209,6 +209,8 @@ class KvCache:
 
     def could_admit(self, request: Request, num_freed: int) -> bool:
         """Whether the request might fit if ``num_freed`` more blocks were free. An estimate: it may say yes where there is not enough room."""
+        if not self.fits(request.end):
+            return False
         need = sum(group.most_blocks(len(request.token_ids) + 1) for group in self.groups)
         shared = self.peek(request) // self._grid.block_size * len(self.groups)
         return need - shared <= num_freed + sum(pool.num_free for pool in self._pools)
@@ -265,6 +267,19 @@ class KvCache:
         """
         keys, limit = self.keys_of(request)
         hit = self.longest_hit(keys, limit)
+        while not self._admit_at(request, keys, hit):
+            # What is only copied needs a block more than its request has. Where that is too much, it is computed instead.
+            whole = hit - hit % self._grid.per_block
+            if whole == hit:
+                return False
+            hit = self.longest_hit(keys, whole)
+        if self._keep is not None:
+            boundaries = range(self._chunk_granules, limit + 1, self._chunk_granules)
+            request.junction = self._keep.observe(keys, boundaries)
+        return True
+
+    def _admit_at(self, request: Request, keys: Sequence[BlockKey], hit: int) -> bool:
+        """Admits a request that resumes behind ``hit`` granules; False, and nothing changes, without room."""
         hit_tokens = hit * self._grid.granule
         known = len(request.token_ids)
         taken = [group.take_hit(keys, hit) for group in self.groups]
@@ -294,9 +309,6 @@ class KvCache:
                 self.stats.copies += 1
         request.tables = [table for table, _ in taken]
         request.num_computed = request.num_cached = hit_tokens
-        if self._keep is not None:
-            boundaries = range(self._chunk_granules, limit + 1, self._chunk_granules)
-            request.junction = self._keep.observe(keys, boundaries)
         self.stats.queried_tokens += known
         self.stats.hit_tokens += hit_tokens
         return True

@@ -136,6 +136,11 @@ class ReplicaScheduler:
         return self._in_progress.num_waiting + len(self._soon)
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing runs, is under way or waits for the next plan: no blocks become free by themselves."""
+        return not self.num_running and not self._pending and not self.kv.has_copies
+
+    @property
     def has_free_slot(self) -> bool:
         """Whether another request may be admitted, memory permitting."""
         return bool(self._free_slots)
