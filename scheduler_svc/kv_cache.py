@@ -414,7 +414,10 @@ class KvCache:
 
     def release(self, request: Request) -> None:
         """Takes all blocks from a request; its tokens have to be computed again if it is to go on."""
+        read = {(entry.order.group_id, entry.order.source_block) for entry in self._copies}
         for entry in [entry for entry in self._copies if entry.owner is request]:
+            if (entry.order.group_id, entry.order.target_block) in read:
+                continue  # a fork copies on from there in the same plan
             # Its plan has not been sent: nobody needs the copy any more.
             self._copies.remove(entry)
             self._pools[entry.order.group_id].free((entry.held,))
