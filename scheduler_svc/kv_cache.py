@@ -154,8 +154,7 @@ class KvCache:
             first_event: sequence number before the first batch of events.
         """
         granule = geometry.granule
-        self._chunk_granules = geometry.chunk // granule
-        unit = self._chunk_granules
+        unit = geometry.chunk // granule
         if not options.sub_block:
             unit = max(unit, geometry.block_size // granule)
         self._grid = Grid(geometry.block_size, geometry.chunk, granule, unit)
@@ -274,7 +273,7 @@ class KvCache:
                 return False
             hit = self.longest_hit(keys, whole)
         if self._keep is not None:
-            boundaries = range(self._chunk_granules, limit + 1, self._chunk_granules)
+            boundaries = range(self._grid.unit, limit + 1, self._grid.unit)
             request.junction = self._keep.observe(keys, boundaries)
         return True
 
@@ -508,7 +507,10 @@ class KvCache:
 
     def _keep_windows(self, request: Request, keys: Sequence[BlockKey], boundary: int) -> None:
         assert self._keep is not None
-        last = len(request.token_ids) // self._grid.chunk * self._chunk_granules
+        unit = self._grid.unit
+        if boundary % unit:
+            return  # no hit may end there
+        last = len(request.token_ids) // (unit * self._grid.granule) * unit
         worth = self._keep.worth(boundary, last, request.junction)
         if worth == "nothing":
             return
