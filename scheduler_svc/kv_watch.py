@@ -27,6 +27,7 @@ class KvWatch:
         self._after = after
         self._max_behind = max_behind
         self._batches: list[tuple[str, Batch]] = []
+        self._behind = False
         self._filled = asyncio.Event()
 
     @contextlib.contextmanager
@@ -46,7 +47,12 @@ class KvWatch:
             yield self._each()
 
     def _add(self, replica_id: str, batch: Batch) -> None:
-        self._batches.append((replica_id, batch))
+        # Counted here: a watcher that does not read at all never comes to ask for more.
+        self._behind = self._behind or len(self._batches) >= self._max_behind
+        if self._behind:
+            self._batches.clear()
+        else:
+            self._batches.append((replica_id, batch))
         self._filled.set()
 
     async def _each(self) -> AsyncIterator[tuple[str, Batch]]:
@@ -54,7 +60,7 @@ class KvWatch:
             await self._filled.wait()
             self._filled.clear()
             batches, self._batches = self._batches, []
-            if len(batches) > self._max_behind:
+            if self._behind:
                 raise Unavailable(
                     f"more than {self._max_behind} batches of KV events were not read in time; watch again",
                     retry_after_ms=100,
