@@ -95,20 +95,18 @@ class Pins:
                 "the prefix is empty; send at least one chunk of tokens", param="prompt_token_ids"
             )
         pin_id = secrets.token_hex(8)
-        # One token more than is to be kept: a hit always leaves at least the last one to compute.
-        probe_tokens = (*prompt, prompt[0])
-        probe = Request(
-            request_id=f"pin-{pin_id}", token_ids=list(probe_tokens), num_prompt_tokens=len(probe_tokens), sampling=_GREEDY,
-            arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), end=len(probe_tokens) + 1, cache_salt=cache_salt,
-        )  # fmt: skip
+        probe = self._probe(pin_id, prompt, cache_salt)
+        if kept := self.engine.pinnable_tokens(probe):
+            # Only what is kept is computed, and it ends where the probe ends: windows at the ends of prompts are worth most.
+            probe = self._probe(pin_id, prompt[:kept], cache_salt)
         best = self.engine.find_prefix(probe)
-        if best is not None and best[1] >= self.engine.pinnable_tokens(probe):
+        if best is not None and best[1] >= kept:
             pinned = self.hold(pin_id, best[0], probe)
         else:
             sink = _PinAtEnd(self, pin_id, probe)
             submission = Submission(
                 request_id=probe.request_id,
-                prompt_token_ids=probe_tokens,
+                prompt_token_ids=tuple(probe.token_ids),
                 sampling=_GREEDY,
                 max_tokens=1,
                 cache_salt=cache_salt,
@@ -121,6 +119,14 @@ class Pins:
                 raise
         self._timers[pin_id] = asyncio.get_running_loop().call_later(ttl_s, self.unpin, pin_id)
         return pinned
+
+    def _probe(self, pin_id: str, prefix: tuple[int, ...], cache_salt: str) -> Request:
+        # One token more than is to be kept: a hit always leaves at least the last one to compute.
+        token_ids = [*prefix, prefix[0]]
+        return Request(
+            request_id=f"pin-{pin_id}", token_ids=token_ids, num_prompt_tokens=len(token_ids), sampling=_GREEDY,
+            arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), end=len(token_ids) + 1, cache_salt=cache_salt,
+        )  # fmt: skip
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none of that id (any more)."""
