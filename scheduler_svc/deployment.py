@@ -1,6 +1,7 @@
 """What all replicas have in common: the model, the geometry, the engine, and whether anybody can be served."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
 
@@ -9,36 +10,56 @@ from protos.logs import get_logger
 from protos.triptych.v1 import inference_pb2, worker_pb2
 from scheduler_svc.batch_histogram import BatchHistogram, histogram_path
 from scheduler_svc.buckets import decode_buckets
-from scheduler_svc.convert import groups_from_proto
+from scheduler_svc.convert import groups_from_proto, limits_from_proto, pool_tasks_from_proto
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import CacheOptions, KvCache
 from scheduler_svc.model_files import ServedFiles, describe_served
 from scheduler_svc.policy.interleave import Interleave
-from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
+from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.policy.windows import KeepEnds, KeepJunctions
+from scheduler_svc.pool_engine import PooledModel, PoolEngine, PoolReplica
+from scheduler_svc.pool_scheduler import PoolScheduler
+from scheduler_svc.pooling import PoolShape, shapes_of
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.settings import Settings
 
+# Settings that mean nothing to a pooling model; whoever sets one is told.
+_NOT_FOR_POOLING = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "enable_prefix_caching",
+)  # fmt: skip
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
+
+
+def make_order(settings: Settings) -> OrderPolicy:
+    """The policy of a queue that the settings describe."""
+    if settings.order == "arrival":
+        return ArrivalOrder()
+    return PriorityFairOrder(settings.ageing_s, settings.tenant_weights)
 
 
 def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Engine:
     """The engine that the settings describe."""
-    order = ArrivalOrder() if settings.order == "arrival" else None
     return Engine(
         max_waiting=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
         clock=clock,
-        order=order or PriorityFairOrder(settings.ageing_s, settings.tenant_weights),
+        order=make_order(settings),
         max_pinned_share=settings.max_pinned_share,
     )
+
+
+def _settle_garbage() -> None:
+    """Collects once, and never again looks at what is left: a million blocks would stop all replicas for a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 class Deployment:
     """Joins settings, engine and replicas.
 
     Attributes:
+        pool: requests and replicas if the model is a pooling model; the engine then has none.
         served: the model and its files, once the first replica is ready.
         granule: tokens under one prefix key, once the first replica is ready.
         histogram: how large the decode batches of all replicas were.
@@ -56,10 +77,17 @@ class Deployment:
         self._give_up: asyncio.TimerHandle | None = None
         path = histogram_path(settings.state_dir) if settings.state_dir else None
         self.histogram = BatchHistogram(path, settings.batchsize_log_interval_s, clock, self._log)
+        self.pool = PoolEngine(
+            max_waiting=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            clock=clock,
+            make_order=lambda: make_order(settings),
+        )
         self.served: ServedFiles | None = None
         self.granule = 0
         self.starting: dict[str, str] = {}
         self._listeners: list[Callable[[bool], None]] = []
+        self._detach_listeners: list[Callable[[str, ReplicaScheduler], None]] = []
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -74,6 +102,10 @@ class Deployment:
     def on_serving(self, listener: Callable[[bool], None]) -> None:
         """Calls ``listener`` with whether any replica is ready, on every change."""
         self._listeners.append(listener)
+
+    def on_detach(self, listener: Callable[[str, ReplicaScheduler], None]) -> None:
+        """Calls ``listener`` with every replica that was ready and is lost or leaves, and its scheduler, whose counters are final."""
+        self._detach_listeners.append(listener)
 
     def geometry_for(self, description: worker_pb2.DescribeResponse) -> Geometry:
         """The static shapes for a worker: the settings, and its own defaults where they say nothing.
@@ -155,13 +187,54 @@ class Deployment:
             observe_batch=self.histogram.observe,
         )
 
-    def attach(self, replica_id: str, replica: AttachedReplica) -> None:
+    def pool_shapes_for(self, description: worker_pb2.DescribeResponse) -> tuple[PoolShape, ...]:
+        """The static shapes for a worker of a pooling model.
+
+        Raises:
+            ConfigurationRefused: if the model or the device cannot run the shapes of the settings or of the replicas before it.
+        """
+        settings = self._settings
+        if ignored := [name for name in _NOT_FOR_POOLING if _is_set(settings, name)]:
+            self._log.warning("settings_ignored", names=ignored, reason="pooling models run in pool shapes")
+        shapes = self.pool.shapes
+        batches = [shape.batch for shape in shapes] or settings.pool_batch_sizes
+        lengths = [shape.prompt_len for shape in shapes] or settings.pool_prompt_lens
+        limits = limits_from_proto(description)
+        return shapes_of(batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch)
+
+    def add_pooling(
+        self, replica_id: str, shapes: tuple[PoolShape, ...], description: worker_pb2.DescribeResponse,
+        files: dict[str, bytes],
+    ) -> PoolScheduler:  # fmt: skip
+        """The same as :meth:`add` for a worker of a pooling model.
+
+        Raises:
+            ConfigurationRefused: if the worker serves another model than the replicas before it.
+        """
+        served = describe_served(
+            description.model,
+            files,
+            served_name=self._settings.served_model_name,
+            max_model_len=shapes[-1].prompt_len,
+        )
+        served.info.pool_tasks[:] = description.pool_tasks
+        self._check_same_model(served, replica_id)
+        if self.served is None:
+            self.served = served
+        self.pool.serve(PooledModel(served.info.vocab_size, pool_tasks_from_proto(description)), shapes)
+        return self.pool.make_scheduler(replica_id)
+
+    def attach(self, replica_id: str, replica: AttachedReplica | PoolReplica) -> None:
         """A replica receives steps from now on."""
         if self._give_up is not None:
             self._give_up.cancel()
             self._give_up = None
         self.starting.pop(replica_id, None)
-        self._engine.attach(replica_id, replica)
+        if isinstance(replica, PoolReplica):
+            self.pool.attach(replica_id, replica)
+        else:
+            self._engine.attach(replica_id, replica)
+        _settle_garbage()
         self._announce()
 
     def detach(self, replica_id: str) -> int:
@@ -172,10 +245,15 @@ class Deployment:
         """
         self.starting.pop(replica_id, None)
         was_attached = replica_id in self._engine.replicas
-        count = self._engine.detach(replica_id)
         if was_attached:
+            self._announce_end(replica_id)
+        was_attached = was_attached or replica_id in self.pool.replicas
+        count = self._engine.detach(replica_id) + self.pool.detach(replica_id)
+        if was_attached:
+            gc.unfreeze()  # the pools that are gone now are full of cycles
+            _settle_garbage()
             self._announce()
-        if not self._engine.replicas and self._give_up is None:
+        if not self._has_replicas and self._give_up is None:
             wait_s = self._settings.replica_wait_s
             self._give_up = asyncio.get_running_loop().call_later(wait_s, self._fail_waiting)
         return count
@@ -188,22 +266,36 @@ class Deployment:
     def _fail_waiting(self) -> None:
         self._give_up = None
         wait_s = self._settings.replica_wait_s
-        failed = self._engine.fail_waiting(
-            Unavailable(f"no worker was ready for {wait_s:g} s; retry later", retry_after_ms=5000)
-        )
+        error = Unavailable(f"no worker was ready for {wait_s:g} s; retry later", retry_after_ms=5000)
+        failed = self._engine.fail_waiting(error) + self.pool.fail_waiting(error)
         # New requests are refused at once until a worker is back.
-        self._engine.model = None
+        self._engine.model = self.pool.model = None
         if failed:
             self._log.error("waiting_requests_failed", count=failed, reason="no worker")
 
     def _announce(self) -> None:
         for listener in self._listeners:
-            listener(bool(self._engine.replicas))
+            listener(self._has_replicas)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return bool(self._engine.replicas or self.pool.replicas)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until no request is live; False if some still are after ``timeout_s`` seconds."""
+        return await self._engine.drained(timeout_s) and await self.pool.drained(timeout_s)
+
+    def _announce_end(self, replica_id: str) -> None:
+        scheduler = self._engine.replicas[replica_id].scheduler
+        for listener in self._detach_listeners:
+            listener(replica_id, scheduler)
 
     def _check_same_model(self, new: ServedFiles, replica_id: str) -> None:
         if self.served is None:
             return
-        for field in ("source", "architecture", "vocab_size", "max_model_len", "dtype", "tokenizer_sha256"):
+        fields = ("source", "architecture", "vocab_size", "max_model_len", "dtype", "tokenizer_sha256",
+                  "pool_tasks", "pooled_size")  # fmt: skip
+        for field in fields:
             ours, theirs = getattr(self.served.info, field), getattr(new.info, field)
             if ours != theirs:
                 raise ConfigurationRefused(
@@ -223,14 +315,26 @@ class Deployment:
         ]
         replicas.extend(
             inference_pb2.ReplicaLoad(
+                replica_id=replica_id,
+                state=inference_pb2.REPLICA_STATE_READY,
+                num_running=pooling.scheduler.num_running,
+            )
+            for replica_id, pooling in self.pool.replicas.items()
+        )
+        replicas.extend(
+            inference_pb2.ReplicaLoad(
                 replica_id=replica_id, state=inference_pb2.REPLICA_STATE_CONFIGURING, detail=detail
             )
             for replica_id, detail in self.starting.items()
         )
         return inference_pb2.Load(
-            num_running=self._engine.num_running,
-            num_waiting=self._engine.num_waiting,
-            num_waiting_tokens=self._engine.waiting.num_tokens,
+            num_running=self._engine.num_running + self.pool.num_running,
+            num_waiting=self._engine.num_waiting + self.pool.num_waiting,
+            num_waiting_tokens=self._engine.waiting.num_tokens + self.pool.num_waiting_tokens,
             kv_usage=sum(replica.kv_usage for replica in replicas) / max(1, len(self._engine.replicas)),
             replicas=replicas,
         )
+
+
+def _is_set(settings: Settings, name: str) -> bool:
+    return getattr(settings, name) != type(settings).model_fields[name].default

@@ -117,8 +117,8 @@ class Engine:
         self._empty: asyncio.Event | None = None
         # Longest sequence that fits some replica's KV memory; that of the last ones while there is none.
         self._max_request_tokens = 0
-        # Whose turn it was when there was no room, and how much had been released by then.
-        self._blocked: tuple[Request, int] | None = None
+        # Whose turn it was when there was no room, as long as nothing has been released since.
+        self._blocked: Request | None = None
         self._pins: dict[str, _Pin] = {}
         self.waiting = WaitingQueue(order)
         self.replicas: dict[str, AttachedReplica] = {}
@@ -210,12 +210,10 @@ class Engine:
         Call it whenever there may be: it costs next to nothing if there is not.
         """
         while self.waiting and (request := self.waiting.peek(self._clock())) is not None:
-            released = sum(replica.scheduler.kv.num_releases for replica in self.replicas.values())
-            if self._blocked == (request, released):
+            if self._blocked is request:
                 return
-            self._blocked = None
             if not self._settle(request):
-                self._blocked = (request, released)
+                self._blocked = request
                 return
 
     def requeue(self, request: Request) -> None:
@@ -226,6 +224,10 @@ class Engine:
     def charge(self, tenant: str, tokens: int) -> None:
         """See ``Owner``."""
         self.waiting.charge(tenant, tokens)
+
+    def released(self) -> None:
+        """See ``Owner``."""
+        self._blocked = None
 
     def _settle(self, request: Request) -> bool:
         """Finds a place for the request, at the cost of what is less urgent if need be."""
@@ -366,6 +368,10 @@ class Engine:
         for pin_id in mine:
             scheduler.kv.unpin(self._pins.pop(pin_id).prefix)
         return bool(mine)
+
+    def num_pins(self, replica_id: str) -> int:
+        """Pinned prefixes that a replica keeps."""
+        return sum(pin.replica_id == replica_id for pin in self._pins.values())
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix and pin; returns on how many replicas."""

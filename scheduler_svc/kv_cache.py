@@ -1,7 +1,7 @@
 """All KV groups of one replica together: a request's blocks are found, taken, grown and given back in every group or in none."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -135,7 +135,7 @@ class KvCache:
         groups: managers, by group id.
         stats: counters.
         events: what was stored and removed.
-        num_releases: grows whenever blocks become free: until it does, what did not fit will not fit.
+        on_release: called whenever blocks become free: until then, what did not fit will not fit.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class KvCache:
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )
-        self.num_releases = 0
+        self.on_release: Callable[[], None] = lambda: None
 
     # ---- what there is -------------------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class KvCache:
         """
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.trim(table, request.num_computed):
-                self.num_releases += 1
+                self.on_release()
         missing = [
             group.missing(table, num_tokens) for group, table in zip(self.groups, request.tables, strict=True)
         ]
@@ -424,7 +424,7 @@ class KvCache:
             group.release(table)
         request.tables = []
         request.num_computed = 0
-        self.num_releases += 1
+        self.on_release()
 
     # ---- copies --------------------------------------------------------------------------------------------------------------------
 
@@ -444,7 +444,7 @@ class KvCache:
                 if new and self.events.active:
                     self.events.stored(entry.order.group_id, (entry.key,), b"", ())
             pool.free((entry.held,))
-        self.num_releases += 1
+        self.on_release()
 
     def drop_unsent_windows(self) -> bool:
         """Gives up windows that were to be kept and are not under way yet; whether there were any."""
@@ -480,7 +480,7 @@ class KvCache:
             group.release(table)
             if source is not None:
                 group.pool.free((source,))
-        self.num_releases += 1
+        self.on_release()
 
     # ---- the whole -----------------------------------------------------------------------------------------------------------------
 

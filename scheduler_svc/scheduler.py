@@ -18,7 +18,7 @@ from protos.errors import Internal, TriptychError
 from scheduler_svc.buckets import bucket_for
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import Copies, KvCache
-from scheduler_svc.plan import Admission, Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.plan import Admission, Decode, Growth, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.prefixes_in_progress import PrefixesInProgress
@@ -37,6 +37,9 @@ class Owner(Protocol):
 
     def charge(self, tenant: str, tokens: int) -> None:
         """A tenant was served that many tokens."""
+
+    def released(self) -> None:
+        """Blocks became free: who found no room may find some now."""
 
     def drop_pins(self, scheduler: "ReplicaScheduler") -> bool:
         """Gives up pinned prefixes of a replica that cannot go on otherwise; whether there were any."""
@@ -95,6 +98,7 @@ class ReplicaScheduler:
         self.kv = kv
         self.stats = SchedulerStats()
         self._owner = owner
+        kv.on_release = owner.released
         self._interleave = interleave
         self._clock = clock
         self.preemption = preemption or LatestOfLeastUrgent()
@@ -124,6 +128,11 @@ class ReplicaScheduler:
         self._stalled_since: float | None = None
 
     # ---- what there is -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Geometry:
+        """The static shapes."""
+        return self._geometry
 
     @property
     def num_running(self) -> int:
@@ -178,6 +187,7 @@ class ReplicaScheduler:
         request.num_admissions += 1
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
+            self.stats.queue_s.observe(request.first_scheduled_s - request.arrival_s)
         self._priorities[request.priority] += 1
         self._in_progress.start(
             request, keys, request.num_computed // self._geometry.granule, limit, self.kv.unit
@@ -267,6 +277,7 @@ class ReplicaScheduler:
             return None
         self.stats.chunks += 1
         self.stats.prefill_tokens += end - start
+        self.stats.chunk_tokens.observe(end - start)
         return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
 
     def _batch(self) -> tuple[Request, ...]:
@@ -485,10 +496,15 @@ class ReplicaScheduler:
         if not request.announced:
             request.announced = True
             event = event.announcing(request)
+            request.first_token_s = now = self._clock()
+            if request.first_scheduled_s is not None:
+                self.stats.prefill_s.observe(now - request.first_scheduled_s)
         if event.finish_reason is None:
             request.sink.push(event)
-        else:
-            self._finish(request, event)
+            return
+        if request.first_token_s is not None:
+            self.stats.decode_s.observe(self._clock() - request.first_token_s)
+        self._finish(request, event)
 
     def _fail(self, request: Request, error: TriptychError) -> None:
         self._finish(request, Event(request.request_id, error=error))
@@ -537,11 +553,11 @@ class ReplicaScheduler:
         self.kv.release(request)
 
 
-def _slots_of(work: Prefill | Decode | None) -> Sequence[int]:
+def _slots_of(work: Prefill | Decode | Pool | None) -> Sequence[int]:
     match work:
         case Prefill():
             return (work.slot,)
-        case Decode():
+        case Decode() | Pool():
             return work.slots
         case None:
             return ()

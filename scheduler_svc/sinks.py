@@ -21,13 +21,15 @@ class EventBuffer:
 
     def push(self, event: Event) -> None:
         """Adds an event."""
+        if not self._events:
+            self._filled.set()
         self._events.append(event)
-        self._filled.set()
 
     def push_token(self, request_id: str, token_id: int) -> None:
         """Adds one plain token: no object is made for it before it leaves."""
+        if not self._events:
+            self._filled.set()
         self._events.append((request_id, token_id))
-        self._filled.set()
 
     def wake(self) -> None:
         """Makes :meth:`take` return, even with nothing."""

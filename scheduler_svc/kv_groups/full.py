@@ -75,7 +75,9 @@ class FullGroup:
                 continue
             first, last = position * per_block + len(block.keys), min(end, (position + 1) * per_block)
             if first < last:
-                fresh = set(self.pool.index_block(block, keys[first:last]))
+                # A beginning that is only worth a copy goes before blocks that can be shared whole.
+                partial = last < (position + 1) * per_block
+                fresh = set(self.pool.index_block(block, keys[first:last], cheap=partial))
                 new += [index for index in range(first, last) if keys[index] in fresh]
         return new
 

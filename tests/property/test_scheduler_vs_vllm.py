@@ -302,3 +302,11 @@ def test_chunks_smaller_than_blocks_evict_no_more(
     """Chunks that divide a block in a small pool: where they part, ours has found more."""
     ours, theirs = first_difference(compare(turns, (window,), chunk=chunk, blocks=LIVE_BLOCKS + spare))
     assert ours >= theirs
+
+
+@pytest.mark.parametrize("chunk", [2, 4])
+@pytest.mark.parametrize("window", [None, 9, 33])
+def test_chunks_smaller_than_blocks_find_more_for_long(window: int | None, chunk: int) -> None:
+    """Hundreds of requests in a small pool: what is kept of unfinished blocks never costs more than it gives."""
+    hits = compare(random_turns(1, 400), (window,), chunk=chunk, blocks=LIVE_BLOCKS + 20)
+    assert sum(ours for ours, _ in hits) > sum(theirs for _, theirs in hits)
