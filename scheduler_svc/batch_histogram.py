@@ -132,6 +132,11 @@ class BatchHistogram:
                 counts[rows] = counts.get(rows, 0) + steps
         return dict(sorted(counts.items()))
 
+    @property
+    def counts_since_start(self) -> dict[int, int]:
+        """Steps by number of rows, of this process alone: they never fall."""
+        return {rows: steps for rows, steps in enumerate(self._counts) if steps}
+
     def observe(self, num_rows: int) -> None:
         """A decode step ran with that many rows (at least 1), before padding."""
         try:

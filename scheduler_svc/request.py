@@ -142,6 +142,7 @@ class Request:
     slot: int | None = None
     replica_id: str | None = None
     num_admissions: int = 0
+        first_token_s: clock reading when its first token came.
     num_cached: int = 0
     junction: int = 0
     first_scheduled_s: float | None = None
@@ -156,3 +157,4 @@ class Request:
     def finished(self) -> bool:
         """Whether nothing more will happen to the request."""
         return self.state is RequestState.FINISHED
+    first_token_s: float | None = None

@@ -5,7 +5,18 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from protos.errors import NotFound, SchemaMismatch, TriptychError, Unavailable, Unimplemented, abort
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from protos.errors import (
+    Aborted,
+    NotFound,
+    SchemaMismatch,
+    TriptychError,
+    Unavailable,
+    Unimplemented,
+    Unsupported,
+    abort,
+)
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
@@ -19,6 +30,7 @@ from scheduler_svc.request import Event
 from scheduler_svc.sinks import EventBuffer
 
 # How often WatchLoad looks, at most, seconds: the load changes with every step.
+from scheduler_svc.metrics import SchedulerMetrics
 _LOAD_SAMPLE_S = 0.1
 
 
@@ -45,6 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self._draining = True
+        self._metrics = SchedulerMetrics(engine, deployment)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -213,8 +226,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Forgets every cached prefix."""
         return inference_pb2.ResetPrefixCacheResponse(num_replicas=self._engine.reset_prefix_cache())
 
-    Pool = unserved("pooling models")
-    GetMetrics = unserved("metrics")
+    async def GetMetrics(
+        self, request: inference_pb2.GetMetricsRequest, context: Context
+    ) -> inference_pb2.GetMetricsResponse:
+        """Measurements in Prometheus' text format."""
+        return inference_pb2.GetMetricsResponse(text=self._metrics.text(), content_type=CONTENT_TYPE_LATEST)
+
     LoadLora = unserved("LoRA adapters")
     UnloadLora = unserved("LoRA adapters")
     ListLoras = unserved("LoRA adapters")
