@@ -42,6 +42,9 @@ _LONGEST_PAUSE_S: Final = 2.0
 # Pause before a running request that a scheduler turned away (no replica yet) is sent again, if it did not say how long.
 _RESUBMIT_PAUSE_S: Final = 0.5
 
+# Who scrapes metrics waits for ten seconds at the most; the gateway's own must be among what it gets by then.
+_METRICS_TIMEOUT_S: Final = 2.0
+
 # Largest tokenizers of today: 40 MB in a handful of files.
 MAX_TOKENIZER_BYTES: Final = 256 * 2**20
 MAX_TOKENIZER_FILES: Final = 64
@@ -162,6 +165,17 @@ class InferenceClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return load
+
+    async def get_metrics(self) -> bytes:
+        """The scheduler's metrics in Prometheus' text format; raises as :meth:`get_model` does, and sooner."""
+        timeout = min(self._call_timeout_s, _METRICS_TIMEOUT_S)
+        try:
+            response: inference.GetMetricsResponse = await self._stub.GetMetrics(
+                inference.GetMetricsRequest(), timeout=timeout
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return response.text
 
     async def get_tokenizer(self, folder: Path) -> None:
         """Writes the model's tokenizer files into ``folder``.

@@ -75,6 +75,11 @@ class Metrics:
             registry=self.registry,
         )
         live.set_function(num_live)
+        self._scheduler_up = Gauge(
+            "triptych:gateway_scheduler_up",
+            "Whether the scheduler's metrics follow.",
+            registry=self.registry,
+        )
 
     def _relabel(self) -> None:
         # Looking a labelled child up costs more than observing it; tokens come by the thousand.
@@ -110,9 +115,14 @@ class Metrics:
         """An HTTP answer; ``handler`` is the route's pattern."""
         self._http.labels(handler, method, str(status)).inc()
 
-    def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+    def text(self, scheduler: bytes | None = None) -> bytes:
+        """Everything, in Prometheus' text format.
+
+        Args:
+            scheduler: the scheduler's metrics in the same format, whose names are others; None if it does not answer.
+        """
         if self._model_name():
             # So that a scrape before the first request shows zeros rather than nothing.
             self._relabel()
-        return generate_latest(self.registry)
+        self._scheduler_up.set(scheduler is not None)
+        return generate_latest(self.registry) + (scheduler or b"")

@@ -11,9 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import PayloadTooLarge, error_response, internal
 from gateway.metrics import Metrics
+from protos.errors import InvalidArgument
 from protos.logs import bind_request, get_logger
 
 REQUEST_ID_HEADER: Final = "x-request-id"
+TENANT_HEADER: Final = "x-tenant"
+
+# The scheduler takes no longer one.
+MAX_TENANT_BYTES: Final = 256
 
 # What is asked every few seconds by machines is logged only at debug level.
 _QUIET: Final = frozenset({"/health", "/metrics"})
@@ -29,6 +34,31 @@ def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:
     """The client's own request id if it is usable in a header and a log, else a new one."""
     given = headers.get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else new_id()
+
+
+def tenant_of(headers: Headers) -> str:
+    """Whom the scheduler is to be fair to; empty for the common tenant.
+
+    Raises:
+        InvalidArgument: if the header is there twice (a proxy's and a client's own, perhaps), or too long, or no printable UTF-8.
+    """
+    given = headers.getlist(TENANT_HEADER)
+    if not given:
+        return ""
+    if len(given) > 1:
+        raise InvalidArgument("there are several X-Tenant headers; send one", param="X-Tenant")
+    raw = given[0].encode("latin-1")
+    if len(raw) > MAX_TENANT_BYTES:
+        raise InvalidArgument(
+            f"X-Tenant is longer than {MAX_TENANT_BYTES} bytes; shorten it", param="X-Tenant"
+        )
+    try:
+        tenant = raw.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("X-Tenant is not UTF-8", param="X-Tenant") from None
+    if not tenant.isprintable():
+        raise InvalidArgument("X-Tenant has unprintable characters; leave them out", param="X-Tenant")
+    return tenant
 
 
 class RequestMiddleware:

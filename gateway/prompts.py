@@ -157,7 +157,12 @@ def _known(param: str, token_ids: Sequence[int], model: pb.ModelInfo) -> Sequenc
 
 
 def generate_requests(
-    served: Served, body: SamplingRequest, prompts: Sequence[Sequence[int]], request_id: str
+    served: Served,
+    body: SamplingRequest,
+    prompts: Sequence[Sequence[int]],
+    request_id: str,
+    *,
+    tenant: str = "",
 ) -> list[inference.GenerateRequest]:
     """One wire request per prompt, after all checks that need no scheduler.
 
@@ -166,6 +171,7 @@ def generate_requests(
         body: the HTTP request.
         prompts: token ids, one list a prompt.
         request_id: unique in this process; becomes the wire id, with the prompt's index if there are several.
+        tenant: whom the scheduler is to be fair to.
 
     Raises:
         InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
@@ -180,6 +186,7 @@ def generate_requests(
             prompt_token_ids=prompt,
             sampling=sampling,
             priority=body.priority,
+            tenant=tenant,
             cache_salt=body.cache_salt or "",
             model=served.model.served_name,
         )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
+
 from protos import wire
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, abort
 from protos.server import Server
@@ -22,6 +24,11 @@ from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
+SCHEDULER_METRICS = (
+    b"# HELP vllm:num_requests_running Requests that have a slot.\n"
+    b"# TYPE vllm:num_requests_running gauge\n"
+    b'vllm:num_requests_running{model_name="smollm2",engine="r0"} 3.0\n'
+)
 GENERATE = inference.GenerateRequest
 
 # The base class answers UNIMPLEMENTED for what is not written here; its type insists on every method.
@@ -52,6 +59,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         pause_after: stop stepping requests after that many tokens until :meth:`resume`; ``None``: never.
         refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
         ready: whether a replica is ready.
+        metrics: the answer to GetMetrics; ``None``: unavailable.
         requests, aborted: what came in, in order.
     """
 
@@ -72,11 +80,13 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     sampling_defaults: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     num_tokenizer_loads: int = 0
+    metrics: bytes | None = SCHEDULER_METRICS
 
     def reset(self) -> None:
         """Forgets what came in and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
         self.refuse = lambda _: None
+        self.metrics = SCHEDULER_METRICS
         self.requests.clear()
         self.aborted.clear()
 
@@ -119,6 +129,11 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         return inference.Load(
             replicas=[inference.ReplicaLoad(replica_id="r0", state=state, detail="compiling 3 of 7")]
         )
+
+    async def GetMetrics(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        if self.metrics is None:
+            await abort(context, Unavailable("on purpose"))
+        return inference.GetMetricsResponse(text=self.metrics, content_type=CONTENT_TYPE_LATEST)
 
     async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         running: dict[str, Running] = {}

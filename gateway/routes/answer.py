@@ -6,8 +6,9 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import context_of
+from gateway.context import context_of, note
 from gateway.generation import Delta, Generation, Usage
+from gateway.middleware import tenant_of
 from gateway.prompts import generate_requests
 from gateway.responses import EventStream, collect
 from gateway.schemas.sampling import SamplingRequest
@@ -34,9 +35,12 @@ async def answer(
     """Runs ``prompts`` and answers as ``body`` asks.
 
     Raises:
+        InvalidArgument: if its X-Tenant header cannot be used.
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)
+    tenant = tenant_of(request.headers)
+    note(request.scope, tenant=tenant or None)
     answer_id = shape.id_prefix + context.new_id()
     given: str = request.scope["triptych.request_id"]
     wire_id = f"{given[: MAX_REQUEST_ID - _UNIQUE_DIGITS - 8]}-{context.new_id()[:_UNIQUE_DIGITS]}"
@@ -44,7 +48,7 @@ async def answer(
         context.client,
         served,
         body,
-        generate_requests(served, body, prompts, wire_id),
+        generate_requests(served, body, prompts, wire_id, tenant=tenant),
         metrics=context.metrics,
         clock=context.clock,
         arrived=request.scope["triptych.arrived"],

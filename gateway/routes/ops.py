@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from gateway.context import context_of
 from gateway.version import VERSION
-from protos.errors import Unavailable
+from protos.errors import TriptychError, Unavailable
 from protos.triptych.v1 import inference_pb2 as inference
 
 router = APIRouter()
@@ -27,8 +27,13 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Measurements in Prometheus' text format."""
-    return Response(context_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    """Measurements in Prometheus' text format: the gateway's, then the scheduler's if it answers."""
+    context = context_of(request)
+    try:
+        theirs = await context.client.get_metrics()
+    except TriptychError:
+        theirs = None
+    return Response(context.metrics.text(theirs), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version")

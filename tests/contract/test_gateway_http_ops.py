@@ -81,6 +81,37 @@ async def test_unusable_request_ids_are_replaced(stack: Stack, given: str) -> No
     assert len(response.headers["x-request-id"]) == 32
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("given", [None, "", "team-7", "Équipe 7", "x" * 256])
+async def test_tenants_travel(stack: Stack, path: str, given: str | None) -> None:
+    """The header says whom the scheduler is to be fair to; without it, the common tenant."""
+    body = {"prompt": "x"} if path == "/v1/completions" else CHAT
+    headers = {} if given is None else {b"X-Tenant": given.encode()}
+    assert (await stack.http.post(path, json=body, headers=headers)).status_code == 200
+    assert [request.tenant for request in stack.peer.requests] == [given or ""]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([b"x" * 257], "longer than 256 bytes"),
+        (["é".encode() * 129], "longer than 256 bytes"),
+        ([b"\xff"], "not UTF-8"),
+        (["a\u200eb".encode()], "unprintable"),
+        ([b"a", b"b"], "several"),
+    ],
+)
+async def test_unusable_tenants_are_refused(stack: Stack, given: list[bytes], words: str) -> None:
+    """Another tenant's share is not to be had by a header that is read in two ways."""
+    headers = [(b"X-Tenant", value) for value in given]
+    response = await stack.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == "X-Tenant"
+    assert stack.peer.requests == []
+
+
 async def test_a_bug_is_a_500_that_can_be_found(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected exception has the OpenAI body and the request's id, and keeps its details to the log."""
 
