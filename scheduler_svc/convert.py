@@ -9,8 +9,20 @@ from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc.engine import Submission
 from scheduler_svc.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
 from scheduler_svc.kv_events import Batch, KvEvent, Removed, Stored
-from scheduler_svc.plan import Admission, BlockCopy, Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
-from scheduler_svc.request import Event, FinishReason, Logprobs
+from scheduler_svc.plan import (
+    Admission,
+    BlockCopy,
+    Decode,
+    Growth,
+    Pool,
+    Prefill,
+    SlotOutput,
+    StepPlan,
+    StepResult,
+)
+from scheduler_svc.pool_engine import PoolSubmission
+from scheduler_svc.pooling import PoolShape
+from scheduler_svc.request import Event, FinishReason, Logprobs, Pooling, PoolTask
 from scheduler_svc.sampling import SamplingParams
 
 MAX_REQUEST_ID_BYTES = 128
@@ -25,6 +37,13 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
+
+_POOL_TASKS = {
+    common_pb2.POOL_TASK_EMBED: PoolTask.EMBED,
+    common_pb2.POOL_TASK_CLASSIFY: PoolTask.CLASSIFY,
+    common_pb2.POOL_TASK_SCORE: PoolTask.SCORE,
+}
+_POOL_TASK_NUMBERS = {task: number for number, task in _POOL_TASKS.items()}
 
 # SamplingParams fields that need the worker's help, and the value at which each is off.
 _WORKER_FIELDS: dict[str, object] = {
@@ -41,16 +60,11 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
     """
-    if not request.prompt_token_ids:
-        raise InvalidArgument("the prompt is empty; send at least one token", param="prompt_token_ids")
-    if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
-        raise InvalidArgument(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="request_id")
+    _check_common(request)
     if request.HasField("n") and request.n != 1:
         raise Unsupported(f"n must be 1, not {request.n}: send one request per sequence", param="n")
     if request.lora_name:
         raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
-    if len(request.tenant.encode()) > MAX_NAME_BYTES:
-        raise InvalidArgument(f"tenant is longer than {MAX_NAME_BYTES} bytes", param="tenant")
     sampling = request.sampling
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     if max_tokens == 0:
@@ -65,6 +79,49 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         sampling_fields=_set_fields(sampling),
+    )
+
+
+def pool_submission_from_proto(request: inference_pb2.PoolRequest) -> PoolSubmission:
+    """The same for a pooling request.
+
+    Raises:
+        InvalidArgument: naming the field, its bounds and what was sent.
+    """
+    _check_common(request)
+    task = _POOL_TASKS.get(request.task or common_pb2.POOL_TASK_EMBED)
+    if task is None:
+        raise InvalidArgument(f"task {request.task} is not known; send POOL_TASK_EMBED", param="task")
+    return PoolSubmission(
+        request_id=request.request_id or secrets.token_hex(16),
+        prompt_token_ids=tuple(request.prompt_token_ids),
+        pooling=Pooling(task, request.normalize if request.HasField("normalize") else None),
+        priority=request.priority,
+        tenant=request.tenant,
+    )
+
+
+def _check_common(request: inference_pb2.GenerateRequest | inference_pb2.PoolRequest) -> None:
+    if not request.prompt_token_ids:
+        raise InvalidArgument("the prompt is empty; send at least one token", param="prompt_token_ids")
+    if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="request_id")
+    if len(request.tenant.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"tenant is longer than {MAX_NAME_BYTES} bytes", param="tenant")
+
+
+def pool_tasks_from_proto(description: worker_pb2.DescribeResponse) -> frozenset[PoolTask]:
+    """What a pooling model's results are for; empty for a model that generates."""
+    return frozenset(_POOL_TASKS[task] for task in description.pool_tasks if task in _POOL_TASKS)
+
+
+def pooled_to_proto(event: Event) -> inference_pb2.PoolResponse:
+    """A pooling request's result for a client."""
+    return inference_pb2.PoolResponse(
+        request_id=event.request_id,
+        values=event.pooled,
+        shape=[len(event.pooled)],
+        num_prompt_tokens=event.num_prompt_tokens,
     )
 
 
@@ -190,6 +247,20 @@ def configure_to_proto(
     )
 
 
+def configure_pool_to_proto(shapes: Sequence[PoolShape]) -> worker_pb2.ConfigureRequest:
+    """The static shapes for a worker of a pooling model."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=max(shape.prompt_len for shape in shapes),
+        pool_shapes=[_shape_to_proto(shape) for shape in shapes],
+    )
+
+
+def _shape_to_proto(shape: PoolShape) -> common_pb2.GraphSignature:
+    return common_pb2.GraphSignature(
+        kind=common_pb2.GRAPH_KIND_POOL, batch=shape.batch, query_len=shape.prompt_len
+    )
+
+
 def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
     """A plan for a worker."""
     message = worker_pb2.StepPlan(
@@ -209,6 +280,9 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
             message.decode.slots.extend(slots)
             message.decode.positions.extend(positions)
             message.decode.bucket = bucket
+        case Pool(slots, shape):
+            message.pool.slots.extend(slots)
+            message.pool.shape.CopyFrom(_shape_to_proto(shape))
         case None:
             pass
     return message
@@ -228,6 +302,16 @@ def _growth_to_proto(growth: Growth) -> worker_pb2.SlotBlocks:
 
 
 def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
+    if admission.pooling is not None:
+        return worker_pb2.SlotRequest(
+            slot=admission.slot,
+            request_id=admission.request_id,
+            token_ids=admission.token_ids,
+            num_prompt_tokens=admission.num_prompt_tokens,
+            pooling=common_pb2.PoolingParams(
+                task=_POOL_TASK_NUMBERS[admission.pooling.task], normalize=admission.pooling.normalize
+            ),
+        )
     sampling = admission.sampling
     return worker_pb2.SlotRequest(
         slot=admission.slot,
@@ -274,6 +358,7 @@ def _output_from_proto(output: worker_pb2.SlotOutput) -> SlotOutput:
             for entry in output.logprobs
         ),
         error=from_proto(output.error) if output.HasField("error") else None,
+        pooled=output.pooled,
     )
 
 

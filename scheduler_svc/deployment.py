@@ -337,4 +337,4 @@ class Deployment:
 
 
 def _is_set(settings: Settings, name: str) -> bool:
-    return getattr(settings, name) != type(settings).model_fields[name].default
+    return bool(getattr(settings, name) != type(settings).model_fields[name].default)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.errors import TriptychError
-from scheduler_svc.request import Logprobs
+from scheduler_svc.pooling import PoolShape
+from scheduler_svc.request import Logprobs, Pooling
 from scheduler_svc.sampling import SamplingParams
 
 
@@ -25,6 +26,7 @@ class Admission:
     Attributes:
         token_ids: all tokens known so far; the worker prefills those behind ``num_computed``.
         block_ids: block table per KV group.
+        pooling: for a pooling model, what is made of the result.
     """
 
     slot: int
@@ -34,6 +36,7 @@ class Admission:
     num_computed: int
     sampling: SamplingParams
     block_ids: tuple[tuple[int, ...], ...]
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,14 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """All tokens of each of these slots, in one static shape of a pooling model."""
+
+    slots: tuple[int, ...]
+    shape: PoolShape
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One graph execution and the bookkeeping before it, in the order in which a worker applies it.
 
@@ -80,7 +91,7 @@ class StepPlan:
     """
 
     step: int
-    work: Prefill | Decode | None
+    work: Prefill | Decode | Pool | None
     release: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     admit: tuple[Admission, ...] = ()
@@ -95,6 +106,7 @@ class SlotOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     error: TriptychError | None = None
+    pooled: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

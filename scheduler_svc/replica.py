@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +13,7 @@ from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
 from scheduler_svc.convert import (
+    configure_pool_to_proto,
     configure_to_proto,
     groups_from_proto,
     limits_from_proto,
@@ -21,6 +23,12 @@ from scheduler_svc.convert import (
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.model_files import receive_files
+from scheduler_svc.pool_engine import PoolReplica
+from scheduler_svc.pool_scheduler import PoolScheduler
+from scheduler_svc.scheduler import ReplicaScheduler
+
+# Makes a configured worker's scheduler, of its blocks per group and its tokenizer files.
+_Add = Callable[[tuple[int, ...], dict[str, bytes]], ReplicaScheduler | PoolScheduler]
 
 # Describe needs the worker's process up and its model's configuration read; weights come later.
 DESCRIBE_TIMEOUT_S = 60.0
@@ -97,13 +105,8 @@ class Replica:
                 f"the worker speaks schema revision {description.schema_revision}, this scheduler {SCHEMA_REVISION}; "
                 "run the same release on both"
             )
-        geometry = self._deployment.geometry_for(description)
-        geometry.check(limits_from_proto(description), groups_from_proto(description))
-        self._log.info("configuring", device=description.device, model=description.model.source, chunk=geometry.chunk,
-                       block_size=geometry.block_size, buckets=geometry.buckets, max_model_len=geometry.max_model_len)  # fmt: skip
+        request, add = self._pooling(description) if description.pool_tasks else self._generating(description)
         ready: worker_pb2.ConfigureReady | None = None
-        deployment = self._deployment
-        request = configure_to_proto(geometry, deployment.num_blocks, deployment.windows_kept_per_slot)
         events = aiter(stub.Configure(request))
         while ready is None:
             try:
@@ -122,16 +125,40 @@ class Replica:
         files = await receive_files(
             stub.GetModelFiles(worker_pb2.GetModelFilesRequest(), timeout=MODEL_FILES_TIMEOUT_S)
         )
-        scheduler = self._deployment.add(
-            self.address.replica_id, geometry, description, tuple(ready.num_blocks), files
-        )
-        self._scheduler = scheduler
+        self._scheduler = add(tuple(ready.num_blocks), files)
         self._log.info(
             "ready",
             num_blocks=list(ready.num_blocks),
             graphs=len(ready.graphs),
             phase_seconds=dict(ready.phase_seconds),
         )
+
+    def _generating(
+        self, description: worker_pb2.DescribeResponse
+    ) -> tuple[worker_pb2.ConfigureRequest, _Add]:
+        """What a worker of a generating model is to run with, and how it is added once it does."""
+        deployment = self._deployment
+        geometry = deployment.geometry_for(description)
+        geometry.check(limits_from_proto(description), groups_from_proto(description))
+        self._log.info("configuring", device=description.device, model=description.model.source, chunk=geometry.chunk,
+                       block_size=geometry.block_size, buckets=geometry.buckets, max_model_len=geometry.max_model_len)  # fmt: skip
+
+        def add(num_blocks: tuple[int, ...], files: dict[str, bytes]) -> ReplicaScheduler:
+            return deployment.add(self.address.replica_id, geometry, description, num_blocks, files)
+
+        return configure_to_proto(geometry, deployment.num_blocks, deployment.windows_kept_per_slot), add
+
+    def _pooling(self, description: worker_pb2.DescribeResponse) -> tuple[worker_pb2.ConfigureRequest, _Add]:
+        """The same for a pooling model."""
+        deployment = self._deployment
+        shapes = deployment.pool_shapes_for(description)
+        self._log.info("configuring", device=description.device, model=description.model.source,
+                       shapes=[str(shape) for shape in shapes])  # fmt: skip
+
+        def add(_: tuple[int, ...], files: dict[str, bytes]) -> PoolScheduler:
+            return deployment.add_pooling(self.address.replica_id, shapes, description, files)
+
+        return configure_pool_to_proto(shapes), add
 
     def _note_progress(self, progress: worker_pb2.ConfigureProgress) -> None:
         phase = worker_pb2.ConfigureProgress.Phase.Name(progress.phase).removeprefix("PHASE_").lower()
@@ -144,7 +171,13 @@ class Replica:
     async def _serve(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
         call = stub.Execute()
         try:
-            self._deployment.attach(self.address.replica_id, AttachedReplica(self._scheduler, self._work.set))
+            scheduler = self._scheduler
+            attached = (
+                PoolReplica(scheduler, self._work.set)
+                if isinstance(scheduler, PoolScheduler)
+                else AttachedReplica(scheduler, self._work.set)
+            )
+            self._deployment.attach(self.address.replica_id, attached)
             self.ready.set()
             while True:
                 await self._one_step(call)

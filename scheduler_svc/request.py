@@ -1,6 +1,7 @@
 """A request as the scheduler sees it."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,6 +28,27 @@ class FinishReason(enum.Enum):
     STOP = enum.auto()
     LENGTH = enum.auto()
     ABORT = enum.auto()
+
+
+class PoolTask(enum.Enum):
+    """What the result of a pooling model is for."""
+
+    EMBED = "embed"
+    CLASSIFY = "classify"
+    SCORE = "score"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What is made of a pooling request's result.
+
+    Attributes:
+        task: what it is for.
+        normalize: whether an embedding is scaled to length 1; None: as the model says.
+    """
+
+    task: PoolTask
+    normalize: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,7 @@ class Event:
         first: whether this is the request's first event.
         num_prompt_tokens, num_cached_tokens, queue_s: about the prompt; meaningful in the first event.
         error: the request failed; nothing follows.
+        pooled: a pooling request's result, row-major.
     """
 
     request_id: str
@@ -69,6 +92,7 @@ class Event:
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     error: TriptychError | None = None
+    pooled: Sequence[float] = ()
 
     def announcing(self, request: "Request") -> "Event":
         """The same event as a request's first one."""
@@ -118,7 +142,9 @@ class Request:
         num_cached: leading tokens that the last admission found in the prefix cache.
         junction: chunk boundary, in granules, at which its prompt leaves those seen before.
         first_scheduled_s: clock reading when it first got a slot.
+        first_token_s: clock reading when its first token came.
         announced: whether the client has had an event.
+        pooling: set for a pooling model, which samples nothing.
     """
 
     request_id: str
@@ -142,11 +168,12 @@ class Request:
     slot: int | None = None
     replica_id: str | None = None
     num_admissions: int = 0
-        first_token_s: clock reading when its first token came.
     num_cached: int = 0
     junction: int = 0
     first_scheduled_s: float | None = None
+    first_token_s: float | None = None
     announced: bool = False
+    pooling: Pooling | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -157,4 +184,3 @@ class Request:
     def finished(self) -> bool:
         """Whether nothing more will happen to the request."""
         return self.state is RequestState.FINISHED
-    first_token_s: float | None = None

@@ -28,3 +28,10 @@ class SamplingParams:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     logprobs: int | None
+
+
+NOTHING_SAMPLED = SamplingParams(
+    temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=0, stop_token_ids=frozenset(),
+    ignore_eos=True, logprobs=None,
+)  # fmt: skip
+"""Of a request whose model generates nothing."""

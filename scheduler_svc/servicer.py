@@ -20,17 +20,23 @@ from protos.errors import (
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
-from scheduler_svc.convert import event_to_proto, kv_batch_to_proto, submission_from_proto
+from scheduler_svc.convert import (
+    event_to_proto,
+    kv_batch_to_proto,
+    pool_submission_from_proto,
+    pooled_to_proto,
+    submission_from_proto,
+)
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import Engine
 from scheduler_svc.kv_watch import KvWatch
+from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.model_files import ServedFiles
 from scheduler_svc.pins import Pins
-from scheduler_svc.request import Event
+from scheduler_svc.request import Event, FinishReason
 from scheduler_svc.sinks import EventBuffer
 
 # How often WatchLoad looks, at most, seconds: the load changes with every step.
-from scheduler_svc.metrics import SchedulerMetrics
 _LOAD_SAMPLE_S = 0.1
 
 
@@ -51,13 +57,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._engine = engine
         self._deployment = deployment
         self._pins = Pins(engine)
+        self._metrics = SchedulerMetrics(engine, deployment)
         self._draining = False
         self._log = get_logger()
 
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self._draining = True
-        self._metrics = SchedulerMetrics(engine, deployment)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -136,15 +142,51 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 case "abort":
                     self._engine.abort(message.abort.request_id)
 
-    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> str:
+    async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
+        """Runs one request of a pooling model; the end of the call, for whatever reason, ends the request."""
+        buffer, pool = EventBuffer(), self._deployment.pool
+        try:
+            self._check_model(request.model, pooling=True)
+            submission = pool_submission_from_proto(request)
+            with bind_request(submission.request_id):
+                pool.submit(submission, buffer)
+        except TriptychError as error:
+            await abort(context, error)
+        try:
+            (event,) = await buffer.take()
+            assert isinstance(event, Event)
+            if event.error is not None:
+                await abort(context, event.error)
+            if event.finish_reason is FinishReason.ABORT:
+                await abort(context, Aborted("the request was aborted"))
+            return pooled_to_proto(event)
+        finally:
+            pool.abort(submission.request_id)
+
+    def _check_model(self, name: str, *, pooling: bool) -> None:
+        """Refuses requests while draining, for another model, and of a kind that the model does not serve."""
         if self._draining:
             raise Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
         served = self._deployment.served
-        if served is not None and request.model and request.model != served.info.served_name:
+        if served is None:
+            return
+        served_name = served.info.served_name
+        if name and name != served_name:
             raise NotFound(
-                f"the model {request.model!r} is not served here; this is {served.info.served_name!r}",
+                f"the model {name!r} is not served here; this is {served_name!r}",
                 param="model",
             )
+        if pooling and not served.info.pool_tasks:
+            raise Unsupported(
+                f"{served_name} generates text and pools nothing; call Generate or Connect", param="model"
+            )
+        if served.info.pool_tasks and not pooling:
+            raise Unsupported(
+                f"{served_name} is a pooling model and generates no text; call Pool", param="model"
+            )
+
+    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> str:
+        self._check_model(request.model, pooling=False)
         submission = submission_from_proto(request)
         with bind_request(submission.request_id):
             self._engine.submit(submission, buffer)
@@ -155,7 +197,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
         """Ends a request."""
-        return inference_pb2.AbortResponse(found=self._engine.abort(request.request_id))
+        found = self._engine.abort(request.request_id) or self._deployment.pool.abort(request.request_id)
+        return inference_pb2.AbortResponse(found=found)
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context

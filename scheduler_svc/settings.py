@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.logs import LogFormat, LogLevel
@@ -25,6 +25,8 @@ class Settings(ServiceSettings):
         "decode_bucket_step": f"{_BUCKET}_STEP",
         "decode_bucket_limit": f"{_BUCKET}_LIMIT",
         "decode_buckets": f"{_BUCKET}_MANUAL_BUCKETS",
+        "pool_batch_sizes": "VLLM_SPYRE_WARMUP_BATCH_SIZES",
+        "pool_prompt_lens": "VLLM_SPYRE_WARMUP_PROMPT_LENS",
         "sub_block_cache": "VLLM_RBLN_SUB_BLOCK_CACHE",
         "batchsize_log_interval_s": "VLLM_LOG_BATCHSIZE_INTERVAL",
     }
@@ -70,6 +72,10 @@ class Settings(ServiceSettings):
     """At most that many buckets."""
     decode_buckets: Annotated[tuple[int, ...], NoDecode] = ()
     """Manual buckets, for example 1,2,4,8."""
+    pool_batch_sizes: Annotated[tuple[int, ...], NoDecode] = ()
+    """Rows of the static shapes of a pooling model, for example 1,4. Default: shapes for any prompt up to the model's context."""
+    pool_prompt_lens: Annotated[tuple[int, ...], NoDecode] = Field((), validate_default=True)
+    """Tokens per row of the same shapes, in the same order, for example 4096,1024."""
     order: Literal["priority-fair", "arrival"] = "priority-fair"
     """Whose turn it is: by priority, then fair between tenants, then arrival; or by arrival alone."""
     ageing_s: float = Field(30.0, ge=0)
@@ -95,12 +101,29 @@ class Settings(ServiceSettings):
     log_format: LogFormat = Field("json")
     """json for machines, console for people."""
 
-    @field_validator("decode_buckets", mode="before")
+    @field_validator("decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @field_validator("pool_batch_sizes", "pool_prompt_lens")
+    @classmethod
+    def _at_least_one(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if bad := [number for number in value if number < 1]:
+            raise ValueError(f"must hold numbers from 1, not {bad[0]}")
+        return value
+
+    @field_validator("pool_prompt_lens")
+    @classmethod
+    def _as_many(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        batches = info.data.get("pool_batch_sizes")
+        if batches is not None and len(batches) != len(value):
+            raise ValueError(
+                f"must hold one length for each of pool_batch_sizes: {len(batches)} batch sizes and {len(value)} lengths are set"
+            )
+        return value
 
     @field_validator("tenant_weights", mode="before")
     @classmethod

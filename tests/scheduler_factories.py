@@ -9,7 +9,7 @@ from scheduler_svc.block_pool import NULL_BLOCK_ID, BlockPool
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
 from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
-from scheduler_svc.plan import Admission, Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.plan import Admission, Decode, Pool, Prefill, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.request import Event, Request
@@ -167,6 +167,8 @@ class SimulatedDevice:
                 return StepResult(plan.step, tuple(self._sample(self.slots[slot]) for slot in slots))
             case None:
                 return StepResult(plan.step)
+            case Pool():
+                raise AssertionError("this device generates")
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
