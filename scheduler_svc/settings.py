@@ -60,8 +60,8 @@ class Settings(ServiceSettings):
     """Sliding windows: how many kept ones a worker makes room for beside those in use, per slot."""
     max_pinned_share: float = Field(0.5, gt=0, le=0.9)
     """Share of a replica's KV blocks that pinned prefixes may hold."""
-    decode_steps_per_chunk: int = Field(1, ge=1, le=1000)
-    """Decode steps between two prefill chunks while both kinds of work exist."""
+    decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
+    """Decode steps between two prefill chunks while both kinds of work exist; 0 for all prefill first, which stalls what runs."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """How decode batch sizes are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)

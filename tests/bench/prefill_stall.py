@@ -1,0 +1,132 @@
+"""Sixteen requests decode while a 4,000-token prompt comes in: how long do they stand still?
+
+Run as ``python -m tests.bench.prefill_stall [--quick]``. SmolLM2 in bfloat16 on the CPU, scheduler and worker in one process. For each
+setting of ``--decode-steps-per-chunk``, and for prefill first (0), which is what vLLM-RBLN does: the longest gap between two tokens of a
+running request, what it may be at most (the longest chunk and the longest decode step), and what the newcomer waits for its first token.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from scheduler_svc.plan import Decode, Prefill, StepPlan
+from scheduler_svc.request import Event
+from tests.bench.report import report
+from tests.local_replica import LocalReplica
+from worker_svc.devices import open_device
+from worker_svc.models import fetch
+from worker_svc.vllm_adapter import engine
+
+RUNNING, LONG, CONTEXT = 16, 4000, 8192
+
+
+@dataclass
+class _Arrivals:
+    """A sink that notes when tokens come."""
+
+    times: list[float] = field(default_factory=list)
+
+    def push(self, event: Event) -> None:
+        self.times.extend([time.perf_counter()] * len(event.token_ids))
+
+    def push_token(self, request_id: str, token_id: int) -> None:
+        self.times.append(time.perf_counter())
+
+
+@dataclass(frozen=True)
+class _Stall:
+    """What one arrival of a long prompt did, seconds."""
+
+    longest_gap: float
+    bound: float
+    mean_gap: float
+    first_token: float
+
+
+def _prompt(seed: int, count: int) -> list[int]:
+    return [100 + (seed * 7919 + i * i * 31) % 20_000 for i in range(count)]
+
+
+def _measure(model: engine.VllmModel, ratio: int, long: int) -> _Stall:
+    replica = LocalReplica(
+        model, max_model_len=CONTEXT, slots=RUNNING + 1, buckets=(1, 16, 17), caching=False,
+        decode_steps_per_chunk=ratio, kv_bytes=1 << 31,
+    )  # fmt: skip
+    running = [_Arrivals() for _ in range(RUNNING)]
+    for index, sink in enumerate(running):
+        replica.submit(_prompt(index, 64), sink, num_tokens=CONTEXT - 64)
+    while any(len(sink.times) < 8 for sink in running):
+        replica.step()
+    newcomer = _Arrivals()
+    longest: dict[type, float] = {Prefill: 0.0, Decode: 0.0}
+
+    def ran(plan: StepPlan, seconds: float) -> None:
+        kind = type(plan.work)
+        longest[kind] = max(longest[kind], seconds)
+
+    began = time.perf_counter()
+    replica.submit(_prompt(99, long), newcomer, num_tokens=1)
+    while not newcomer.times:
+        replica.step(ran)
+    for _ in range(3):
+        replica.step(ran)
+    gaps = [
+        later - earlier
+        for sink in running
+        for earlier, later in zip(sink.times, sink.times[1:], strict=False)
+        if later > began
+    ]
+    return _Stall(
+        max(gaps), longest[Prefill] + longest[Decode], statistics.fmean(gaps), newcomer.times[0] - began
+    )
+
+
+def main() -> None:
+    """Prints a table and the line of JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a prompt of 1,000 tokens, each setting once")
+    quick = parser.parse_args().quick
+    device = open_device("cpu")
+    engine.prepare(device)
+    model = engine.VllmModel(fetch("smollm2", None), device, dtype="bfloat16", load_format="auto", seed=0)
+    model.load_weights()
+    long, rounds = (1000, 1) if quick else (LONG, 3)
+    ratios = (1, 4, 0) if quick else (1, 2, 4, 8, 0)
+    stalls: dict[int, list[_Stall]] = {ratio: [] for ratio in ratios}
+    _measure(model, 1, 256)  # warms up
+    for _ in range(rounds):
+        for ratio in ratios:
+            stalls[ratio].append(_measure(model, ratio, long))
+    print(
+        f"{RUNNING} requests decode, one prompt of {long} tokens arrives; medians of {rounds}, milliseconds"
+    )
+    print("steps per chunk   longest gap   chunk + step   mean gap   first token of the newcomer")
+    figures: dict[str, object] = {}
+    for ratio, runs in stalls.items():
+        name = str(ratio) if ratio else "prefill first"
+        row = [
+            1000 * statistics.median(getattr(run, what) for run in runs)
+            for what in ("longest_gap", "bound", "mean_gap", "first_token")
+        ]
+        print(f"{name:>15}   {row[0]:11.1f}   {row[1]:12.1f}   {row[2]:8.1f}   {row[3]:11.1f}")
+        figures[name] = dict(
+            zip(("longest_gap_ms", "bound_ms", "mean_gap_ms", "first_token_ms"), row, strict=True)
+        )
+    first = statistics.median(run.longest_gap for run in stalls[0])
+    report(
+        "prefill_stall",
+        {"prompt_tokens": long, "running": RUNNING, "by_decode_steps_per_chunk": figures},
+        {
+            "gap_over_bound": max(
+                run.longest_gap / run.bound for ratio in ratios if ratio for run in stalls[ratio]
+            ),
+            "gap_over_prefill_first": statistics.median(run.longest_gap for run in stalls[1]) / first,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
