@@ -87,7 +87,7 @@ class Deployment:
         self.granule = 0
         self.starting: dict[str, str] = {}
         self._listeners: list[Callable[[bool], None]] = []
-        self._detach_listeners: list[Callable[[str, ReplicaScheduler], None]] = []
+        self._detach_listeners: list[Callable[[str, ReplicaScheduler | PoolScheduler], None]] = []
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Deployment:
         """Calls ``listener`` with whether any replica is ready, on every change."""
         self._listeners.append(listener)
 
-    def on_detach(self, listener: Callable[[str, ReplicaScheduler], None]) -> None:
+    def on_detach(self, listener: Callable[[str, ReplicaScheduler | PoolScheduler], None]) -> None:
         """Calls ``listener`` with every replica that was ready and is lost or leaves, and its scheduler, whose counters are final."""
         self._detach_listeners.append(listener)
 
@@ -244,10 +244,7 @@ class Deployment:
             How many requests were put back.
         """
         self.starting.pop(replica_id, None)
-        was_attached = replica_id in self._engine.replicas
-        if was_attached:
-            self._announce_end(replica_id)
-        was_attached = was_attached or replica_id in self.pool.replicas
+        was_attached = self._announce_end(replica_id)
         count = self._engine.detach(replica_id) + self.pool.detach(replica_id)
         if was_attached:
             gc.unfreeze()  # the pools that are gone now are full of cycles
@@ -285,8 +282,11 @@ class Deployment:
         """Waits until no request is live; False if some still are after ``timeout_s`` seconds."""
         return await self._engine.drained(timeout_s) and await self.pool.drained(timeout_s)
 
-    def _announce_end(self, replica_id: str) -> None:
-        scheduler = self._engine.replicas[replica_id].scheduler
+    def _announce_end(self, replica_id: str) -> bool:
+        """Tells of a replica that is about to be detached; False if it never was attached."""
+        replica = self._engine.replicas.get(replica_id) or self.pool.replicas.get(replica_id)
+        if replica is None:
+            return False
         for listener in self._detach_listeners:
             listener(replica_id, scheduler)
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import Engine
 from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.pool_scheduler import PoolScheduler
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.stats import STEP_TOKENS, Distribution
 
@@ -56,6 +57,11 @@ _COUNTERS: Final = (
     _Family("triptych:block_copies", "KV blocks copied."),
     _Family("triptych:windows_kept", "Copies that keep a sliding window for later requests."),
     _Family("triptych:kv_blocks_evicted", "Cached KV blocks given up for other content."),
+    _Family("triptych:pool_batches", "Batches of a pooling model by shape (rows x tokens).", ("shape",)),
+    _Family("triptych:pool_rows", "Rows of them that were requests.", ("shape",)),
+    _Family("triptych:pool_padding_rows", "Rows of them that were padding.", ("shape",)),
+    _Family("triptych:pool_tokens", "Prompt tokens in them.", ("shape",)),
+    _Family("triptych:pool_padding_tokens", "Padding in them, that of rows included.", ("shape",)),
 )
 
 _PHASES: Final = (
@@ -93,8 +99,10 @@ class _Totals:
         self.longest_stall_s = max(self.longest_stall_s, other.longest_stall_s)
 
     @classmethod
-    def of(cls, scheduler: ReplicaScheduler) -> "_Totals":
+    def of(cls, scheduler: ReplicaScheduler | PoolScheduler) -> "_Totals":
         """A replica's present ones."""
+        if isinstance(scheduler, PoolScheduler):
+            return cls._of_pooling(scheduler)
         stats, kv, geometry = scheduler.stats, scheduler.kv, scheduler.geometry
         counts: dict[tuple[str, ...], float] = {
             ("vllm:prefix_cache_queries",): kv.stats.queried_tokens,
@@ -124,6 +132,20 @@ class _Totals:
         totals.chunk_tokens.add(stats.chunk_tokens)
         return totals
 
+    @classmethod
+    def _of_pooling(cls, scheduler: PoolScheduler) -> "_Totals":
+        stats = scheduler.stats
+        counts: dict[tuple[str, ...], float] = {}
+        for shape, batches in stats.batches.items():
+            name = f"{shape.batch}x{shape.prompt_len}"
+            rows, tokens = stats.rows[shape], stats.tokens[shape]
+            counts["triptych:pool_batches", name] = batches
+            counts["triptych:pool_rows", name] = rows
+            counts["triptych:pool_padding_rows", name] = batches * shape.batch - rows
+            counts["triptych:pool_tokens", name] = tokens
+            counts["triptych:pool_padding_tokens", name] = batches * shape.batch * shape.prompt_len - tokens
+        return cls(counts)
+
 
 class SchedulerMetrics(Collector):
     """A deployment's measurements.
@@ -149,7 +171,7 @@ class SchedulerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics of now; before a model is served, only what does not speak of it."""
         replicas = GaugeMetricFamily("triptych:replicas", "Replicas by state.", labels=("state",))
-        replicas.add_metric(("ready",), len(self._engine.replicas))
+        replicas.add_metric(("ready",), len(self._live))
         replicas.add_metric(("configuring",), len(self._deployment.starting))
         yield replicas
         served = self._deployment.served
@@ -162,13 +184,22 @@ class SchedulerMetrics(Collector):
         yield from _by_replica(model, totals)
         yield from self._steps(model, totals.values())
 
-    def _keep(self, replica_id: str, scheduler: ReplicaScheduler) -> None:
+    @property
+    def _live(self) -> dict[str, ReplicaScheduler | PoolScheduler]:
+        """The schedulers of ready replicas."""
+        live: dict[str, ReplicaScheduler | PoolScheduler] = {}
+        live.update((name, replica.scheduler) for name, replica in self._engine.replicas.items())
+        live.update((name, replica.scheduler) for name, replica in self._deployment.pool.replicas.items())
+        return live
+
+    def _keep(self, replica_id: str, scheduler: ReplicaScheduler | PoolScheduler) -> None:
         """A replica is gone: its counters stay."""
         totals = self._gone.pop(replica_id, _Totals())
         totals.add(_Totals.of(scheduler))
         # The last one to leave is the last one in the dict.
         self._gone[replica_id] = totals
-        away = [name for name in self._gone if name == replica_id or name not in self._engine.replicas]
+        live = self._live
+        away = [name for name in self._gone if name == replica_id or name not in live]
         for name in away[: max(0, len(away) - _MAX_GONE)]:
             self._retired.add(self._gone.pop(name))
 
@@ -176,27 +207,27 @@ class SchedulerMetrics(Collector):
         """By replica, over all of its lives."""
         totals: dict[str, _Totals] = {}
         kept = [*self._gone.items(), (RETIRED, self._retired)] if self._retired.counts else self._gone.items()
-        live = ((name, _Totals.of(replica.scheduler)) for name, replica in self._engine.replicas.items())
+        live = ((name, _Totals.of(scheduler)) for name, scheduler in self._live.items())
         for name, one in itertools.chain(kept, live):
             totals.setdefault(name, _Totals()).add(one)
         return totals
 
     def _requests(self, model: str) -> Iterator[Metric]:
-        engine = self._engine
+        engine, pool = self._engine, self._deployment.pool
         running = _gauge("vllm:num_requests_running", "Requests that have a slot.", "engine")
-        for name, replica in engine.replicas.items():
-            running.add_metric((model, name), replica.scheduler.num_running)
+        for name, scheduler in self._live.items():
+            running.add_metric((model, name), scheduler.num_running)
         yield running
         # The queue belongs to no replica.
         waiting = _gauge("vllm:num_requests_waiting", "Requests without a slot.")
-        waiting.add_metric((model,), engine.num_waiting)
+        waiting.add_metric((model,), engine.num_waiting + pool.num_waiting)
         yield waiting
         reasons = _gauge("vllm:num_requests_waiting_by_reason", "The same by what they wait for.", "reason")
-        reasons.add_metric((model, "capacity"), len(engine.waiting))
+        reasons.add_metric((model, "capacity"), len(engine.waiting) + pool.num_waiting)
         reasons.add_metric((model, "deferred"), engine.num_waiting - len(engine.waiting))
         yield reasons
         tokens = _gauge("triptych:waiting_tokens", "Tokens of requests that wait for a slot.")
-        tokens.add_metric((model,), engine.waiting.num_tokens)
+        tokens.add_metric((model,), engine.waiting.num_tokens + pool.num_waiting_tokens)
         yield tokens
 
     def _memory(self, model: str) -> Iterator[Metric]:

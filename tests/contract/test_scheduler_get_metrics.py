@@ -7,6 +7,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.triptych.v1 import inference_pb2
+from scheduler_svc.settings import Settings
+from tests.pooling_peer import ScriptedPoolWorker, pool_request
 from tests.scheduler_peer import (
     RunningScheduler,
     ScriptedWorker,
@@ -74,3 +76,28 @@ async def test_counters_do_not_fall_when_one_of_two_replicas_leaves() -> None:
     assert not any(
         ("engine", "goes") in labels for name, labels in one if name == "vllm:num_requests_running"
     )
+
+
+async def test_batches_of_a_pooling_model_are_counted_by_shape() -> None:
+    """Rows, tokens and padding, also when the replica has left."""
+    settings = Settings(pool_batch_sizes=(2,), pool_prompt_lens=(8,))
+    async with run_scheduler(settings) as scheduler:
+        async with joined(scheduler, ScriptedPoolWorker(), "r0"):
+            await scheduler.inference.Pool(pool_request([5, 6, 7]))
+            here = await scrape(scheduler)
+        async with asyncio.timeout(10):
+            while scheduler.deployment.pool.replicas:
+                await asyncio.sleep(0.01)
+        away = await scrape(scheduler)
+    shape = ("shape", "2x8")
+    for samples in (here, away):
+        counts = {name: value for (name, labels), value in samples.items() if shape in labels}
+        assert counts == {
+            "triptych:pool_batches_total": 1,
+            "triptych:pool_rows_total": 1,
+            "triptych:pool_padding_rows_total": 1,
+            "triptych:pool_tokens_total": 3,
+            "triptych:pool_padding_tokens_total": 13,
+        }
+    ready = ("triptych:replicas", frozenset({("state", "ready")}))
+    assert (here[ready], away[ready]) == (1, 0)

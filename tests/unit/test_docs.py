@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/benchmarks.md"]
+DOCUMENTS = [
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
+    "docs/architecture.md", "docs/benchmarks.md", "docs/kv-events.md", "docs/metrics.md",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
