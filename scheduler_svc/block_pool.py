@@ -79,10 +79,14 @@ class FreeQueue:
         block.previous = block.following = None
         self._length -= 1
 
-    def popleft(self) -> Block:
-        """Takes out the block that is worth least. The list must not be empty."""
+    def popleft(self, *, spare_cheap: bool = False) -> Block:
+        """Takes out the block that is worth least. The list must not be empty.
+
+        With ``spare_cheap`` cheap content goes last instead of before other content.
+        """
         block = self._head.following
-        if block is self._border:
+        assert block is not None
+        if block is self._border or (spare_cheap and block.keys and self._border.following is not self._tail):
             block = self._border.following
         assert block is not None
         assert block is not self._tail
@@ -122,6 +126,8 @@ class BlockPool:
 
     Attributes:
         num_evicted: blocks whose cached content was given up so far.
+        num_cheap: blocks that hold cheap content now.
+        cheap_quota: as many blocks of cheap content are worth as much as other content, so that what is new gets its chance.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[BlockKey], None] | None = None) -> None:
@@ -149,6 +155,8 @@ class BlockPool:
         self._twins: dict[BlockKey, list[Block]] = {}
         self._on_evict = on_evict
         self.num_evicted = 0
+        self.num_cheap = 0
+        self.cheap_quota = 0
 
     @property
     def num_blocks(self) -> int:
@@ -183,19 +191,16 @@ class BlockPool:
         """
         if count > len(self._free):
             return None
-        blocks = [self._free.popleft() for _ in range(count)]
-        for block in blocks:
-            block.ref_count = 1
-            if block.keys:
-                self.num_evicted += 1
-                self._forget(block)
-        return blocks
+        return [
+            self._hand_out(self._free.popleft(spare_cheap=self.num_cheap <= self.cheap_quota))
+            for _ in range(count)
+        ]
 
-    def allocate_spare(self) -> Block | None:
-        """Hands out one block if that costs nothing but cheap content; else None."""
-        if not self._free.has_spare:
-            return None
-        return (self.allocate(1) or [])[0]
+    def allocate_for_cheap(self) -> Block | None:
+        """Hands out one block for cheap content if that costs nothing but other cheap content, or the quota is not used up; else None."""
+        if self.num_cheap < self.cheap_quota:
+            return next(iter(self.allocate(1) or ()), None)
+        return self._hand_out(self._free.popleft()) if self._free.has_spare else None
 
     def lookup(self, key: BlockKey) -> Block | None:
         """A block with that content, if any. Does not modify the pool; :meth:`touch` it before anything else is allocated."""
@@ -207,7 +212,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
-            block.cheap = False
+            self._set_cheap(block, False)
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Drops one reference of each block; those without references become free, in the given order.
@@ -243,7 +248,7 @@ class BlockPool:
             else:
                 self._twins.setdefault(key, []).append(block)
             block.keys.append(key)
-        block.cheap = cheap
+        self._set_cheap(block, cheap)
         return new
 
     def reset_index(self) -> None:
@@ -269,6 +274,8 @@ class BlockPool:
             raise RuntimeError("the free list's length does not match its members")
         if NULL_BLOCK_ID in free or self.null.ref_count != 1 or self.null.keys:
             raise RuntimeError("the null block was allocated, freed or indexed")
+        if sum(block.cheap for block in self._blocks) != self.num_cheap:
+            raise RuntimeError("the number of cheap blocks is wrong")
         holders: dict[BlockKey, set[int]] = {}
         for block in self._blocks:
             if (block.ref_count == 0) != (block.block_id in free):
@@ -289,6 +296,13 @@ class BlockPool:
         if found != holders:
             raise RuntimeError("the index and the blocks' keys do not match")
 
+    def _hand_out(self, block: Block) -> Block:
+        block.ref_count = 1
+        if block.keys:
+            self.num_evicted += 1
+            self._forget(block)
+        return block
+
     def _forget(self, block: Block) -> None:
         for key in block.keys:
             twins = self._twins.get(key)
@@ -305,4 +319,9 @@ class BlockPool:
                 del self._twins[key]
         # Keys end with the list: nobody else holds it.
         block.keys.clear()
-        block.cheap = False
+        self._set_cheap(block, False)
+
+    def _set_cheap(self, block: Block, cheap: bool) -> None:
+        if block.cheap != cheap:
+            block.cheap = cheap
+            self.num_cheap += 1 if cheap else -1

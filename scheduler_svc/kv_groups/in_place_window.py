@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from scheduler_svc.block_pool import Block, BlockKey, BlockPool
 from scheduler_svc.kv_groups.base import Grid, Table
 
+# Measured on the traces of tests/bench/kept_windows.py.
+_CHEAP_SHARE = 1 / 16
+
 
 class InPlaceWindowGroup:
     """A table is one block that its sequence alone writes; what the index knows are blocks that nobody writes.
@@ -21,6 +24,7 @@ class InPlaceWindowGroup:
     def __init__(self, pool: BlockPool, grid: Grid, window: int) -> None:
         """Manages ``pool``, whose blocks hold ``window`` tokens each."""
         self.pool = pool
+        pool.cheap_quota = int(pool.num_blocks * _CHEAP_SHARE)
         self._grid = grid
         self._window = window
 
@@ -66,7 +70,11 @@ class InPlaceWindowGroup:
         return []
 
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
-        """A block for a copy of the window, unless the prefix is kept already; a cheap one never costs anything that is not."""
+        """A block for a copy of the window, unless the prefix is kept already.
+
+        Cheap ones cost nothing that is not, but for a small part of the pool that is theirs: what a prompt's first repetition needs is
+        among the last of them, and must not be crowded out by what was worth keeping long ago.
+        """
         kept = self.pool.lookup(key)
         if kept is not None:
             if not cheap:
@@ -75,7 +83,7 @@ class InPlaceWindowGroup:
                 self.pool.free((kept,))
             return None
         if cheap:
-            return self.pool.allocate_spare()
+            return self.pool.allocate_for_cheap()
         return next(iter(self.pool.allocate(1) or ()), None)
 
     def release(self, table: Table) -> None:

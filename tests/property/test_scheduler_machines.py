@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def spare(self) -> None:
         """A spare block costs nothing but cheap content."""
-        block = self.pool.allocate_spare()
+        block = self.pool.allocate_for_cheap()
         assert (block is None) == (not self.free[0] and not self.free[1])
         if block is None:
             return

@@ -99,8 +99,8 @@ def test_a_spare_block_never_costs_content_that_is_worth_something() -> None:
     pool.index_block(cheap, (b"cheap",), cheap=True)
     pool.index_block(worthy, (b"worthy",))
     pool.free([cheap, worthy])
-    assert pool.allocate_spare() is cheap
-    assert pool.allocate_spare() is None
+    assert pool.allocate_for_cheap() is cheap
+    assert pool.allocate_for_cheap() is None
     assert pool.lookup(b"worthy") is worthy
 
 
@@ -112,7 +112,7 @@ def test_content_that_is_used_is_cheap_no_more() -> None:
     pool.free([block])
     pool.touch([block])
     pool.free([block])
-    assert pool.allocate_spare() is None
+    assert pool.allocate_for_cheap() is None
 
 
 def test_freeing_too_often_is_refused() -> None:

@@ -1,0 +1,123 @@
+"""Which contents of an in-place window are worth keeping: policies on traces, by the share of prompt tokens that need no prefill.
+
+Run as ``python -m tests.bench.kept_windows [--quick]``. Simulated: real caches and policies of a hybrid model (full attention and a window in
+place), no device. Full attention has room for everything, so what is missed is missed for want of a kept window.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.policy.windows import KeepEnds, KeepJunctions, KeepPolicy, Worth
+from tests.bench.report import report
+from tests.scheduler_factories import make_request, make_sampling
+
+CHUNK, WINDOW, LIMIT = 128, 512, 8192
+GEOMETRY = Geometry(LIMIT, 8, CHUNK, WINDOW, (8,))
+GROUPS = (KvGroup(GroupKind.FULL), KvGroup(GroupKind.IN_PLACE_WINDOW, WINDOW))
+
+Prompt = list[int]
+
+
+class KeepEverything(KeepJunctions):
+    """Every chunk boundary counts the same: plain least recently used, what a policy has to beat."""
+
+    def worth(self, boundary: int, last: int, junction: int) -> Worth:
+        """Much, whatever it is."""
+        return "much"
+
+
+POLICIES: dict[str, Callable[[], KeepPolicy]] = {
+    "junctions": KeepJunctions, "ends": KeepEnds, "everything": KeepEverything
+}  # fmt: skip
+
+
+def _tokens(dice: random.Random, count: int) -> Prompt:
+    return [dice.randrange(3, 50_000) for _ in range(count)]
+
+
+def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
+    """Forty chats at once under one of four system prompts; each turn repeats all that was said and adds to it."""
+    systems = [_tokens(dice, dice.randrange(200, 1200)) for _ in range(4)]
+    chats: list[Prompt] = [list(dice.choice(systems)) for _ in range(40)]
+    for _ in range(count):
+        index = dice.randrange(len(chats))
+        chats[index] += _tokens(dice, dice.randrange(30, 500))
+        if len(chats[index]) > LIMIT - 600:
+            chats[index] = list(dice.choice(systems)) + _tokens(dice, 100)
+        yield list(chats[index])
+        chats[index] += _tokens(dice, dice.randrange(30, 300))
+
+
+def system_prompts(dice: random.Random, count: int) -> Iterator[Prompt]:
+    """Single questions under one of thirty long instructions, some used far more often than others."""
+    systems = [_tokens(dice, dice.randrange(500, 4000)) for _ in range(30)]
+    for _ in range(count):
+        yield systems[min(int(dice.paretovariate(1.0)) - 1, 29)] + _tokens(dice, dice.randrange(20, 900))
+
+
+def documents(dice: random.Random, count: int) -> Iterator[Prompt]:
+    """A few questions each about one document after the other."""
+    document: Prompt = []
+    for index in range(count):
+        if index % 5 == 0:
+            document = _tokens(dice, dice.randrange(1000, 7000))
+        yield document + _tokens(dice, dice.randrange(20, 200))
+
+
+TRACES = (conversations, system_prompts, documents)
+
+
+def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[float, int]:
+    """Hit tokens by prompt tokens, and copies made, with room for ``kept`` windows beside eight in use."""
+    full = sum(-(-len(prompt) // WINDOW) + 1 for prompt in prompts)
+    cache = KvCache(GEOMETRY, GROUPS, (full + 100, 1 + 8 + kept), model="m", keep=POLICIES[policy]())
+    running = []
+    for prompt in prompts:
+        request = make_request(prompt, sampling=make_sampling(max_tokens=1))
+        if not cache.admit(request):
+            raise RuntimeError("there is room for eight requests")
+        for start in range(request.num_computed, len(prompt), CHUNK):
+            copies = cache.take_copies()
+            end = min(start + CHUNK, len(prompt))
+            if copies is not None:
+                cache.copied(copies)
+            cache.computed(request, start, end)
+            request.num_computed = end
+        running.append(request)
+        if len(running) == 8:
+            cache.release(running.pop(0))
+    return cache.stats.hit_tokens / cache.stats.queried_tokens, cache.stats.kept_windows
+
+
+def main() -> None:
+    """Prints a table and the line of JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter traces")
+    count = 300 if parser.parse_args().quick else 2000
+    print("share of prompt tokens found (windows copied)")
+    print("trace            kept   " + "".join(f"{policy:>20}" for policy in POLICIES))
+    figures: dict[str, dict[str, float]] = {}
+    for trace in TRACES:
+        prompts = list(trace(random.Random(1), count))
+        for kept in (8, 32, 128):
+            found = {policy: share_of_hits(policy, prompts, kept) for policy in POLICIES}
+            cells = "".join(f"{share:>12.3f} ({copies:5d})" for share, copies in found.values())
+            print(f"{trace.__name__:<16}{kept:>5}   {cells}")
+            figures[f"{trace.__name__}, {kept}"] = {
+                policy: round(share, 4) for policy, (share, _) in found.items()
+            }
+    ratios = {
+        f"junctions_over_{other}": sum(row["junctions"] for row in figures.values())
+        / sum(row[other] for row in figures.values())
+        for other in ("ends", "everything")
+    }
+    report("kept_windows", {"requests": count, "share_found": figures}, ratios)
+
+
+if __name__ == "__main__":
+    main()
