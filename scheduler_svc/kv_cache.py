@@ -401,6 +401,8 @@ class KvCache:
         """Makes findable what decode steps wrote, where that is wanted; a window that slides in place is not."""
         if not self._options.prefix_caching or not self._options.cache_generated:
             return
+        if any(entry.owner is request for entry in self._copies):
+            return  # a fork that leaves before its blocks were copied has nothing in them
         granule = self._grid.granule
         end = request.num_computed // granule
         start = max(0, request.num_computed - self._grid.block_size) // granule
