@@ -4,12 +4,13 @@ Nothing is kept for them while steps run but plain counters; they become metrics
 tokens and ends of requests as clients see them) is not repeated here.
 """
 
+import asyncio
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -147,6 +148,16 @@ class _Totals:
         return cls(counts)
 
 
+class _Collected(Collector):
+    """Metrics that were read before."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
 class SchedulerMetrics(Collector):
     """A deployment's measurements.
 
@@ -160,13 +171,12 @@ class SchedulerMetrics(Collector):
         self._deployment = deployment
         self._gone: dict[str, _Totals] = {}
         self._retired = _Totals()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         deployment.on_detach(self._keep)
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        # Read here, at one time; written elsewhere: the text of many replicas takes longer than a step.
+        return await asyncio.to_thread(generate_latest, _Collected(list(self.collect())))
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of now; before a model is served, only what does not speak of it."""
@@ -266,15 +276,16 @@ class SchedulerMetrics(Collector):
 
 
 def _by_replica(model: str, totals: dict[str, _Totals]) -> Iterator[Metric]:
-    for family in _COUNTERS:
-        counter = CounterMetricFamily(
+    counters = {
+        family.name: CounterMetricFamily(
             family.name, family.text, labels=("model_name", "engine", *family.labels)
         )
-        for name, one in totals.items():
-            for (metric, *labels), value in one.counts.items():
-                if metric == family.name:
-                    counter.add_metric((model, name, *labels), value)
-        yield counter
+        for family in _COUNTERS
+    }
+    for name, one in totals.items():
+        for (metric, *labels), value in one.counts.items():
+            counters[metric].add_metric((model, name, *labels), value)
+    yield from counters.values()
     for family in _PHASES:
         histogram = HistogramMetricFamily(family.name, family.text, labels=("model_name", "engine"))
         for name, one in totals.items():

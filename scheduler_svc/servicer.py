@@ -273,7 +273,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetMetricsRequest, context: Context
     ) -> inference_pb2.GetMetricsResponse:
         """Measurements in Prometheus' text format."""
-        return inference_pb2.GetMetricsResponse(text=self._metrics.text(), content_type=CONTENT_TYPE_LATEST)
+        text = await self._metrics.text()
+        return inference_pb2.GetMetricsResponse(text=text, content_type=CONTENT_TYPE_LATEST)
 
     LoadLora = unserved("LoRA adapters")
     UnloadLora = unserved("LoRA adapters")

@@ -1,6 +1,7 @@
 """What the scheduler measures, as Prometheus sees it."""
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.triptych.v1 import common_pb2
@@ -48,7 +49,7 @@ class Bench:
         self.metrics = SchedulerMetrics(rig.engine, self.deployment)
 
     def scrape(self) -> Scrape:
-        return Scrape(self.metrics.text())
+        return Scrape(generate_latest(self.metrics))
 
 
 def test_work_is_counted_once_under_its_replica() -> None:
