@@ -6,7 +6,7 @@ from protos.errors import TriptychError
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
-from worker_svc.geometry import Geometry, GroupKind
+from worker_svc.geometry import Geometry, GroupKind, PoolGeometry, PoolShape
 from worker_svc.loader import display_name
 from worker_svc.plan import (
     Admission,
@@ -16,6 +16,7 @@ from worker_svc.plan import (
     Logprobs,
     Output,
     Plan,
+    PoolWork,
     PrefillWork,
     Sampling,
 )
@@ -43,6 +44,7 @@ _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
     """What a prepared worker can run. ``model`` is the setting that named the model."""
     description, device = worker.description, worker.device
+    pooling = description.pooling
     return worker_pb2.DescribeResponse(
         schema_revision=SCHEMA_REVISION,
         worker_id=worker_id,
@@ -56,7 +58,8 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
             max_model_len=description.max_model_len,
             eos_token_ids=description.eos_token_ids,
             dtype=str(description.dtype).removeprefix("torch."),
-            default_sampling=_served_defaults(description.default_sampling),
+            default_sampling=None if pooling else _served_defaults(description.default_sampling),
+            pooled_size=pooling.size if pooling else 0,
         ),
         kv_groups=[
             common_pb2.KvGroup(
@@ -74,10 +77,13 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         default_block_size=device.default_block_size,
         default_chunk=device.default_chunk,
         default_max_num_seqs=device.default_max_num_seqs,
-        graph_kinds=[common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
-        sampling_fields=_SAMPLING_FIELDS,
+        graph_kinds=[common_pb2.GRAPH_KIND_POOL]
+        if pooling
+        else [common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
+        sampling_fields=() if pooling else _SAMPLING_FIELDS,
         max_logprobs=_MAX_LOGPROBS,
         max_lease_steps=1,
+        pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
     )
 
 
@@ -92,8 +98,10 @@ def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingPar
     return defaults
 
 
-def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry:
+def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry | PoolGeometry:
     """The sizes that a scheduler asks for; unchecked."""
+    if request.pool_shapes:
+        return PoolGeometry(tuple(PoolShape(shape.batch, shape.query_len) for shape in request.pool_shapes))
     return Geometry(
         max_model_len=request.max_model_len,
         max_num_seqs=request.max_num_seqs,
@@ -115,6 +123,16 @@ def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> work
 def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
     """The last event of a Configure stream."""
     geometry = ready.geometry
+    if isinstance(geometry, PoolGeometry):
+        graphs = [
+            common_pb2.GraphSignature(
+                kind=common_pb2.GRAPH_KIND_POOL, batch=shape.batch, query_len=shape.prompt_len
+            )
+            for shape in geometry.shapes
+        ]
+        return worker_pb2.ConfigureEvent(
+            ready=worker_pb2.ConfigureReady(graphs=graphs, phase_seconds=dict(ready.phase_seconds.items()))
+        )
     prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=geometry.chunk)
     decode = [
         common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_DECODE, batch=bucket, query_len=1)
@@ -132,7 +150,7 @@ def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
 
 def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
     """One step; unchecked against the worker's state."""
-    work: PrefillWork | DecodeWork | None = None
+    work: PrefillWork | DecodeWork | PoolWork | None = None
     match plan.WhichOneof("work"):
         case "prefill":
             prefill = plan.prefill
@@ -141,7 +159,8 @@ def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
             decode = plan.decode
             work = DecodeWork(tuple(decode.slots), tuple(decode.positions), decode.bucket)
         case "pool":
-            raise NotImplementedError("pooling")
+            shape = plan.pool.shape
+            work = PoolWork(tuple(plan.pool.slots), PoolShape(shape.batch, shape.query_len))
         case _:
             pass
     return Plan(
@@ -172,6 +191,7 @@ def result_to_proto(plan: Plan, outputs: Sequence[Output], execute_us: int) -> w
                 token_ids=output.token_ids,
                 logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.logprobs],
                 error=output.error.to_proto() if output.error else None,
+                pooled=output.pooled,
             )
             for output in outputs
         ],
@@ -185,7 +205,7 @@ def failure_to_proto(step: int, error: TriptychError, execute_us: int) -> worker
 
 
 def _is_compact(plan: Plan, outputs: Sequence[Output]) -> bool:
-    if plan.work is None:
+    if plan.work is None or isinstance(plan.work, PoolWork):
         return False
     slots = (plan.work.slot,) if isinstance(plan.work, PrefillWork) else plan.work.slots
     return len(outputs) == len(slots) and all(
@@ -211,6 +231,7 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
         blocks={blocks.group_id: tuple(blocks.block_ids) for blocks in request.blocks},
         request_id=request.request_id,
         sequence=request.sequence,
+        normalize=request.pooling.normalize if request.pooling.HasField("normalize") else None,
     )
 
 

@@ -236,3 +236,36 @@ class Geometry:
                     f"{count} blocks of KV group {group.group_id} cannot hold one sequence of {self.max_model_len} tokens;"
                     f" at least {least} are needed"
                 )
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """One static shape of a pooling model."""
+
+    batch: int
+    """Rows."""
+    prompt_len: int
+    """Tokens of a row."""
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """The static sizes of a deployment of a pooling model."""
+
+    shapes: tuple[PoolShape, ...]
+    """At least one."""
+
+    def check(self, *, longest_context: int) -> None:
+        """Refuses shapes that the model cannot run.
+
+        Raises:
+            ConfigurationRefused: naming the first shape that does not fit and what would.
+        """
+        if not self.shapes:
+            raise ConfigurationRefused("a pooling model needs at least one shape of so many rows and tokens")
+        for shape in self.shapes:
+            if shape.batch < 1 or not 1 <= shape.prompt_len <= longest_context:
+                raise ConfigurationRefused(
+                    f"a shape of {shape.batch} rows of {shape.prompt_len} tokens cannot be run;"
+                    f" use at least 1 row of 1 to {longest_context} tokens"
+                )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protos.errors import TriptychError
+from worker_svc.geometry import PoolShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Admission:
     """For logs."""
     sequence: int = 0
     """Which of the request's sequences; mixed into its random numbers."""
+    normalize: bool | None = None
+    """Pooling models: whether the embedding is scaled to length 1; ``None`` for what the model's authors do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,15 @@ class DecodeWork:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolWork:
+    """All tokens of some slots, by a pooling model."""
+
+    slots: Sequence[int]
+    shape: PoolShape
+    """What to run; at least as many rows as slots, and no slot has more tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step: release, copy, admit, grow, then the work."""
 
@@ -95,7 +107,7 @@ class Plan:
     copies: Sequence[BlockCopy] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
-    work: PrefillWork | DecodeWork | None = None
+    work: PrefillWork | DecodeWork | PoolWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +132,5 @@ class Output:
     """One per token, if the request asked for them."""
     error: TriptychError | None = None
     """Why this slot alone failed; then there are no tokens."""
+    pooled: Sequence[float] = ()
+    """A pooling model's result."""

@@ -12,7 +12,7 @@ from worker_svc.batch import Batch
 from worker_svc.devices.base import Device, StepInput
 from worker_svc.geometry import Geometry, KvGroup
 from worker_svc.kv_cache import KvCache
-from worker_svc.plan import Admission, DecodeWork, Output, Plan, PrefillWork
+from worker_svc.plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
 from worker_svc.sampling import SamplingBatch, logprobs_of, sample
 
 Progress = Callable[[int, int, str], None]
@@ -111,6 +111,8 @@ class Runner:
             if growth.slot not in refused:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
+        if isinstance(plan.work, PoolWork):
+            raise Internal("the plan pools, and this model generates")
         work = _without(plan.work, refused)
         if work is None:
             return list(refused.values())

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from protos.errors import Internal
+from protos.errors import ConfigurationRefused, Internal
 from protos.logs import get_logger
 from worker_svc import loader
 from worker_svc.devices import Device, open_device
-from worker_svc.geometry import Geometry, GroupKind, KvGroup, group_layers
+from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Output, Plan
+from worker_svc.pool_runner import PoolRunner
 from worker_svc.runner import Runner
 from worker_svc.settings import Settings
 
@@ -33,10 +34,10 @@ _KV_SHARE = 0.4
 class Ready:
     """What a configured worker runs with."""
 
-    geometry: Geometry
+    geometry: Geometry | PoolGeometry
     """With ``num_blocks`` set."""
     bytes_per_block: tuple[int, ...]
-    """Per KV group, over all of its layers."""
+    """Per KV group, over all of its layers; a pooling model has none."""
     phase_seconds: Mapping[Phase, float]
 
 
@@ -54,9 +55,9 @@ class Worker:
         self._settings = settings
         self._log = get_logger()
         self._model: VllmModel | None = None
-        self._runner: Runner | None = None
+        self._runner: Runner | PoolRunner | None = None
         self._loaded = False
-        self._asked: Geometry | None = None
+        self._asked: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
         self.device: Device
         self.folder: Path
@@ -109,11 +110,11 @@ class Worker:
             import_s=round(imported - started, 2), build_s=round(time.monotonic() - imported, 2),
         )  # fmt: skip
 
-    def is_configured_as(self, geometry: Geometry) -> bool:
+    def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
         """Whether :meth:`configure` with this geometry would change nothing."""
         return self._ready is not None and geometry == self._asked
 
-    def configure(self, geometry: Geometry, progress: Progress) -> Ready:
+    def configure(self, geometry: Geometry | PoolGeometry, progress: Progress) -> Ready:
         """Loads, allocates and warms up; the same geometry again changes nothing.
 
         Raises:
@@ -122,16 +123,10 @@ class Worker:
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready
         asked = geometry
-        description, model = self.description, self._model
+        model = self._model
         if model is None:
             raise Internal("the worker is not prepared yet")
-        if len(geometry.num_blocks) == 1:  # one number for all groups
-            geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self.groups))
-        geometry.check(
-            self.groups,
-            block_size_multiple=self.device.block_size_multiple,
-            longest_context=description.max_model_len,
-        )
+        geometry = self._checked(geometry)
         seconds: dict[Phase, float] = {}
         clock = time.monotonic()
 
@@ -148,10 +143,19 @@ class Worker:
             model.load_weights()
             self._loaded = True
         lap("load")
-        if not geometry.num_blocks:
-            geometry = replace(geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget()))
-        progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
-        runner = Runner(model, self.device, self.groups, geometry)
+        runner: Runner | PoolRunner
+        if isinstance(geometry, PoolGeometry):
+            assert self.description.pooling is not None
+            runner = PoolRunner(model, self.device, self.description.pooling, geometry)
+            bytes_per_block: tuple[int, ...] = ()
+        else:
+            if not geometry.num_blocks:
+                geometry = replace(
+                    geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget())
+                )
+            progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
+            runner = Runner(model, self.device, self.groups, geometry)
+            bytes_per_block = runner.cache.bytes_per_block
         lap("allocate")
         runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
         lap("warm_up")
@@ -159,8 +163,30 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._runner, self._asked = runner, asked
-        self._ready = Ready(geometry, runner.cache.bytes_per_block, seconds)
+        self._ready = Ready(geometry, bytes_per_block, seconds)
         return self._ready
+
+    def _checked(self, geometry: Geometry | PoolGeometry) -> Geometry | PoolGeometry:
+        """The geometry, complete but for counted blocks.
+
+        Raises:
+            ConfigurationRefused: if the model or the device cannot run it.
+        """
+        description = self.description
+        if isinstance(geometry, PoolGeometry) != (description.pooling is not None):
+            shapes = "pool_shapes" if description.pooling else "a chunk and decode buckets"
+            raise ConfigurationRefused(f"{description.architecture} is to be configured with {shapes}")
+        if isinstance(geometry, PoolGeometry):
+            geometry.check(longest_context=description.max_model_len)
+            return geometry
+        if len(geometry.num_blocks) == 1:  # one number for all groups
+            geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self.groups))
+        geometry.check(
+            self.groups,
+            block_size_multiple=self.device.block_size_multiple,
+            longest_context=description.max_model_len,
+        )
+        return geometry
 
     def execute(self, plan: Plan) -> list[Output]:
         """Runs one step; see ``Runner.execute``.

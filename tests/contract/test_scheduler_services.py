@@ -232,7 +232,7 @@ async def test_health_and_reflection_are_served() -> None:
     assert {"triptych.v1.Inference", "triptych.v1.WorkerRegistry", "grpc.health.v1.Health"} <= set(names)
 
 
-@pytest.mark.parametrize("method", ["Pool", "LoadLora", "UnloadLora", "ListLoras"])
+@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras"])
 async def test_methods_of_later_releases_say_that_they_are_not_served(method: str) -> None:
     """UNIMPLEMENTED with a sentence, not a traceback."""
     async with run_scheduler() as scheduler:

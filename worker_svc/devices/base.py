@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional
 
 from worker_svc.geometry import GroupKind, KvGroup
 
@@ -47,6 +48,19 @@ class InPlaceInput:
     """Tokens of each row in this step, padding included: the chunk, or 1."""
 
 
+@dataclass(frozen=True)
+class RowsInput:
+    """Whole prompts, one a row, padded at their ends; nothing is kept of them."""
+
+    real: torch.Tensor
+    """bool [rows, row_len]: which tokens are not padding. Every row begins with one that is not."""
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor, row_len: int) -> "RowsInput":
+        """Of the number of real tokens in each row, int64 [rows]."""
+        return cls(torch.arange(row_len, device=lengths.device) < lengths[:, None])
+
+
 StepInput = AttentionInput | InPlaceInput
 
 
@@ -65,6 +79,8 @@ class AttentionShape:
     """Scores become ``softcap * tanh(scores / softcap)``; 0 for off."""
     writes: bool
     """False where the layer reads another layer's cache."""
+    causal: bool = True
+    """Whether a token sees only itself and those before it."""
 
 
 class Device(abc.ABC):
@@ -152,3 +168,41 @@ class Device(abc.ABC):
             plan: what :meth:`plan` made of this step.
             output: [tokens, heads, head_size], written in place.
         """
+
+    def attend_rows(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: RowsInput,
+        output: torch.Tensor,
+    ) -> None:
+        """Attends within each row, without a cache.
+
+        Args:
+            shape: the layer; without a softcap, and without a window unless it is causal.
+            query: [rows * row_len, heads, head_size].
+            key: [rows * row_len, kv_heads, head_size].
+            value: like ``key``.
+            rows: which tokens are real; padding is seen by nobody, and what it gets means nothing.
+            output: like ``query``, written in place.
+        """
+        count, row_len = rows.real.shape
+        mask = rows.real[:, None, None, :]
+        if shape.causal:
+            seen = torch.arange(row_len, device=query.device)
+            visible = seen <= seen[:, None]
+            if shape.window:
+                visible &= seen > seen[:, None] - shape.window
+            # Padding behind a window would see nothing at all, which is NaN; it sees itself.
+            mask = (mask & visible) | torch.eye(row_len, dtype=torch.bool, device=query.device)
+
+        def by_row(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.view(count, row_len, -1, shape.head_size).transpose(1, 2)
+
+        attended = functional.scaled_dot_product_attention(
+            by_row(query), by_row(key), by_row(value), attn_mask=mask, scale=shape.scale,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )  # fmt: skip
+        output.view(count, row_len, shape.num_heads, shape.head_size).copy_(attended.transpose(1, 2))

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import AttentionShape, Device
+from worker_svc.devices.base import AttentionShape, Device, RowsInput
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class TriptychAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """Never asked: plans are made by the device."""
-        raise NotImplementedError
+        """Never instantiated, as plans are made by the device; encoders' layers derive a class of it."""
+        return AttentionMetadataBuilder
 
 
 class TriptychAttention(AttentionImpl):
@@ -65,7 +65,8 @@ class TriptychAttention(AttentionImpl):
             "ALiBi": alibi_slopes is not None,
             "attention sinks": sinks is not None,
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype != "auto",
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            f"{attn_type} attention": attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
+            "windows that look both ways": attn_type == AttentionType.ENCODER_ONLY and bool(sliding_window),
         }
         for what, asked in unserved.items():
             if asked:
@@ -82,6 +83,7 @@ class TriptychAttention(AttentionImpl):
             window=sliding_window or 0,
             softcap=float(logits_soft_cap or 0),
             writes=kv_sharing_target_layer_name is None,
+            causal=attn_type == AttentionType.DECODER,
         )
 
     def forward(
@@ -96,7 +98,12 @@ class TriptychAttention(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values and attends; shapes are those of ``Device.attend``."""
+        """Attends, in rows or over the cache that it writes to before; shapes are those of ``Device.attend``."""
         del output_scale, output_block_scale  # only set by a fusion that we leave off
+        if isinstance(attn_metadata.plan, RowsInput):
+            assert key is not None
+            assert value is not None
+            attn_metadata.device.attend_rows(self.shape, query, key, value, attn_metadata.plan, output)
+            return output
         attn_metadata.device.attend(self.shape, query, key, value, kv_cache, attn_metadata.plan, output)
         return output

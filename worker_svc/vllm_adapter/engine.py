@@ -4,7 +4,7 @@ import gc
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +13,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import Device
+from worker_svc.devices.base import Device, RowsInput
 from worker_svc.geometry import AttentionLayer
+from worker_svc.pooling import PoolingDescription
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -36,6 +37,8 @@ class ModelDescription:
     """Of weights and activations."""
     layers: tuple[AttentionLayer, ...]
     """Attention layers in the model's order."""
+    pooling: PoolingDescription | None
+    """Set for a pooling model, which has no layers to cache."""
     default_sampling: Mapping[str, float]
     """Sampling parameters that the model's authors recommend, by their names in generation_config.json."""
 
@@ -113,23 +116,24 @@ class VllmModel:
         self._device = device
         with _one_line(f"cannot serve {folder}"):
             _register_model_class(folder)
-            self._config: Any = EngineArgs(
-                model=str(folder),
-                skip_tokenizer_init=True,
-                dtype=dtype,
-                load_format=load_format,
-                seed=seed,
-                use_tqdm_on_load=False,
-                enforce_eager=True,
-                block_size=device.default_block_size,
-                disable_log_stats=True,
-                enable_prefix_caching=False,
-            ).create_engine_config()
-            if self._config.model_config.runner_type != "generate":
-                architecture = self._config.model_config.architecture
-                raise ConfigurationRefused(
-                    f"{folder.name} ({architecture}) does not generate text; pooling models are not served yet"
-                )
+
+            def configured(dtype: str) -> Any:
+                return EngineArgs(
+                    model=str(folder),
+                    skip_tokenizer_init=True,
+                    dtype=dtype,
+                    load_format=load_format,
+                    seed=seed,
+                    use_tqdm_on_load=False,
+                    enforce_eager=True,
+                    block_size=device.default_block_size,
+                    disable_log_stats=True,
+                    enable_prefix_caching=False,
+                ).create_engine_config()
+
+            self._config: Any = configured(dtype)
+            if dtype == "auto" and _is_full_precision_pooling(self._config.model_config):
+                self._config = configured("float32")
             _init_single_process()
             set_random_seed(seed)
             # vLLM's own operators are called directly: without a compiler their dispatch through torch is only overhead.
@@ -146,7 +150,11 @@ class VllmModel:
                 _init_parallel_groups()
                 self._model: Any = initialize_model(vllm_config=self._config)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
-        self.description = _describe(self._config, self._layers)
+        self._projector: Any = None
+        pooling = None
+        if self._config.model_config.runner_type == "pooling":
+            pooling, self._projector = _describe_pooling(self._config, self._model, self._layers)
+        self.description = _describe(self._config, {} if pooling else self._layers, pooling)
         # One context for the life of the model: a step only exchanges its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
@@ -222,6 +230,20 @@ class VllmModel:
                 plans[layer.name] = plans[layer.shares_with]
         return plans
 
+    def row_plans(self, rows: RowsInput) -> dict[str, Any]:
+        """What :meth:`forward` wants of a pooling model's step."""
+        from worker_svc.vllm_adapter.attention import StepAttention
+
+        return dict.fromkeys(self._layers, StepAttention(self._device, rows))
+
+    @torch.inference_mode()
+    def project(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Embeddings [rows, size] of a pooling model's pooled hidden states, float32 [rows, hidden]."""
+        if self._projector is None:
+            return pooled
+        projected: torch.Tensor = self._projector(pooled)
+        return projected
+
 
 def _register_model_class(folder: Path) -> None:
     """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it."""
@@ -254,7 +276,48 @@ def _init_parallel_groups() -> None:
         initialize_model_parallel(1, 1, backend="gloo")
 
 
-def _describe(config: Any, layers: Mapping[str, Any]) -> ModelDescription:
+def _is_full_precision_pooling(model_config: Any) -> bool:
+    """Whether vLLM would run a pooling model that was saved in float32 at half of that, which costs digits of its results."""
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    if model_config.runner_type != "pooling":
+        return False
+    saved = ModelArchConfigConvertorBase.get_torch_dtype(
+        model_config.hf_config, model_config.model, None, "hf"
+    )
+    return bool(saved == torch.float32)
+
+
+def _describe_pooling(
+    config: Any, model: Any, layers: Mapping[str, Any]
+) -> tuple[PoolingDescription, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """What a pooling model makes of a prompt, and the layers that it has behind pooling, if any.
+
+    Raises:
+        ConfigurationRefused: if it is not for embeddings, or pools in a way that is not served.
+    """
+    model_config = config.model_config
+    what = f"{Path(model_config.model).name} ({model_config.architecture})"
+    poolers = getattr(getattr(model, "pooler", None), "poolers_by_task", {})
+    head = getattr(poolers.get("embed"), "head", None)
+    if head is None:
+        tasks = ", ".join(sorted(poolers)) or "something else"
+        raise ConfigurationRefused(
+            f"{what} is for {tasks}; of pooling models, those for embeddings are served, and no others yet"
+        )
+    method = model_config.pooler_config.get_seq_pooling_type()
+    if method not in ("MEAN", "CLS", "LAST"):
+        raise ConfigurationRefused(f"{what} pools by {method}, which is not served yet")
+    for name, layer in layers.items():
+        shape = getattr(getattr(layer, "impl", None), "shape", None)
+        if shape is None or shape.softcap or not shape.writes:
+            raise ConfigurationRefused(f"{what}: pooling layers like {name} are not served yet")
+    normalize = head.activation is not None and model_config.pooler_config.use_activation is not False
+    size = getattr(model_config, "embedding_size", None) or model_config.get_hidden_size()
+    return PoolingDescription(method, normalize, size), head.projector
+
+
+def _describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription | None) -> ModelDescription:
     model_config = config.model_config
     attention = []
     for name, layer in layers.items():
@@ -284,6 +347,7 @@ def _describe(config: Any, layers: Mapping[str, Any]) -> ModelDescription:
         eos_token_ids=tuple(sorted(eos)),
         dtype=model_config.dtype,
         layers=tuple(attention),
+        pooling=pooling,
         default_sampling={name: generation[name] for name in names if generation.get(name) is not None},
     )
 
