@@ -82,8 +82,10 @@ def load(cls: type[S], argv: list[str] | None = None) -> S:
         return cls(_cli_settings_source=source)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else "settings"
         text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if not first["loc"]:  # settings that do not go together: the text names them
+            raise ConfigurationRefused(text) from error
+        name = str(first["loc"][0])
         flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"
         raise ConfigurationRefused(f"{flag} {text}, got {first['input']!r}") from error
     except SettingsError as error:

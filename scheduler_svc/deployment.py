@@ -9,7 +9,6 @@ from protos.errors import ConfigurationRefused, Unavailable
 from protos.logs import get_logger
 from protos.triptych.v1 import inference_pb2, worker_pb2
 from scheduler_svc.batch_histogram import BatchHistogram, histogram_path
-from scheduler_svc.buckets import decode_buckets
 from scheduler_svc.convert import groups_from_proto, limits_from_proto, pool_tasks_from_proto
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel
 from scheduler_svc.geometry import Geometry
@@ -117,14 +116,7 @@ class Deployment:
         max_num_seqs = settings.max_num_seqs or description.default_max_num_seqs
         chunk = settings.max_num_batched_tokens or description.default_chunk
         try:
-            buckets = decode_buckets(
-                settings.decode_bucket_strategy,
-                max_batch=max_num_seqs,
-                minimum=settings.decode_bucket_min,
-                step=settings.decode_bucket_step,
-                limit=settings.decode_bucket_limit,
-                manual=settings.decode_buckets,
-            )
+            buckets = settings.buckets(max_num_seqs)
         except ValueError as error:
             raise ConfigurationRefused(str(error)) from error
         return Geometry(
@@ -288,7 +280,8 @@ class Deployment:
         if replica is None:
             return False
         for listener in self._detach_listeners:
-            listener(replica_id, scheduler)
+            listener(replica_id, replica.scheduler)
+        return True
 
     def _check_same_model(self, new: ServedFiles, replica_id: str) -> None:
         if self.served is None:

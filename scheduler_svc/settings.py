@@ -2,14 +2,15 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
-from scheduler_svc.buckets import BucketStrategy
+from scheduler_svc.buckets import BucketStrategy, decode_buckets
+from scheduler_svc.policy.order import SHORTEST_AGEING_S
 
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
 
@@ -141,3 +142,38 @@ class Settings(ServiceSettings):
         if bad := [name for name, weight in value.items() if not 0 < weight < math.inf]:
             raise ValueError(f"the weight of {bad[0]} must be above 0")
         return value
+
+    @field_validator("ageing_s")
+    @classmethod
+    def _coarse(cls, value: float) -> float:
+        if 0 < value < SHORTEST_AGEING_S:
+            raise ValueError(f"must be 0 or at least {SHORTEST_AGEING_S:g}")
+        return value
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        """What can be told before a worker says what its device wants."""
+        chunk, block = self.max_num_batched_tokens, self.block_size
+        if chunk and block and chunk % block and block % chunk:
+            raise ValueError(
+                f"max_num_batched_tokens {chunk} (the prefill chunk) and block_size {block} must divide one another"
+            )
+        if self.max_num_seqs or self.decode_bucket_strategy == "manual":
+            # Without max_num_seqs the manual list says what the largest batch has to be.
+            self.buckets(self.max_num_seqs or max(self.decode_buckets, default=1))
+        return self
+
+    def buckets(self, max_batch: int) -> tuple[int, ...]:
+        """The decode buckets for batches of up to ``max_batch`` rows.
+
+        Raises:
+            ValueError: naming the setting that breaks a rule, and the rule.
+        """
+        return decode_buckets(
+            self.decode_bucket_strategy,
+            max_batch=max_batch,
+            minimum=self.decode_bucket_min,
+            step=self.decode_bucket_step,
+            limit=self.decode_bucket_limit,
+            manual=self.decode_buckets,
+        )

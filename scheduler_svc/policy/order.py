@@ -12,7 +12,7 @@ from scheduler_svc.request import Request
 # Stale heap entries that are not worth a rebuild.
 _SLACK = 16
 # Below, promotions would be finer than what a clock tells apart.
-_SHORTEST_AGEING_S = 0.001
+SHORTEST_AGEING_S = 0.001
 
 
 class OrderPolicy(Protocol):
@@ -146,8 +146,8 @@ class PriorityFairOrder:
         Raises:
             ValueError: naming the bad weight, or an ageing below a millisecond.
         """
-        if ageing_s and not ageing_s >= _SHORTEST_AGEING_S:
-            raise ValueError(f"ageing_s must be 0 or at least {_SHORTEST_AGEING_S} seconds, not {ageing_s}")
+        if ageing_s and not ageing_s >= SHORTEST_AGEING_S:
+            raise ValueError(f"ageing_s must be 0 or at least {SHORTEST_AGEING_S} seconds, not {ageing_s}")
         self._ageing_s = ageing_s or None
         self._counters = TenantCounters(tenant_weights or {})
         self._lines: dict[tuple[str, int], _TenantLine] = {}
