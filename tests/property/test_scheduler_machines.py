@@ -2,13 +2,13 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import Overloaded
 from scheduler_svc.block_pool import Block, BlockPool
 from scheduler_svc.geometry import DeviceLimits, GroupKind, KvGroup
 from scheduler_svc.request import FinishReason
+from tests.property_settings import machine
 from tests.scheduler_factories import (
     EOS,
     FULL,
@@ -259,6 +259,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestPool.settings = machine(max_examples=60, stateful_step_count=60)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestScheduler.settings = machine(max_examples=120, stateful_step_count=60)
