@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 from deploy.launcher import settings as flags
 from deploy.launcher.log_tail import LogTail, progress
@@ -168,14 +169,22 @@ class Launcher:
             await asyncio.sleep(_POLL_S)
             model = await asyncio.to_thread(served_model, base)
         self._supervisor.mark_served()
-        question = [{"role": "user", "content": "Name the capital of France."}]
-        # Short and greedy: a first answer within a second or two, whatever the model makes of the question.
-        body = json.dumps({"model": model, "messages": question, "temperature": 0, "max_tokens": 64})
+        path, body = first_request(model)
         say(
-            f"\nServing {model} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
-            f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            f"\nServing {model['id']} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
+            f"  curl {base}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
             f"gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
         )
+
+
+def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What to try first on a model of /v1/models: path and body."""
+    if model.get("embedding_size"):
+        return "/v1/embeddings", {"model": model["id"], "input": "What is the capital of France?"}
+    question = [{"role": "user", "content": "Name the capital of France."}]
+    # Short and greedy: a first answer within a second or two, whatever the model makes of the question.
+    body = {"model": model["id"], "messages": question, "temperature": 0, "max_tokens": 64}
+    return "/v1/chat/completions", body
 
 
 @contextlib.contextmanager
@@ -204,12 +213,13 @@ def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
         yield [server.getsockname()[1] for server in servers]
 
 
-def served_model(base: str) -> str | None:
-    """The name of the model that the gateway at `base` serves; None while it serves none. Blocks for 2 s at most."""
+def served_model(base: str) -> dict[str, Any] | None:
+    """The model that the gateway at `base` serves, as /v1/models has it; None while it serves none. Blocks for 2 s at most."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{base}/health", timeout=2), opener.open(f"{base}/v1/models", timeout=2) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+            model: dict[str, Any] = json.load(answer)["data"][0]
+            return model
     except (OSError, urllib.error.HTTPError, ValueError, LookupError):
         return None
 

@@ -15,7 +15,7 @@ from gateway.context import Context, random_id
 from gateway.errors import UnknownRoute, WrongMethod, error_response
 from gateway.metrics import Metrics
 from gateway.middleware import RequestMiddleware
-from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.routes import chat, completions, embeddings, models, ops, tokenize
 from gateway.served_model import ServedModelWatcher
 from gateway.settings import Settings
 from gateway.tokenization import TextWorker
@@ -66,7 +66,7 @@ def create_app(
     app.state.context = Context(
         settings, client, watcher, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
     )
-    for family in (chat, completions, models, tokenize, ops):
+    for family in (chat, completions, embeddings, models, tokenize, ops):
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

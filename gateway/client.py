@@ -45,6 +45,12 @@ _RESUBMIT_PAUSE_S: Final = 0.5
 # Who scrapes metrics waits for ten seconds at the most; the gateway's own must be among what it gets by then.
 _METRICS_TIMEOUT_S: Final = 2.0
 
+# Pooling calls of one HTTP request that are under way at once.
+_POOL_CALLS: Final = 64
+
+# A pooling request waits its turn and runs within that, seconds; a dead peer is noticed much earlier.
+_POOL_TIMEOUT_S: Final = 600.0
+
 # Largest tokenizers of today: 40 MB in a handful of files.
 MAX_TOKENIZER_BYTES: Final = 256 * 2**20
 MAX_TOKENIZER_FILES: Final = 64
@@ -176,6 +182,54 @@ class InferenceClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return response.text
+
+    async def pool(self, requests: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
+        """Results of a pooling model, in the requests' order. A lost scheduler costs a pause, as it does elsewhere.
+
+        Args:
+            requests: complete, with ids unique in this process.
+
+        Raises:
+            TriptychError: the first failure; the other requests are cancelled then.
+        """
+        if not self.connected:
+            raise self._down
+        # One request of thousands of inputs must not fill the scheduler's queue.
+        room = asyncio.Semaphore(_POOL_CALLS)
+
+        async def one(request: inference.PoolRequest) -> inference.PoolResponse:
+            async with room:
+                return await self._pool(request)
+
+        calls = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _pool(self, request: inference.PoolRequest) -> inference.PoolResponse:
+        lost_at: float | None = None
+        attempt = 0
+        while True:
+            try:
+                response: inference.PoolResponse = await self._stub.Pool(request, timeout=_POOL_TIMEOUT_S)
+                return response
+            except grpc.aio.AioRpcError as error:
+                # With details it is the scheduler that speaks; without, there is none at the other end.
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or error.trailing_metadata():
+                    raise from_rpc_error(error) from error
+                lost_at = self._clock() if lost_at is None else lost_at
+                if self._clock() - lost_at > self._resume_timeout_s:
+                    raise from_rpc_error(error) from error
+            await asyncio.sleep(_RESUBMIT_PAUSE_S)
+            # The old id may still be known to a scheduler that has not noticed the loss.
+            attempt += 1
+            again = inference.PoolRequest()
+            again.CopyFrom(request)
+            again.request_id = f"{request.request_id}.{attempt}"
+            request = again
 
     async def get_tokenizer(self, folder: Path) -> None:
         """Writes the model's tokenizer files into ``folder``.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gateway.schemas.chat import ChatCompletionRequest, Message
-from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.embeddings import EmbeddingRequest
 from gateway.schemas.sampling import SamplingRequest
 from gateway.served_model import Served
 from gateway.tokenization import TextWorker
@@ -52,35 +52,42 @@ async def encode_chat(
 
 
 async def encode_prompts(
-    served: Served, worker: TextWorker, body: CompletionRequest, *, size: int
+    served: Served,
+    worker: TextWorker,
+    prompts: Sequence[str | list[int]],
+    *,
+    special: bool,
+    size: int,
+    param: str,
 ) -> list[list[int]]:
     """Token ids of each prompt; those that came as ids are taken as they are.
 
     Args:
         served: the model.
         worker: runs long work.
-        body: the request.
-        size: bytes of its body.
+        prompts: texts or token ids.
+        special: whether texts get the tokens that the model expects around them.
+        size: bytes of the request's body.
+        param: the prompts' public name.
 
     Raises:
         InvalidArgument: if an id is beyond the vocabulary.
     """
     vocab_size = served.model.vocab_size
-    special = body.add_special_tokens is not False
 
     def work() -> list[list[int]]:
-        prompts = []
-        for prompt in body.prompt:
+        encoded = []
+        for prompt in prompts:
             if isinstance(prompt, str):
-                prompts.append(served.text.encode(prompt, add_special_tokens=special))
+                encoded.append(served.text.encode(prompt, add_special_tokens=special))
                 continue
             if prompt and vocab_size and max(prompt) >= vocab_size:
                 raise InvalidArgument(
-                    f"'prompt' has the token id {max(prompt)}; this model's ids end at {vocab_size - 1}",
-                    param="prompt",
+                    f"'{param}' has the token id {max(prompt)}; this model's ids end at {vocab_size - 1}",
+                    param=param,
                 )
-            prompts.append(prompt)
-        return prompts
+            encoded.append(prompt)
+        return encoded
 
     return await worker.run(size, work)
 
@@ -188,6 +195,50 @@ def generate_requests(
             priority=body.priority,
             tenant=tenant,
             cache_salt=body.cache_salt or "",
+            model=served.model.served_name,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def pool_requests(
+    served: Served,
+    body: EmbeddingRequest,
+    prompts: Sequence[Sequence[int]],
+    request_id: str,
+    *,
+    tenant: str = "",
+) -> list[inference.PoolRequest]:
+    """One wire request per input of an embeddings request, after all checks that need no scheduler.
+
+    Args:
+        served: the model.
+        body: the HTTP request.
+        prompts: token ids, one list an input.
+        request_id: unique in this process; becomes the wire id, with the input's index.
+        tenant: whom the scheduler is to be fair to.
+
+    Raises:
+        InvalidArgument: if an input is empty.
+        ContextExceeded: if one is longer than the model reads.
+    """
+    longest = served.model.max_model_len
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidArgument("'input' is empty: it must give at least one token", param="input")
+        if len(prompt) > longest:
+            raise ContextExceeded(
+                f"an input has {len(prompt)} tokens, but '{served.model.served_name}' is served for at most {longest}; shorten it",
+                param="input",
+            )
+    return [
+        inference.PoolRequest(
+            request_id=f"{request_id}-{index}",
+            prompt_token_ids=prompt,
+            task=pb.POOL_TASK_EMBED,
+            normalize=body.normalize,
+            priority=body.priority,
+            tenant=tenant,
             model=served.model.served_name,
         )
         for index, prompt in enumerate(prompts)

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,6 +14,8 @@ from gateway.errors import ClientGone, internal
 from gateway.generation import Delta, Generation
 from protos.errors import TriptychError
 from protos.logs import get_logger
+
+T = TypeVar("T")
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,6 +40,29 @@ async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIte
         yield
     finally:
         watcher.cancel()
+
+
+async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled if the client closes its connection meanwhile.
+
+    Raises:
+        ClientGone: if it did.
+    """
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.create_task(work), asyncio.create_task(watch(), name="watch-client")
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client closed the connection")
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Final
 from gateway.client import InferenceClient
 from gateway.errors import UnknownModel, internal
 from gateway.tokenization import TextCodec
-from protos.errors import TriptychError, Unavailable
+from protos.errors import TriptychError, Unavailable, Unsupported
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -23,6 +23,31 @@ class Served:
 
     model: pb.ModelInfo
     text: TextCodec
+
+    def check_generates(self) -> None:
+        """Refuses what only a model that generates text can serve.
+
+        Raises:
+            Unsupported: for a pooling model.
+        """
+        if self.model.pool_tasks:
+            raise Unsupported(
+                f"'{self.model.served_name}' makes embeddings and generates no text; use /v1/embeddings",
+                param="model",
+            )
+
+    def check_embeds(self) -> None:
+        """Refuses what only a model for embeddings can serve.
+
+        Raises:
+            Unsupported: for another model.
+        """
+        if pb.POOL_TASK_EMBED not in self.model.pool_tasks:
+            raise Unsupported(
+                f"'{self.model.served_name}' generates text and makes no embeddings; use /v1/chat/completions or"
+                " /v1/completions",
+                param="model",
+            )
 
 
 class ServedModelWatcher:

@@ -33,6 +33,9 @@ class Settings(ServiceSettings):
     max_prompts: Annotated[
         int, Field(ge=1, le=4096, description="Most prompts in one completions request.")
     ] = 128
+    max_inputs: Annotated[int, Field(ge=1, le=65536, description="Most texts in one embeddings request.")] = (
+        2048
+    )
     resume_timeout_s: Annotated[
         float,
         Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),

@@ -60,7 +60,10 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
         ready: whether a replica is ready.
         metrics: the answer to GetMetrics; ``None``: unavailable.
-        requests, aborted: what came in, in order.
+        pooled_size: of a pooling model, values of a result; 0 for one that generates.
+        pool_gate: pooling requests are answered while this is set.
+        refuse_pool: what to answer to pooling requests instead, by their prompts.
+        requests, pooled, aborted: what came in, in order.
     """
 
     folder: Path
@@ -82,12 +85,24 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
     num_tokenizer_loads: int = 0
     metrics: bytes | None = SCHEDULER_METRICS
 
+    pooled_size: int = 0
+    pool_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    refuse_pool: Callable[[inference.PoolRequest], TriptychError | None] = lambda _: None
+    pooled: list[inference.PoolRequest] = field(default_factory=list)
+    pooling: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool_gate.set()
+
     def reset(self) -> None:
         """Forgets what came in and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
         self.refuse = lambda _: None
         self.metrics = SCHEDULER_METRICS
+        self.refuse_pool = lambda _: None
+        self.pool_gate.set()
         self.requests.clear()
+        self.pooled.clear()
         self.aborted.clear()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -113,7 +128,24 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         return pb.ModelInfo(
             served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
-            default_sampling=self.sampling_defaults,
+            default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
+            pool_tasks=[pb.POOL_TASK_EMBED] if self.pooled_size else [],
+        )  # fmt: skip
+
+    async def Pool(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        self.pooled.append(request)
+        self.pooling += 1
+        await self._notify()
+        try:
+            await self.pool_gate.wait()
+            if (error := self.refuse_pool(request)) is not None:
+                await abort(context, error)
+        finally:
+            self.pooling -= 1
+        prompt = list(request.prompt_token_ids)
+        return inference.PoolResponse(
+            request_id=request.request_id, values=[len(prompt), prompt[0], *[0.1] * (self.pooled_size - 2)],
+            shape=[self.pooled_size], num_prompt_tokens=len(prompt),
         )  # fmt: skip
 
     async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201

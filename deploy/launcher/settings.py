@@ -24,7 +24,7 @@ class LaunchSettings(ServiceSettings):
 
     model: Annotated[
         str,
-        Field(min_length=1, description="smollm2, gemma3-270m, a Hugging Face id or a local folder."),
+        Field(min_length=1, description="smollm2, gemma3-270m, minilm, a Hugging Face id or a local folder."),
     ] = "smollm2"
     served_model_name: Annotated[
         str | None, Field(min_length=1, description="What clients call the model (default: --model).")
@@ -54,6 +54,12 @@ class LaunchSettings(ServiceSettings):
     enable_prefix_caching: Annotated[
         bool | None, Field(description="Keep the KV of prompts for later ones that begin alike.")
     ] = None
+    pool_batch_sizes: Annotated[
+        str | None, Field(description="Embedding models: rows of each static shape, for example 1,4.")
+    ] = None
+    pool_prompt_lens: Annotated[
+        str | None, Field(description="Embedding models: tokens per row of the same shapes, as 4096,1024.")
+    ] = None
     seed: Annotated[int | None, Field(ge=0, description="Where random numbers begin.")] = None
     log_level: Annotated[LogLevel, Field(description="Least severe level in the logs.")] = "info"
 
@@ -79,6 +85,8 @@ def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
         *_value("--max-num-batched-tokens", settings.max_num_batched_tokens),
         *_value("--block-size", settings.block_size),
         *_switch("--enable-prefix-caching", settings.enable_prefix_caching),
+        *_value("--pool-batch-sizes", settings.pool_batch_sizes),
+        *_value("--pool-prompt-lens", settings.pool_prompt_lens),
         *_logging(settings),
     ]
 

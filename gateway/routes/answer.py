@@ -42,8 +42,7 @@ async def answer(
     tenant = tenant_of(request.headers)
     note(request.scope, tenant=tenant or None)
     answer_id = shape.id_prefix + context.new_id()
-    given: str = request.scope["triptych.request_id"]
-    wire_id = f"{given[: MAX_REQUEST_ID - _UNIQUE_DIGITS - 8]}-{context.new_id()[:_UNIQUE_DIGITS]}"
+    wire_id = unique_wire_id(request)
     generation = Generation.begin(
         context.client,
         served,
@@ -63,3 +62,9 @@ async def answer(
     return Response(
         shape.body(answer_id, created, model, ends, generation.usage), media_type="application/json"
     )
+
+
+def unique_wire_id(request: Request) -> str:
+    """The request's id made unique among a client's retries, with room for a prompt's index."""
+    given: str = request.scope["triptych.request_id"]
+    return f"{given[: MAX_REQUEST_ID - _UNIQUE_DIGITS - 8]}-{context_of(request).new_id()[:_UNIQUE_DIGITS]}"

@@ -23,6 +23,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest)
     context = context_of(request)
     served = context.watcher.served(body.model)
+    served.check_generates()
     prompt = await encode_chat(
         served,
         context.text_worker,

@@ -22,12 +22,20 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     context = context_of(request)
     served = context.watcher.served(body.model)
+    served.check_generates()
     if len(body.prompt) > context.settings.max_prompts:
         raise InvalidArgument(
             f"'prompt' has {len(body.prompt)} prompts; send at most {context.settings.max_prompts} at once",
             param="prompt",
         )
-    prompts = await encode_prompts(served, context.text_worker, body, size=len(await request.body()))
+    prompts = await encode_prompts(
+        served,
+        context.text_worker,
+        body.prompt,
+        special=body.add_special_tokens is not False,
+        size=len(await request.body()),
+        param="prompt",
+    )
     return await answer(request, Answer("cmpl-", CompletionChunks, _completion), body, served, prompts)
 
 

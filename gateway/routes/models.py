@@ -12,7 +12,7 @@ router = APIRouter()
 
 
 def _card(model: pb.ModelInfo) -> dict[str, Any]:
-    return {
+    card: dict[str, Any] = {
         "id": model.served_name,
         "object": "model",
         "created": model.created_unix_s,
@@ -21,6 +21,9 @@ def _card(model: pb.ModelInfo) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
+    if model.pool_tasks:
+        card["embedding_size"] = model.pooled_size
+    return card
 
 
 @router.get("/v1/models")

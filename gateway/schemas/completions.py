@@ -19,7 +19,12 @@ def is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**32 for item in value)
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def as_prompts(value: Any) -> list[str | list[int]]:
+    """A list of prompts, each a text or token ids, from any of the shapes that OpenAI's API takes.
+
+    Raises:
+        ValueError: saying what may be sent.
+    """
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
@@ -47,7 +52,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Annotated[
         list[str | list[int]],
-        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
 
     @property

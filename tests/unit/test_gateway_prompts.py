@@ -141,11 +141,12 @@ def test_errors_name_the_clients_parameter(served: Served) -> None:
 async def test_prompts_are_encoded_or_taken(served: Served) -> None:
     """Text is encoded; ids are taken as they are, within the vocabulary."""
     worker = TextWorker()
+    options: dict[str, Any] = {"special": True, "size": 30, "param": "prompt"}
     try:
-        assert await encode_prompts(served, worker, body_of(prompt="hello world"), size=30) == [[28120, 905]]
-        assert await encode_prompts(served, worker, body_of(prompt=[5, 6]), size=20) == [[5, 6]]
+        assert await encode_prompts(served, worker, ["hello world"], **options) == [[28120, 905]]
+        assert await encode_prompts(served, worker, [[5, 6]], **options) == [[5, 6]]
         with pytest.raises(InvalidArgument, match="49151"):
-            await encode_prompts(served, worker, body_of(prompt=[49152]), size=20)
+            await encode_prompts(served, worker, [[49152]], **options)
     finally:
         worker.close()
 

@@ -1,0 +1,83 @@
+"""``/v1/embeddings``."""
+
+import array
+import base64
+import sys
+from collections.abc import Sequence
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.context import body_schema, context_of, note, read_body
+from gateway.middleware import tenant_of
+from gateway.prompts import encode_prompts, pool_requests
+from gateway.responses import while_client_waits
+from gateway.routes.answer import unique_wire_id
+from gateway.schemas.embeddings import EmbeddingRequest
+from gateway.served_model import Served
+from protos.errors import InvalidArgument, Unsupported
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingRequest))
+async def embeddings(request: Request) -> Response:
+    """Embeds one or more texts."""
+    body = await read_body(request, EmbeddingRequest)
+    context = context_of(request)
+    served = context.watcher.served(body.model)
+    served.check_embeds()
+    _check(body, served, context.settings.max_inputs)
+    special = body.add_special_tokens is not False
+    size = len(await request.body())
+    prompts = await encode_prompts(
+        served, context.text_worker, body.input, special=special, size=size, param="input"
+    )
+    tenant = tenant_of(request.headers)
+    note(request.scope, tenant=tenant or None)
+    requests = pool_requests(served, body, prompts, unique_wire_id(request), tenant=tenant)
+    responses = await while_client_waits(request.receive, context.client.pool(requests))
+    num_tokens = sum(map(len, prompts))
+    note(request.scope, prompt_tokens=num_tokens)
+    seconds = context.clock() - request.scope["triptych.arrived"]
+    for prompt in prompts:
+        context.metrics.finished("stop", len(prompt), seconds)
+    encode = _base64 if body.encoding_format == "base64" else list
+    return Response(
+        orjson.dumps(
+            {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": encode(response.values)}
+                    for index, response in enumerate(responses)
+                ],
+                "model": served.model.served_name,
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            }
+        ),
+        media_type="application/json",
+    )
+
+
+def _check(body: EmbeddingRequest, served: Served, max_inputs: int) -> None:
+    if len(body.input) > max_inputs:
+        raise InvalidArgument(
+            f"'input' has {len(body.input)} texts; send at most {max_inputs} at once", param="input"
+        )
+    size = served.model.pooled_size
+    if body.dimensions is not None and body.dimensions != size:
+        raise Unsupported(
+            f"dimensions={body.dimensions} is not supported: embeddings of '{served.model.served_name}' have {size};"
+            " leave it out",
+            param="dimensions",
+        )
+
+
+def _base64(values: Sequence[float]) -> str:
+    """As OpenAI's client reads it: float32, little-endian."""
+    numbers = array.array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
