@@ -220,13 +220,14 @@ class ReplicaScheduler:
 
     def abandon(self) -> list[Request]:
         """Takes all requests off a replica that is lost, ready to be queued again with the tokens they have."""
-        requests = [request for request in self._slots if request is not None]
-        for request in requests:
-            self._leave(request)
+        # Those first: who leaves would otherwise put them back itself, unseen by the caller.
         deferred = [*self._in_progress.waiting, *self._soon]
         for request in deferred:
             self._in_progress.cancel(request)
         self._soon.clear()
+        requests = [request for request in self._slots if request is not None]
+        for request in requests:
+            self._leave(request)
         self._pending.clear()
         return requests + deferred
 
