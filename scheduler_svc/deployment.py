@@ -213,8 +213,11 @@ class Deployment:
         self._check_same_model(served, replica_id)
         if self.served is None:
             self.served = served
-        self.pool.serve(PooledModel(served.info.vocab_size, pool_tasks_from_proto(description)), shapes)
-        return self.pool.make_scheduler(replica_id)
+        model = PooledModel(
+            served.info.vocab_size, pool_tasks_from_proto(description), served.info.pooled_size
+        )
+        self.pool.serve(model, shapes)
+        return self.pool.make_scheduler(replica_id, model)
 
     def attach(self, replica_id: str, replica: AttachedReplica | PoolReplica) -> None:
         """A replica receives steps from now on."""

@@ -42,10 +42,12 @@ class PooledModel:
     Attributes:
         vocab_size: token ids are below this.
         tasks: what its results are for.
+        size: values of a result.
     """
 
     vocab_size: int
     tasks: frozenset[PoolTask]
+    size: int
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class PoolEngine:
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
         """The deployment's shapes; none before :meth:`serve`."""
-        return self._queue.shapes if self._queue else ()
+        return self._queue.shapes if self._queue is not None else ()
 
     def serve(self, model: PooledModel, shapes: tuple[PoolShape, ...]) -> None:
         """Takes requests from now on; the first call fixes the shapes."""
@@ -210,9 +212,9 @@ class PoolEngine:
 
     # ---- replicas ------------------------------------------------------------------------------------------------------------------
 
-    def make_scheduler(self, replica_id: str) -> PoolScheduler:
-        """The scheduler of a replica that is about to be attached."""
-        return PoolScheduler(_Share(self, replica_id))
+    def make_scheduler(self, replica_id: str, model: PooledModel) -> PoolScheduler:
+        """The scheduler of a replica that is about to be attached and runs ``model``."""
+        return PoolScheduler(_Share(self, replica_id), model.size)
 
     def attach(self, replica_id: str, replica: PoolReplica) -> None:
         """Adds a ready replica; it may get requests at once."""

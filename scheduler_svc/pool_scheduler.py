@@ -47,8 +47,14 @@ class PoolScheduler:
         stats: counters.
     """
 
-    def __init__(self, owner: PoolOwner) -> None:
-        """Starts idle."""
+    def __init__(self, owner: PoolOwner, pooled_size: int) -> None:
+        """Starts idle.
+
+        Args:
+            owner: has the requests.
+            pooled_size: values of each result.
+        """
+        self._pooled_size = pooled_size
         self.stats = PoolStats()
         self._owner = owner
         self._step = 0
@@ -108,7 +114,7 @@ class PoolScheduler:
         for slot, request in enumerate(running):
             if request is None:
                 continue
-            error = result.error or _fault(outputs.get(slot), request)
+            error = result.error or self._fault(outputs.get(slot), request)
             values = () if error else outputs[slot].pooled
             self._finish(request, values, error)
 
@@ -137,13 +143,16 @@ class PoolScheduler:
             request.sink.push(event.announcing(request))
         self._owner.forget(request)
 
-
-def _fault(output: SlotOutput | None, request: Request) -> TriptychError | None:
-    if output is not None and output.error is not None:
-        return output.error
-    if output is None or not output.pooled:
-        return Internal(f"the worker gave no result for request {request.request_id}")
-    return None
+    def _fault(self, output: SlotOutput | None, request: Request) -> TriptychError | None:
+        """Why a row has no result that could be passed on, if so."""
+        if output is not None and output.error is not None:
+            return output.error
+        count = len(output.pooled) if output is not None else 0
+        if count != self._pooled_size:
+            return Internal(
+                f"the worker gave {count} values for request {request.request_id}, not {self._pooled_size}"
+            )
+        return None
 
 
 def _admission(slot: int, request: Request) -> Admission:

@@ -247,6 +247,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.PinPrefixResponse:
         """Keeps a prefix for a time."""
         try:
+            self._check_model("", pooling=False)
             if request.lora_name:
                 raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
             prompt = tuple(request.prompt_token_ids)

@@ -37,6 +37,8 @@ class ScriptedPoolWorker(ScriptedWorker):
     """
 
     fail_step: int | None = None
+    max_batch: int = 8
+    pooled_size: int = 4
     batches: list[tuple[int, int, int]] = field(default_factory=list)
     received: asyncio.Event = field(default_factory=asyncio.Event)
     normalize: list[bool | None] = field(default_factory=list)
@@ -47,8 +49,8 @@ class ScriptedPoolWorker(ScriptedWorker):
         return worker_pb2.DescribeResponse(
             schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
             model=common_pb2.ModelInfo(source=self.source, architecture="Sum", vocab_size=97, max_model_len=64,
-                                       dtype="float32", pooled_size=4),
-            max_batch=8, graph_kinds=[common_pb2.GRAPH_KIND_POOL], pool_tasks=[common_pb2.POOL_TASK_EMBED],
+                                       dtype="float32", pooled_size=self.pooled_size),
+            max_batch=self.max_batch, graph_kinds=[common_pb2.GRAPH_KIND_POOL], pool_tasks=[common_pb2.POOL_TASK_EMBED],
         )  # fmt: skip
 
     async def Execute(

@@ -248,6 +248,8 @@ async def test_each_kind_of_deployment_says_which_call_it_serves() -> None:
         error = await failure(scheduler.inference.Generate(generate_request()))
         assert isinstance(error, Unsupported)
         assert "call Pool" in error.message
+        pin = scheduler.inference.PinPrefix(inference_pb2.PinPrefixRequest(prompt_token_ids=[1], ttl_s=1))
+        assert isinstance(await failure(pin), Unsupported)
     async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
         error = await failure(scheduler.inference.Pool(pool_request()))
         assert isinstance(error, Unsupported)
@@ -281,3 +283,23 @@ async def test_generating_and_pooling_workers_do_not_mix() -> None:
         error = await failure(scheduler.registry.Register(announcement(port, "w2")))
     assert isinstance(error, ConfigurationRefused)
     assert "all workers must run one model" in error.message
+
+
+async def test_a_later_worker_gets_the_shapes_of_the_first() -> None:
+    """Or is refused, if it cannot run them."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedPoolWorker()):
+        like, smaller = ScriptedPoolWorker(max_batch=4096), ScriptedPoolWorker(max_batch=2)
+        async with joined(scheduler, like, "like"), run_worker(smaller) as port:
+            error = await failure(scheduler.registry.Register(announcement(port, "smaller")))
+    assert like.configured is not None
+    assert [(shape.batch, shape.query_len) for shape in like.configured.pool_shapes] == [(1, 64), (4, 64)]
+    assert isinstance(error, ConfigurationRefused)
+    assert "4 exceeds this device's limit of 2 rows" in error.message
+
+
+async def test_a_result_of_another_size_is_an_error() -> None:
+    """Clients never get half a vector."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedPoolWorker(pooled_size=5)):
+        error = await failure(scheduler.inference.Pool(pool_request()))
+    assert isinstance(error, Internal)
+    assert "4 values" in error.message

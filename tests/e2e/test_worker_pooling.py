@@ -1,17 +1,22 @@
 """Embeddings of the real MiniLM, held against transformers'."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from protos.errors import ConfigurationRefused
 from tests.worker_harness import load
 from worker_svc.devices import open_device
 from worker_svc.geometry import PoolGeometry, PoolShape
 from worker_svc.models import fetch
 from worker_svc.plan import Admission, Output, Plan, PoolWork, Sampling
 from worker_svc.pool_runner import PoolRunner
+from worker_svc.pooling import PoolingDescription
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -149,3 +154,51 @@ def test_not_normalized(runner: PoolRunner, prompts: list[list[int]]) -> None:
     assert (raw.norm(dim=-1) - 1).abs().min() > 1e-2
     assert torch.allclose(torch.nn.functional.normalize(raw, dim=-1), scaled, atol=1e-6)
     assert torch.allclose(scaled.norm(dim=-1), torch.ones(2), atol=1e-6)
+
+
+def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
+    """A small random Llama whose folder says that it embeds; against transformers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).eval()
+    llama.save_pretrained(tmp_path)
+    stages = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(stages)
+    ]
+    write(tmp_path / "modules.json", modules)
+    write(
+        tmp_path / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True},
+    )
+    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 100, "do_lower_case": False})
+    model = load(tmp_path, "float32")
+    assert model.description.layers == ()
+    assert model.description.pooling == PoolingDescription("LAST", normalize=False, size=64)
+    shape = PoolShape(3, 16)
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((shape,)))
+    prompts = [[5, 6, 7], [9] * 16]
+    with torch.inference_mode():
+        wanted = [llama.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    assert (values(pooled(runner, prompts, shape)) - torch.stack(wanted)).abs().max() < 1e-5
+
+
+def test_a_classifier_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """Before any weights are read."""
+    config = json.loads((folder / "config.json").read_text())
+    write(
+        tmp_path / "config.json",
+        config | {"architectures": ["BertForSequenceClassification"], "num_labels": 2},
+    )
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    with pytest.raises(ConfigurationRefused, match=r"\(BertForSequenceClassification\) is for classify"):
+        load(tmp_path, "auto")
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))

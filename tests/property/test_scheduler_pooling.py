@@ -32,7 +32,8 @@ class Machine(RuleBasedStateMachine):
         self.engine = PoolEngine(
             max_waiting=1000, max_waiting_tokens=100_000, clock=lambda: self.now, make_order=PriorityFairOrder
         )
-        self.engine.serve(PooledModel(100, frozenset({PoolTask.EMBED})), tuple(shapes))
+        self.model = PooledModel(100, frozenset({PoolTask.EMBED}), 1)
+        self.engine.serve(self.model, tuple(shapes))
         self.sinks: dict[str, ListSink] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.replicas: dict[str, PoolReplica] = {}
@@ -65,7 +66,7 @@ class Machine(RuleBasedStateMachine):
     def attach(self, name: str) -> None:
         if name in self.replicas:
             return
-        replica = PoolReplica(self.engine.make_scheduler(name), lambda: self.woken.add(name))
+        replica = PoolReplica(self.engine.make_scheduler(name, self.model), lambda: self.woken.add(name))
         self.replicas[name], self.plans[name] = replica, None
         self.engine.attach(name, replica)
 
