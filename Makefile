@@ -59,6 +59,7 @@ lock: $(STAMPS)/dev ## Write the locks from what is installed
 models: $(STAMPS)/serve ## Fetch the demo models that the tests need
 	@$(BIN)/triptych models fetch smollm2
 	@$(BIN)/triptych models fetch gemma3-270m
+	@$(BIN)/triptych models fetch minilm
 
 env: $(STAMPS)/dev ## Make the environment for development
 

@@ -180,8 +180,12 @@ async def test_each_kind_of_model_says_where_to_go(stack: Stack) -> None:
         assert response.status_code == 400
         assert "use /v1/embeddings" in response.json()["error"]["message"]
     assert (await stack.http.get("/health")).status_code == 200
+    (card,) = (await stack.http.get("/v1/models")).json()["data"]
+    assert card["embedding_size"] == 4
     async with running_stack("Paris") as generating:
         status, error = await refusal(generating, input="x")
+        (card,) = (await generating.http.get("/v1/models")).json()["data"]
+        assert "embedding_size" not in card
     assert (status, error["code"]) == (400, "unsupported_parameter")
     assert "use /v1/chat/completions" in error["message"]
 

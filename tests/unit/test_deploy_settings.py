@@ -84,6 +84,20 @@ def test_what_is_not_set_is_not_passed() -> None:
     assert set(pairs(flags.scheduler_flags(settings, 9))) == always
 
 
+def test_pool_shapes_go_to_the_scheduler() -> None:
+    """As they were written; the scheduler is the one who checks them."""
+    settings = load(LaunchSettings, ["--pool-batch-sizes", "1,4", "--pool-prompt-lens", "4096,1024"])
+    passed = pairs(flags.scheduler_flags(settings, 9))
+    assert (passed["--pool-batch-sizes"], passed["--pool-prompt-lens"]) == ("1,4", "4096,1024")
+
+
+def test_what_to_try_first_depends_on_the_model() -> None:
+    """A model for embeddings is not asked to chat."""
+    assert up.first_request({"id": "m", "embedding_size": 384})[0] == "/v1/embeddings"
+    path, body = up.first_request({"id": "m"})
+    assert (path, body["model"]) == ("/v1/chat/completions", "m")
+
+
 def test_variables_set_what_flags_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRIPTYCH_MODEL is --model; a flag wins over it."""
     monkeypatch.setenv("TRIPTYCH_MODEL", "from-environment")
