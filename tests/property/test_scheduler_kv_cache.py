@@ -414,5 +414,5 @@ class KvCacheMachine(RuleBasedStateMachine):
 
 
 TestKvCache = KvCacheMachine.TestCase
-# With test_scheduler_machines.py: (400 + 60 + 120) x 60 = 34,800 steps; one step of a machine is often several of the cache.
-TestKvCache.settings = machine(max_examples=400, stateful_step_count=60)
+# With test_scheduler_machines.py: (250 + 60 + 120) x 60 = 25,800 steps; one step of a machine is often several of the cache.
+TestKvCache.settings = machine(max_examples=250, stateful_step_count=60)
