@@ -60,13 +60,13 @@ def _manual(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
         raise ValueError("manual buckets need a list, for example 1,2,4,8")
     if any(size < 1 for size in buckets):
         raise ValueError(f"manual buckets must be at least 1: {list(buckets)}")
-    if list(buckets) != sorted(set(buckets)):
-        raise ValueError(f"manual buckets must be unique and ascending: {list(buckets)}")
+    if len(set(buckets)) != len(buckets):
+        raise ValueError(f"manual buckets must be unique: {list(buckets)}")
     if buckets[-1] != max_batch:
         raise ValueError(
             f"the last manual bucket must equal the largest batch {max_batch}, not {buckets[-1]}"
         )
-    return tuple(buckets)
+    return tuple(sorted(buckets))
 
 
 def bucket_for(batch: int, buckets: Sequence[int]) -> int:

@@ -1,14 +1,15 @@
 """Between protocol messages and the scheduler's own types: the only module that knows both."""
 
+import itertools
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from protos.errors import ConfigurationRefused, InvalidArgument, NotFound, Unsupported, from_proto
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc.engine import Submission
 from scheduler_svc.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
-from scheduler_svc.kv_events import Batch, KvEvent, Removed, Stored
+from scheduler_svc.kv_events import Batch, Cleared, KvEvent, Removed, Stored
 from scheduler_svc.plan import (
     Admission,
     BlockCopy,
@@ -27,6 +28,8 @@ from scheduler_svc.sampling import SamplingParams
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256
+# Below the 4 MiB that gRPC's clients take unless told otherwise, tokens of a chunk or two included.
+_KEYS_PER_MESSAGE, _MESSAGE_WEIGHT = 4096, 1 << 20
 
 # Dividing logits by less overflows float32; vLLM draws the same line.
 _GREEDY_BELOW = 1e-5
@@ -52,6 +55,16 @@ _WORKER_FIELDS: dict[str, object] = {
     "logprobs": None, "prompt_logprobs": None,
 }  # fmt: skip
 _WORKER_COLLECTIONS = ("logit_bias", "allowed_token_ids", "bad_words")
+
+
+def check_salt(cache_salt: str) -> None:
+    """Refuses a salt that no client needs and every key would be made of.
+
+    Raises:
+        InvalidArgument: if it is too long.
+    """
+    if len(cache_salt.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"cache_salt is longer than {MAX_NAME_BYTES} bytes", param="cache_salt")
 
 
 def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
@@ -108,6 +121,7 @@ def _check_common(request: inference_pb2.GenerateRequest | inference_pb2.PoolReq
         raise InvalidArgument(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", param="request_id")
     if len(request.tenant.encode()) > MAX_NAME_BYTES:
         raise InvalidArgument(f"tenant is longer than {MAX_NAME_BYTES} bytes", param="tenant")
+    check_salt(getattr(request, "cache_salt", ""))
 
 
 def pool_tasks_from_proto(description: worker_pb2.DescribeResponse) -> frozenset[PoolTask]:
@@ -362,14 +376,40 @@ def _output_from_proto(output: worker_pb2.SlotOutput) -> SlotOutput:
     )
 
 
-def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> inference_pb2.KvEventBatch:
-    """Changes of one replica's prefix cache for a watcher."""
-    return inference_pb2.KvEventBatch(
-        sequence=batch.sequence,
-        replica_id=replica_id,
-        events=[_kv_event_to_proto(event, granule) for event in batch.events],
-        snapshot=batch.snapshot,
-    )
+def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> Iterator[inference_pb2.KvEventBatch]:
+    """Changes of one replica's prefix cache for a watcher, in messages that any client takes."""
+    part = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id, snapshot=batch.snapshot)
+    size = 0
+    for event in itertools.chain.from_iterable(_pieces(event, granule) for event in batch.events):
+        if part.events and size + _weight(event) > _MESSAGE_WEIGHT:
+            part.more = True
+            yield part
+            part, size = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id), 0
+        part.events.append(_kv_event_to_proto(event, granule))
+        size += _weight(event)
+    yield part
+
+
+def _weight(event: KvEvent) -> int:
+    """About the bytes of an event on the wire."""
+    if isinstance(event, Cleared):
+        return 2
+    return 100 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
+
+
+def _pieces(event: KvEvent, granule: int) -> Iterator[KvEvent]:
+    """The same event in pieces of a bounded number of keys, each piece the continuation of the one before."""
+    match event:
+        case Stored(group_id, keys, parent, token_ids) if len(keys) > _KEYS_PER_MESSAGE:
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                end = start + _KEYS_PER_MESSAGE
+                before = keys[start - 1] if start and parent is not None else parent
+                yield Stored(group_id, keys[start:end], before, token_ids[start * granule : end * granule])
+        case Removed(group_id, keys) if len(keys) > _KEYS_PER_MESSAGE:
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                yield Removed(group_id, keys[start : start + _KEYS_PER_MESSAGE])
+        case _:
+            yield event
 
 
 def _kv_event_to_proto(event: KvEvent, granule: int) -> inference_pb2.KvEvent:

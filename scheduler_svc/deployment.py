@@ -48,8 +48,13 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
     )
 
 
+# After a replica was lost: by then nobody refers to its pools any more.
+_SETTLE_S = 5.0
+
+
 def _settle_garbage() -> None:
     """Collects once, and never again looks at what is left: a million blocks would stop all replicas for a third of a second."""
+    gc.unfreeze()  # the pools of lost replicas are full of cycles
     gc.collect()
     gc.freeze()
 
@@ -113,7 +118,8 @@ class Deployment:
             ConfigurationRefused: if the settings contradict one another on this device.
         """
         settings = self._settings
-        max_num_seqs = settings.max_num_seqs or description.default_max_num_seqs
+        manual = max(settings.decode_buckets) if settings.decode_bucket_strategy == "manual" else None
+        max_num_seqs = settings.max_num_seqs or manual or description.default_max_num_seqs
         chunk = settings.max_num_batched_tokens or description.default_chunk
         try:
             buckets = settings.buckets(max_num_seqs)
@@ -143,6 +149,7 @@ class Deployment:
             max_model_len=geometry.max_model_len,
         )
         self._check_same_model(served, replica_id)
+        self._check_same_grid(geometry, replica_id)
         settings = self._settings
         options = CacheOptions(
             prefix_caching=settings.enable_prefix_caching,
@@ -242,8 +249,7 @@ class Deployment:
         was_attached = self._announce_end(replica_id)
         count = self._engine.detach(replica_id) + self.pool.detach(replica_id)
         if was_attached:
-            gc.unfreeze()  # the pools that are gone now are full of cycles
-            _settle_garbage()
+            asyncio.get_running_loop().call_later(_SETTLE_S, _settle_garbage)
             self._announce()
         if not self._has_replicas and self._give_up is None:
             wait_s = self._settings.replica_wait_s
@@ -296,6 +302,16 @@ class Deployment:
             if ours != theirs:
                 raise ConfigurationRefused(
                     f"replica {replica_id} has {field} {theirs!r} and this deployment serves {ours!r}; all workers must run one model"
+                )
+
+    def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
+        """A request's prefix keys are computed once, for whichever replica gets it."""
+        for replica in self._engine.replicas.values():
+            ours = replica.scheduler.geometry
+            if (ours.chunk, ours.block_size) != (geometry.chunk, geometry.block_size):
+                raise ConfigurationRefused(
+                    f"replica {replica_id} would run chunks of {geometry.chunk} and blocks of {geometry.block_size} tokens beside "
+                    f"replicas with {ours.chunk} and {ours.block_size}; set --max-num-batched-tokens and --block-size"
                 )
 
     def load(self) -> inference_pb2.Load:

@@ -77,10 +77,15 @@ class AttachedReplica:
     wake: Callable[[], None]
 
 
+# Pinned prefixes of one replica: what is pinned is walked when one more is to be.
+MAX_PINS = 1000
+
+
 @dataclass(slots=True)
 class _Pin:
     replica_id: str
     prefix: PinnedPrefix
+    on_end: Callable[[], None]
 
 
 class Engine:
@@ -177,6 +182,7 @@ class Engine:
             tenant=submission.tenant,
             cache_salt=submission.cache_salt,
         )
+        request.rank = self.waiting.rank(request)
         self._live[request.request_id] = request
         self.waiting.add(request)
         self.dispatch()
@@ -248,9 +254,7 @@ class Engine:
             free.sort(key=lambda one: self._placement.cost(request, one[1].scheduler))
         for name, replica in free:
             request.replica_id = name
-            # Before it is admitted: a request that is charged must not look as if it waited.
-            admitted = replica.scheduler.admit(request)
-            if admitted is Admitted.NO_ROOM:
+            if replica.scheduler.admit(request) is Admitted.NO_ROOM:
                 continue
             self.waiting.remove(request)
             replica.wake()
@@ -262,8 +266,7 @@ class Engine:
         candidates = [
             (least, replica)
             for replica in self.replicas.values()
-            if (least := replica.scheduler.least_urgent) is not None
-            and replica.scheduler.preemption.outranks(request, least)
+            if (least := replica.scheduler.least_urgent) is not None and least > request.priority
         ]
         candidates.sort(key=lambda one: one[0], reverse=True)
         for _, replica in candidates:
@@ -304,11 +307,11 @@ class Engine:
             return 0
         self._blocked = None
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.replica_id == replica_id]:
-            del self._pins[pin_id]
+            self._pins.pop(pin_id).on_end()
         requests = replica.scheduler.abandon()
         for request in requests:
             self.requeue(request)
-        replica.scheduler.kv.events.cleared()
+        replica.scheduler.kv.events.close()
         self._measure_memory()
         self.dispatch()
         return len(requests)
@@ -321,24 +324,41 @@ class Engine:
         name = max(found, key=lambda name: found[name], default=None)
         return None if name is None else (name, found[name])
 
+    def check(self, submission: Submission) -> None:
+        """Refuses what :meth:`submit` would refuse for what it is.
+
+        Raises:
+            InvalidArgument, ContextExceeded, Unsupported: as there.
+            Unavailable: no replica has been ready yet.
+        """
+        if self.model is None:
+            raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
+        self._check(submission, self.model)
+
     def pinnable_tokens(self, probe: Request) -> int:
         """Tokens of a prompt's whole chunks: the most that any replica could have."""
         return max((replica.scheduler.kv.hit_limit(probe) for replica in self.replicas.values()), default=0)
 
-    def pin(self, pin_id: str, replica_id: str, probe: Request) -> int:
-        """Keeps what a replica has of a prompt's prefix from being evicted until :meth:`unpin`.
+    def pin(
+        self, pin_id: str, replica_id: str, probe: Request, on_end: Callable[[], None] = lambda: None
+    ) -> int:
+        """Keeps what a replica has of a prompt's prefix from being evicted until :meth:`unpin`; then, or if it has to end before, calls ``on_end``.
 
         Returns:
             Tokens that are kept.
 
         Raises:
-            Overloaded: if pins would hold more than their share of memory.
+            Overloaded: if pins would hold more than their share of memory, or are too many.
             Unavailable: if the replica is gone.
         """
         replica = self.replicas.get(replica_id)
         if replica is None:
             raise Unavailable("the replica that computed the prefix is gone; retry", retry_after_ms=1000)
         held = [pin.prefix for pin in self._pins.values() if pin.replica_id == replica_id]
+        if len(held) >= MAX_PINS:
+            raise Overloaded(
+                f"{MAX_PINS} prefixes are pinned on that replica; unpin some", retry_after_ms=10_000
+            )
         prefix = replica.scheduler.kv.pin(probe, held, self._max_pinned_share)
         if prefix is None:
             raise Overloaded(
@@ -346,7 +366,7 @@ class Engine:
                 "unpin others or raise max_pinned_share",
                 retry_after_ms=10_000,
             )
-        self._pins[pin_id] = _Pin(replica_id, prefix)
+        self._pins[pin_id] = _Pin(replica_id, prefix, on_end)
         return prefix.num_tokens
 
     def unpin(self, pin_id: str) -> bool:
@@ -355,6 +375,7 @@ class Engine:
         if pin is None:
             return False
         self.replicas[pin.replica_id].scheduler.kv.unpin(pin.prefix)
+        pin.on_end()
         self.dispatch()
         return True
 
@@ -366,7 +387,9 @@ class Engine:
             if self.replicas[pin.replica_id].scheduler is scheduler
         ]
         for pin_id in mine:
-            scheduler.kv.unpin(self._pins.pop(pin_id).prefix)
+            pin = self._pins.pop(pin_id)
+            scheduler.kv.unpin(pin.prefix)
+            pin.on_end()
         return bool(mine)
 
     def num_pins(self, replica_id: str) -> int:

@@ -202,17 +202,16 @@ class KvCache:
             low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
         return low
 
-    def num_held(self, request: Request) -> int:
-        """Blocks in the request's tables, over all groups."""
-        return sum(len(table.live) for table in request.tables)
-
-    def could_admit(self, request: Request, num_freed: int) -> bool:
-        """Whether the request might fit if ``num_freed`` more blocks were free. An estimate: it may say yes where there is not enough room."""
+    def could_admit(self, request: Request, leaving: Sequence[Request]) -> bool:
+        """Whether the request might fit if others left. An estimate: it may say yes where there is not enough room."""
         if not self.fits(request.end):
             return False
-        need = sum(group.most_blocks(len(request.token_ids) + 1) for group in self.groups)
-        shared = self.peek(request) // self._grid.block_size * len(self.groups)
-        return need - shared <= num_freed + sum(pool.num_free for pool in self._pools)
+        shared = self.peek(request) // self._grid.block_size
+        return all(
+            group.most_blocks(len(request.token_ids) + 1) - shared
+            <= group.pool.num_free + sum(one.tables[group_id].num_live for one in leaving)
+            for group_id, group in enumerate(self.groups)
+        )
 
     @property
     def unit(self) -> int:
@@ -262,7 +261,7 @@ class KvCache:
         Sets ``tables``, ``num_computed``, ``num_cached`` and ``junction`` of the request; what has to be copied goes with the next plan.
 
         Returns:
-            False, and nothing changes, if there is not enough room now.
+            False if there is not enough room now. Its cached prefix counts as used, and will be given up later.
         """
         keys, limit = self.keys_of(request)
         hit = self.longest_hit(keys, limit)
@@ -278,7 +277,7 @@ class KvCache:
         return True
 
     def _admit_at(self, request: Request, keys: Sequence[BlockKey], hit: int) -> bool:
-        """Admits a request that resumes behind ``hit`` granules; False, and nothing changes, without room."""
+        """Admits a request that resumes behind ``hit`` granules; False without room, and then its prefix was merely used again."""
         hit_tokens = hit * self._grid.granule
         known = len(request.token_ids)
         taken = [group.take_hit(keys, hit) for group in self.groups]
@@ -308,6 +307,7 @@ class KvCache:
                 self.stats.copies += 1
         request.tables = [table for table, _ in taken]
         request.num_computed = request.num_cached = hit_tokens
+        request.cache_era = self._era
         self.stats.queried_tokens += known
         self.stats.hit_tokens += hit_tokens
         return True
@@ -347,6 +347,8 @@ class KvCache:
     def fork(self, request: Request, child: Request) -> bool:
         """Gives ``child`` the computed tokens of ``request``: whole blocks are shared, what either would write on is copied.
 
+        For several sequences of one prompt.
+
         Sets ``tables``, ``num_computed`` and ``num_cached`` of the child.
 
         Returns:
@@ -375,11 +377,12 @@ class KvCache:
             tables.append(mine)
         child.tables = tables
         child.num_computed = child.num_cached = computed
+        child.cache_era = request.cache_era
         return True
 
     def computed(self, request: Request, start: int, end: int) -> None:
         """Tokens ``[start, end)`` of a request were written: what can be reused of them is made findable. Call it when it is so."""
-        if not self._options.prefix_caching:
+        if not self._options.prefix_caching or request.cache_era != self._era:
             return
         granule, chunk = self._grid.granule, self._grid.chunk
         whole_chunk = start % chunk == 0 and end - start == chunk
@@ -401,8 +404,8 @@ class KvCache:
         """Makes findable what decode steps wrote, where that is wanted; a window that slides in place is not."""
         if not self._options.prefix_caching or not self._options.cache_generated:
             return
-        if any(entry.owner is request for entry in self._copies):
-            return  # a fork that leaves before its blocks were copied has nothing in them
+        if request.cache_era != self._era or any(entry.owner is request for entry in self._copies):
+            return  # it began before a reset; or it is a fork whose blocks are not copied yet, with nothing in them
         granule = self._grid.granule
         end = request.num_computed // granule
         start = max(0, request.num_computed - self._grid.block_size) // granule
@@ -487,7 +490,7 @@ class KvCache:
     # ---- the whole -----------------------------------------------------------------------------------------------------------------
 
     def reset_prefixes(self) -> None:
-        """Forgets all cached content; requests keep their blocks."""
+        """Forgets all cached content. Requests keep their blocks, and what they still compute on top of them is not indexed either."""
         self._era += 1
         for pool in self._pools:
             pool.reset_index()

@@ -53,6 +53,14 @@ class Batch:
     events: tuple[KvEvent, ...]
     snapshot: bool = False
 
+    @property
+    def size(self) -> int:
+        """Keys and tokens in it, and one for each event."""
+        return sum(
+            1 if isinstance(event, Cleared) else 1 + len(event.keys) + len(getattr(event, "token_ids", ()))
+            for event in self.events
+        )
+
 
 class KvEventLog:
     """Collects changes and hands them out in numbered batches; keeps the last ones for those who come back.
@@ -66,17 +74,23 @@ class KvEventLog:
         *,
         first: int = 1,
         history: int = 4096,
+        max_remembered: int = 1_000_000,
     ) -> None:
         """Starts empty.
 
         Args:
             snapshot: the present keys by group.
             first: sequence number before the first batch. Choose it above all that an earlier log of the same replica can have had.
-            history: batches that are remembered.
+            history: batches that are remembered at the most.
+            max_remembered: keys and tokens in them at the most.
         """
         self._snapshot = snapshot
         self._open: list[KvEvent] = []
-        self._history: deque[Batch] = deque(maxlen=history)
+        # Removals since the last other event, which come one by one and in thousands.
+        self._removed: tuple[int, list[BlockKey]] | None = None
+        self._history: deque[Batch] = deque()
+        self._max_batches, self._max_remembered = history, max_remembered
+        self._remembered = 0
         self._listeners: list[Callable[[Batch], None]] = []
         self.active = False
         self.sequence = self._first = first
@@ -85,32 +99,50 @@ class KvEventLog:
         self, group_id: int, keys: tuple[BlockKey, ...], parent: BlockKey, token_ids: tuple[int, ...]
     ) -> None:
         """Adds a change. Call it only while the log is :attr:`active`."""
+        self._end_removals()
         self._open.append(Stored(group_id, keys, parent, token_ids))
 
     def removed(self, group_id: int, key: BlockKey) -> None:
         """Adds a change."""
         if not self.active:
             return
-        last = self._open[-1] if self._open else None
-        if isinstance(last, Removed) and last.group_id == group_id:
-            self._open[-1] = Removed(group_id, (*last.keys, key))
+        if self._removed is not None and self._removed[0] == group_id:
+            self._removed[1].append(key)
         else:
-            self._open.append(Removed(group_id, (key,)))
+            self._end_removals()
+            self._removed = (group_id, [key])
 
     def cleared(self) -> None:
         """Everything was forgotten at once."""
         if self.active:
+            self._removed = None
             self._open = [Cleared()]
             self.flush()
 
+    def close(self) -> None:
+        """The replica is gone: says so, and lets go of its listeners and of what it remembers."""
+        self.cleared()
+        self._listeners.clear()
+        self._history.clear()
+        self._snapshot = tuple
+
+    def _end_removals(self) -> None:
+        if self._removed is not None:
+            self._open.append(Removed(self._removed[0], tuple(self._removed[1])))
+            self._removed = None
+
     def flush(self) -> None:
         """Ends a batch, if anything changed."""
+        self._end_removals()
         if not self._open:
             return
         self.sequence += 1
         batch = Batch(self.sequence, tuple(self._open))
         self._open = []
         self._history.append(batch)
+        self._remembered += batch.size
+        while self._remembered > self._max_remembered or len(self._history) > self._max_batches:
+            self._remembered -= self._history.popleft().size
         for listener in self._listeners:
             listener(batch)
 
@@ -127,7 +159,8 @@ class KvEventLog:
         self._listeners.append(listener)
 
         def end() -> None:
-            self._listeners.remove(listener)
+            if listener in self._listeners:  # unless the replica was gone before
+                self._listeners.remove(listener)
 
         return end
 
@@ -137,4 +170,4 @@ class KvEventLog:
             yield from (batch for batch in self._history if batch.sequence > after)
             return
         stored = tuple(Stored(group_id, tuple(keys), None, ()) for group_id, keys in self._snapshot())
-        yield Batch(self.sequence, tuple(event for event in stored if event.keys), snapshot=True)
+        yield Batch(self.sequence, stored, snapshot=True)

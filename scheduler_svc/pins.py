@@ -4,10 +4,11 @@ import asyncio
 import itertools
 import secrets
 from dataclasses import dataclass
+from functools import partial
 
-from protos.errors import InvalidArgument, TriptychError
+from protos.errors import Aborted, InvalidArgument, TriptychError
 from scheduler_svc.engine import Engine, Submission
-from scheduler_svc.request import Event, Request
+from scheduler_svc.request import Event, FinishReason, Request
 from scheduler_svc.sampling import SamplingParams
 
 # Longer than anybody means; asyncio's timers need a finite bound.
@@ -53,6 +54,8 @@ class _PinAtEnd:
         try:
             if event.error is not None:
                 raise event.error
+            if event.finish_reason is FinishReason.ABORT:
+                raise Aborted("the request that was to compute the prefix was aborted")
             request = self._pins.engine.find(event.request_id)
             replica_id = (request.replica_id if request else None) or ""
             pinned = self._pins.hold(self._pin_id, replica_id, self._probe)
@@ -61,7 +64,8 @@ class _PinAtEnd:
                 self.done.set_exception(error)
             return
         if self.done.done():
-            self._pins.unpin(self._pin_id)  # who asked has gone
+            # Who asked has gone. Later: a sink does not call back into the scheduler that feeds it.
+            asyncio.get_running_loop().call_soon(self._pins.unpin, self._pin_id)
         else:
             self.done.set_result(pinned)
 
@@ -95,6 +99,16 @@ class Pins:
                 "the prefix is empty; send at least one chunk of tokens", param="prompt_token_ids"
             )
         pin_id = secrets.token_hex(8)
+        # Before anything is hashed.
+        self.engine.check(
+            Submission(
+                request_id=pin_id,
+                prompt_token_ids=prompt,
+                sampling=_GREEDY,
+                max_tokens=None,
+                cache_salt=cache_salt,
+            )
+        )
         probe = self._probe(pin_id, prompt, cache_salt)
         if kept := self.engine.pinnable_tokens(probe):
             # Only what is kept is computed, and it ends where the probe ends: windows at the ends of prompts are worth most.
@@ -116,6 +130,7 @@ class Pins:
                 pinned = await sink.done
             except asyncio.CancelledError:
                 self.engine.abort(probe.request_id)
+                self.unpin(pin_id)  # it may have ended a moment before
                 raise
         self._timers[pin_id] = asyncio.get_running_loop().call_later(ttl_s, self.unpin, pin_id)
         return pinned
@@ -130,10 +145,12 @@ class Pins:
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none of that id (any more)."""
+        return self.engine.unpin(pin_id)
+
+    def _ended(self, pin_id: str) -> None:
         timer = self._timers.pop(pin_id, None)
         if timer is not None:
             timer.cancel()
-        return self.engine.unpin(pin_id)
 
     def hold(self, pin_id: str, replica_id: str, probe: Request) -> Pinned:
         """References what a replica has of the probe's prefix.
@@ -142,7 +159,7 @@ class Pins:
             InvalidArgument: if that is nothing.
             TriptychError: see ``Engine.pin``.
         """
-        num_tokens = self.engine.pin(pin_id, replica_id, probe)
+        num_tokens = self.engine.pin(pin_id, replica_id, probe, partial(self._ended, pin_id))
         if not num_tokens:
             self.engine.unpin(pin_id)
             raise InvalidArgument(

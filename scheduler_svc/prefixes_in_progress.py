@@ -40,11 +40,14 @@ class PrefixesInProgress:
             return 0
         return next((end for end in range(limit, 0, -unit) if keys[end - 1] in self._owners), 0)
 
-    def wait(self, request: Request, key: BlockKey) -> Request:
-        """``request`` waits until ``key`` is computed or given up; returns who computes it."""
+    def owner(self, key: BlockKey) -> Request:
+        """Who computes ``key``, which :meth:`longest` found."""
+        return self._owners[key]
+
+    def wait(self, request: Request, key: BlockKey) -> None:
+        """``request`` waits until ``key`` is computed or given up."""
         self._waiters.setdefault(key, []).append(request)
         self._awaited[request.request_id] = key
-        return self._owners[key]
 
     def cancel(self, request: Request) -> bool:
         """``request`` waits no more; False if it did not."""

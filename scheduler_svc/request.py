@@ -132,6 +132,7 @@ class Request:
         end: length at which the sequence ends: by its own limit or the context's.
         stop_ids: tokens that end it.
         priority: lower runs earlier.
+        rank: its place among running requests, the smallest first; given once, by the order policy.
         tenant: whom to be fair to.
         cache_salt, lora_name, media: what prefixes are told apart by, beside their tokens.
         keys: prefix keys, shared by all groups and kept while the request lives.
@@ -140,6 +141,7 @@ class Request:
         replica_id: where it runs or ran last.
         num_admissions: how often it got a slot.
         num_cached: leading tokens that the last admission found in the prefix cache.
+        cache_era: resets of its replica's prefix cache before it was admitted.
         junction: chunk boundary, in granules, at which its prompt leaves those seen before.
         first_scheduled_s: clock reading when it first got a slot.
         first_token_s: clock reading when its first token came.
@@ -157,6 +159,7 @@ class Request:
     end: int
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
+    rank: tuple[float, int] = (0.0, 0)
     tenant: str = ""
     cache_salt: str = ""
     lora_name: str = ""
@@ -169,6 +172,7 @@ class Request:
     replica_id: str | None = None
     num_admissions: int = 0
     num_cached: int = 0
+    cache_era: int = 0
     junction: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

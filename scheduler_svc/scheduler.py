@@ -106,7 +106,7 @@ class ReplicaScheduler:
         self._free_slots = list(range(geometry.max_num_seqs - 1, -1, -1))
         self._slots: list[Request | None] = [None] * geometry.max_num_seqs
         self._priorities: Counter[int] = Counter()
-        # The most urgent first, then by arrival.
+        # By rank.
         self._prefilling: list[Request] = []
         self.prefill_backlog = 0
         # In the order in which they began to decode; a dict for O(1) removal.
@@ -173,8 +173,10 @@ class ReplicaScheduler:
             return Admitted.NO_ROOM
         keys, limit = self.kv.keys_of(request)
         shared = self._in_progress.longest(keys, limit, self.kv.unit)
-        if shared and shared > self.kv.longest_hit(keys, limit):
-            computing = self._in_progress.wait(request, keys[shared - 1])
+        computing = self._in_progress.owner(keys[shared - 1]) if shared else None
+        # It does not wait behind what is less urgent than itself: that may be a long time in coming.
+        if computing and computing.rank < request.rank and shared > self.kv.longest_hit(keys, limit):
+            self._in_progress.wait(request, keys[shared - 1])
             computing.junction = max(computing.junction, shared)
             request.state, request.replica_id = RequestState.DEFERRED, computing.replica_id
             self.stats.deferred += 1
@@ -192,7 +194,7 @@ class ReplicaScheduler:
         self._in_progress.start(
             request, keys, request.num_computed // self._geometry.granule, limit, self.kv.unit
         )
-        insort(self._prefilling, request, key=lambda one: (one.priority, one.arrival))
+        insort(self._prefilling, request, key=lambda one: one.rank)
         self.prefill_backlog += len(request.token_ids) - request.num_computed
         self._admissions[request.request_id] = request
         self._owner.charge(request.tenant, len(request.token_ids) - request.num_computed)
@@ -208,12 +210,9 @@ class ReplicaScheduler:
         Returns:
             Whether somebody gave way; :meth:`admit` may still find too little room then.
         """
-        lesser = [
-            one for one in self._slots if one is not None and self.preemption.outranks(request, one.priority)
-        ]
-        freed = sum(self.kv.num_held(one) for one in lesser)
+        lesser = [one for one in self._slots if one is not None and self.preemption.outranks(request, one)]
         victim = self.preemption.victim(lesser)
-        if victim is None or not self.kv.could_admit(request, freed):
+        if victim is None or not self.kv.could_admit(request, lesser):
             return False
         self._preempt(victim, "priority")
         return True
@@ -374,6 +373,8 @@ class ReplicaScheduler:
                 self._fail_slot(output.slot, output.error)
         for request in soon:
             self._owner.requeue(request)
+        if self.idle:
+            self._owner.released()  # nothing else will be, and pins may have to go
         if self.kv.events.active:
             self.kv.events.flush()
 
@@ -381,10 +382,17 @@ class ReplicaScheduler:
         for request, slot in zip(pending.requests, _slots_of(pending.plan.work), strict=True):
             if slot not in pending.left:
                 self._fail(request, error)
-        # What these were to resume from was perhaps never copied.
-        for request in pending.copies.owners if pending.copies else ():
-            if request.slot is not None:
-                self._preempt(request, "fault")
+        # Nobody knows how far the worker came: who was admitted, grown or copied to in that plan begins anew.
+        changed = {*(new.slot for new in pending.plan.admit), *(growth.slot for growth in pending.plan.grow)}
+        changed |= {
+            request.slot
+            for request in (pending.copies.owners if pending.copies else ())
+            if request.slot is not None
+        }
+        for slot in sorted(changed - pending.left):
+            unlucky = self._slots[slot]
+            if unlucky is not None:
+                self._preempt(unlucky, "fault")
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
         """Ends a request that the worker could not run or not even admit."""

@@ -21,6 +21,7 @@ from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.convert import (
+    check_salt,
     event_to_proto,
     kv_batch_to_proto,
     pool_submission_from_proto,
@@ -238,7 +239,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with watch.open() as batches:
                 async for replica_id, batch in batches:
-                    yield kv_batch_to_proto(replica_id, batch, self._deployment.granule)
+                    for part in kv_batch_to_proto(replica_id, batch, self._deployment.granule):
+                        yield part
         except TriptychError as error:
             await abort(context, error)
 
@@ -250,6 +252,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._check_model("", pooling=False)
             if request.lora_name:
                 raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
+            check_salt(request.cache_salt)
             prompt = tuple(request.prompt_token_ids)
             pinned = await self._pins.pin(prompt, cache_salt=request.cache_salt, ttl_s=request.ttl_s)
         except TriptychError as error:

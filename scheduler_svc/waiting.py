@@ -56,6 +56,10 @@ class WaitingQueue:
         """A tenant was served tokens: those of a prompt at admission, one per running sequence with every decode step."""
         self._order.charge(tenant, tokens)
 
+    def rank(self, request: Request) -> tuple[float, int]:
+        """Where the request will stand among those that run."""
+        return self._order.rank(request)
+
     def drain(self) -> list[Request]:
         """Takes all requests out, in order."""
         self._members.clear()

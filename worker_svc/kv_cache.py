@@ -1,6 +1,7 @@
 """Keys and values: one tensor a KV group, addressed by block ids that the scheduler hands out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -77,7 +78,7 @@ def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> 
     """Blocks per group that fit into ``budget`` bytes, in the ratio in which the longest sequences use them.
 
     No more than every slot can use at full length, with the windows that are kept for it; what shorter sequences leave is for prefixes
-    worth keeping.
+    worth keeping. Where memory is short, fewer windows are kept, so that at least one sequence fits.
 
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.
@@ -85,10 +86,15 @@ def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> 
     bytes_per_block = [
         group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups
     ]
-    per_sequence = [group.blocks_per_sequence(geometry) for group in groups]
     usable = budget - sum(bytes_per_block)  # the null blocks
-    one = sum(size * count for size, count in zip(bytes_per_block, per_sequence, strict=True))
-    if usable < one:
+    per_sequence, one = [0], 0
+    for kept in range(geometry.windows_kept_per_slot, -1, -1):
+        fewer = replace(geometry, windows_kept_per_slot=kept)
+        per_sequence = [group.blocks_per_sequence(fewer) for group in groups]
+        one = sum(size * count for size, count in zip(bytes_per_block, per_sequence, strict=True))
+        if usable >= one:
+            break
+    else:
         raise ConfigurationRefused(
             f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, {max(budget, 0) / 2**20:.0f} MiB"
             " are available; raise --kv-memory or lower --max-model-len"

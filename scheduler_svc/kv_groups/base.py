@@ -20,6 +20,11 @@ class Table:
     first: int = 0
 
     @property
+    def num_live(self) -> int:
+        """How many blocks the sequence holds."""
+        return len(self.blocks) - self.first
+
+    @property
     def live(self) -> list[Block]:
         """The blocks that the sequence holds."""
         return self.blocks[self.first :]

@@ -13,7 +13,7 @@ class Interleave:
     """
 
     def __init__(self, decode_steps_per_chunk: int) -> None:
-        """Runs ``decode_steps_per_chunk`` (at least 1) decode steps between two chunks."""
+        """Runs ``decode_steps_per_chunk`` decode steps between two chunks; 0: chunks first, whatever decodes."""
         self._ratio = decode_steps_per_chunk
         # A first chunk may start at once.
         self._decodes_since_chunk = decode_steps_per_chunk

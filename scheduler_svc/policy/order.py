@@ -33,6 +33,12 @@ class OrderPolicy(Protocol):
     def drain(self) -> list[Request]:
         """Takes all requests out, in order."""
 
+    def rank(self, request: Request) -> tuple[float, int]:
+        """Where the request stands among others that run: the smallest goes first, and the largest gives way.
+
+        It does not change with time, so that who was promoted to a slot keeps it against what comes later.
+        """
+
 
 class _Line:
     """Requests in order of arrival, with removal from anywhere.
@@ -87,6 +93,10 @@ class ArrivalOrder:
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Changes nothing."""
+
+    def rank(self, request: Request) -> tuple[float, int]:
+        """By arrival."""
+        return (0.0, request.arrival)
 
     def drain(self) -> list[Request]:
         """Takes all requests out, in order of arrival."""
@@ -203,6 +213,12 @@ class PriorityFairOrder:
     def charge(self, tenant: str, tokens: int) -> None:
         """Moves the tenant back behind those that were served less."""
         self._counters.charge(tenant, tokens)
+
+    def rank(self, request: Request) -> tuple[float, int]:
+        """A level of priority is worth ``ageing_s`` seconds of having come earlier; without ageing, more than any time."""
+        if self._ageing_s is None:
+            return (request.priority, request.arrival)
+        return (request.priority * self._ageing_s + request.arrival_s, request.arrival)
 
     def drain(self) -> list[Request]:
         """Takes all requests out, in the order of the last ``now``. Tenants keep their counters."""

@@ -12,20 +12,21 @@ class PreemptionPolicy(Protocol):
     def victim(self, running: Iterable[Request]) -> Request | None:
         """The running request that can best wait; None if none runs."""
 
-    def outranks(self, waiting: Request, running_priority: int) -> bool:
-        """Whether a waiting request may take the place of a running one of that priority."""
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """Whether a waiting request may take the place of a running one. Never of one whose ``priority`` is as low a number as its own."""
 
 
 class LatestOfLeastUrgent:
-    """Of the least urgent priority the latest arrival gives way, so that the oldest always gets through.
+    """The running request of the largest rank gives way: the least urgent and latest, so that the first in line always gets through.
 
-    Only a difference in priority makes a waiting request preempt a running one: waiting makes it older, not more important.
+    A waiting request preempts only those of lower priority, and not those that waited long enough to have been promoted before it: what
+    ageing gave, a later arrival does not take.
     """
 
     def victim(self, running: Iterable[Request]) -> Request | None:
         """See the interface."""
-        return max(running, key=lambda request: (request.priority, request.arrival), default=None)
+        return max(running, key=lambda request: request.rank, default=None)
 
-    def outranks(self, waiting: Request, running_priority: int) -> bool:
+    def outranks(self, waiting: Request, running: Request) -> bool:
         """See the interface."""
-        return waiting.priority < running_priority
+        return waiting.priority < running.priority and waiting.rank < running.rank

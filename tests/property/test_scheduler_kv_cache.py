@@ -91,6 +91,8 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.unsent: dict[int, tuple[bytes, int]] = {}
         self.flight: Flight | None = None
         self.resets = 0
+        # What a request computes on top of what was forgotten is not to be found either.
+        self.born: dict[str, int] = {}
 
     # ---- requests come and go ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         assert request.num_cached == request.num_computed == hit * granule
         self.waiting.remove(request)
         self.running.append(request)
+        self.born[request.request_id] = self.resets
         self.fresh.append(request)
         for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
             shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else hit // per_block
@@ -159,7 +162,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         """As the scheduler: at the end of blocks and when a decoding request leaves."""
         self.kv.generated(request)
         copied = all(entry.owner is not request for entry in self.kv._copies)
-        if self.options.cache_generated and copied:
+        if self.options.cache_generated and copied and self.born[request.request_id] == self.resets:
             self.model.publish(
                 request, max(0, request.num_computed - self.geometry.block_size), request.num_computed
             )
@@ -190,6 +193,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         # What the child shares may have been decoded by its parent: nothing of it is a hit.
         child.num_cached = 0
         self.running.append(child)
+        self.born[child.request_id] = self.born[parent.request_id]
         self.fresh.append(child)
         if parent.request_id in self.decoding:
             self.decoding.add(child.request_id)
@@ -271,7 +275,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         whole = flight.chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
         if flight.chunk:
             self.kv.computed(request, start, end)
-            if whole or self.options.cache_generated:
+            if (whole or self.options.cache_generated) and self.born[request.request_id] == self.resets:
                 self.model.publish(request, start, end)
             self.note_windows(request, end)
         request.num_computed = end

@@ -299,7 +299,9 @@ def test_chunks_smaller_than_blocks_find_more(
 
 
 @examples
-@given(turns=TURNS, chunk=st.sampled_from((1, 2, 4)), window=st.none() | EVEN_WINDOWS, spare=st.integers(1, 30))
+@given(
+    turns=TURNS, chunk=st.sampled_from((1, 2, 4)), window=st.none() | EVEN_WINDOWS, spare=st.integers(1, 30)
+)
 def test_chunks_smaller_than_blocks_evict_no_more(
     turns: list[Turn], chunk: int, window: int | None, spare: int
 ) -> None:

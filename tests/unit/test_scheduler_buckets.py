@@ -45,8 +45,8 @@ def test_manual_buckets_are_taken_as_they_are() -> None:
         ({"strategy": "fibonacci", "max_batch": 8}, "unknown bucket strategy"),
         ({"strategy": "manual", "max_batch": 8}, "need a list"),
         ({"strategy": "manual", "max_batch": 8, "manual": (0, 8)}, "at least 1"),
-        ({"strategy": "manual", "max_batch": 8, "manual": (4, 4, 8)}, "unique and ascending"),
-        ({"strategy": "manual", "max_batch": 8, "manual": (8, 4)}, "unique and ascending"),
+        ({"strategy": "manual", "max_batch": 8, "manual": (4, 4, 8)}, "must be unique"),
+        ({"strategy": "manual", "max_batch": 8, "manual": (8, 4)}, "must equal the largest batch 8, not 4"),
         ({"strategy": "manual", "max_batch": 8, "manual": (1, 4)}, "must equal the largest batch 8"),
     ],
 )

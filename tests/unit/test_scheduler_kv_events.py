@@ -25,7 +25,7 @@ def test_a_late_joiner_gets_a_snapshot_then_every_batch() -> None:
     cache.log.follow(seen.append)
     cache.store(b"b")
     assert seen == [
-        Batch(7, (Stored(0, (b"a",), None, ()),), snapshot=True),
+        Batch(7, (Stored(0, (b"a",), None, ()), Stored(1, (), None, ())), snapshot=True),
         Batch(8, (Stored(0, (b"b",), b"seed", (1, 2)),)),
     ]
 
@@ -67,7 +67,7 @@ def test_a_number_that_is_not_remembered_gives_a_snapshot() -> None:
         cache.log.follow(seen.append, after=after)
         assert seen[0].snapshot is snapshot, after
         if snapshot:
-            assert seen[0].events == (Stored(0, (b"a", b"b", b"c"), None, ()),)
+            assert seen[0].events == (Stored(0, (b"a", b"b", b"c"), None, ()), Stored(1, (), None, ()))
 
 
 def test_removals_in_a_row_are_one_event() -> None:

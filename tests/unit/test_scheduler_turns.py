@@ -89,10 +89,6 @@ def test_who_gives_way_and_has_aged_does_not_take_its_place_back_for_ever() -> N
     assert urgent.tokens == expected_tokens([9, 8], 3)
 
 
-@pytest.mark.xfail(
-    reason="preemption by priority knows nothing of age: who was placed for its age gives way at once",
-    strict=True,
-)
 def test_waiting_makes_a_request_more_urgent() -> None:
     """Two levels lower, but two ageing times and more older: it is first; without ageing it is last."""
     for ageing, first in ((10.0, "old"), (None, "new")):

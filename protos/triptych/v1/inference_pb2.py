@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/v1/inference.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\xf7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x0e\n\x01n\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\tlora_name\x18\x08 \x01(\t\x12\x19\n\x11resumed_token_ids\x18\t \x03(\r\x12\r\n\x05model\x18\n \x01(\tB\x04\n\x02_n\"\xa3\x02\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12(\n\x06prompt\x18\x07 \x01(\x0b\x32\x18.triptych.v1.PromptStats\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.triptych.v1.ErrorB\x10\n\x0e_stop_token_id\"N\n\x0bPromptStats\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x02\"\x92\x01\n\x0e\x43onnectRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x30\n\x08generate\x18\x02 \x01(\x0b\x32\x1c.triptych.v1.GenerateRequestH\x00\x12*\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x19.triptych.v1.AbortRequestH\x00\x42\t\n\x07message\"=\n\x0f\x43onnectResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.triptych.v1.GenerateEvent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"\x15\n\x13GetTokenizerRequest\"\x10\n\x0eGetLoadRequest\"+\n\x10WatchLoadRequest\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\r\"\x8a\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x10\n\x08kv_usage\x18\x04 \x01(\x02\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.triptych.v1.ReplicaLoad\"\x82\x01\n\x0bReplicaLoad\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.triptych.v1.ReplicaState\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x10\n\x08kv_usage\x18\x04 \x01(\x02\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\xb7\x01\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12#\n\x04task\x18\x03 \x01(\x0e\x32\x15.triptych.v1.PoolTask\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\tB\x0c\n\n_normalize\"\\\n\x0cPoolResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x03(\x02\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\"B\n\x14WatchKvEventsRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x12\n\nreplica_id\x18\x02 \x01(\t\"l\n\x0cKvEventBatch\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.triptych.v1.KvEvent\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\"\x91\x01\n\x07KvEvent\x12\'\n\x06stored\x18\x01 \x01(\x0b\x32\x15.triptych.v1.KvStoredH\x00\x12)\n\x07removed\x18\x02 \x01(\x0b\x32\x16.triptych.v1.KvRemovedH\x00\x12)\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x16.triptych.v1.KvClearedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x08KvStored\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x17\n\x0ftokens_per_hash\x18\x05 \x01(\r\x12\x11\n\tlora_name\x18\x06 \x01(\t\"-\n\tKvRemoved\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\"\x0b\n\tKvCleared\"b\n\x10PinPrefixRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x12\n\ncache_salt\x18\x02 \x01(\t\x12\x11\n\tlora_name\x18\x03 \x01(\t\x12\r\n\x05ttl_s\x18\x04 \x01(\x02\"K\n\x11PinPrefixResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x12\n\nreplica_id\x18\x03 \x01(\t\"$\n\x12UnpinPrefixRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"$\n\x13UnpinPrefixResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x19\n\x17ResetPrefixCacheRequest\"0\n\x18ResetPrefixCacheResponse\x12\x14\n\x0cnum_replicas\x18\x01 \x01(\r\"\x13\n\x11GetMetricsRequest\"8\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x02 \x01(\t\"/\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"!\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\"9\n\x11ListLorasResponse\x12$\n\x05loras\x18\x01 \x03(\x0b\x32\x15.triptych.v1.LoraInfo\"6\n\x08LoraInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r*\x81\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19REPLICA_STATE_CONFIGURING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x32\x9f\t\n\tInference\x12\x46\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1a.triptych.v1.GenerateEvent0\x01\x12H\n\x07\x43onnect\x12\x1b.triptych.v1.ConnectRequest\x1a\x1c.triptych.v1.ConnectResponse(\x01\x30\x01\x12;\n\x04Pool\x12\x18.triptych.v1.PoolRequest\x1a\x19.triptych.v1.PoolResponse\x12>\n\x05\x41\x62ort\x12\x19.triptych.v1.AbortRequest\x1a\x1a.triptych.v1.AbortResponse\x12@\n\x08GetModel\x12\x1c.triptych.v1.GetModelRequest\x1a\x16.triptych.v1.ModelInfo\x12J\n\x0cGetTokenizer\x12 .triptych.v1.GetTokenizerRequest\x1a\x16.triptych.v1.FileChunk0\x01\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Load\x12?\n\tWatchLoad\x12\x1d.triptych.v1.WatchLoadRequest\x1a\x11.triptych.v1.Load0\x01\x12O\n\rWatchKvEvents\x12!.triptych.v1.WatchKvEventsRequest\x1a\x19.triptych.v1.KvEventBatch0\x01\x12J\n\tPinPrefix\x12\x1d.triptych.v1.PinPrefixRequest\x1a\x1e.triptych.v1.PinPrefixResponse\x12P\n\x0bUnpinPrefix\x12\x1f.triptych.v1.UnpinPrefixRequest\x1a .triptych.v1.UnpinPrefixResponse\x12_\n\x10ResetPrefixCache\x12$.triptych.v1.ResetPrefixCacheRequest\x1a%.triptych.v1.ResetPrefixCacheResponse\x12M\n\nGetMetrics\x12\x1e.triptych.v1.GetMetricsRequest\x1a\x1f.triptych.v1.GetMetricsResponse\x12?\n\x08LoadLora\x12\x1c.triptych.v1.LoadLoraRequest\x1a\x15.triptych.v1.LoraInfo\x12M\n\nUnloadLora\x12\x1e.triptych.v1.UnloadLoraRequest\x1a\x1f.triptych.v1.UnloadLoraResponse\x12J\n\tListLoras\x12\x1d.triptych.v1.ListLorasRequest\x1a\x1e.triptych.v1.ListLorasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/v1/inference.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"\xf7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\x0e\n\x01n\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\tlora_name\x18\x08 \x01(\t\x12\x19\n\x11resumed_token_ids\x18\t \x03(\r\x12\r\n\x05model\x18\n \x01(\tB\x04\n\x02_n\"\xa3\x02\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12(\n\x06prompt\x18\x07 \x01(\x0b\x32\x18.triptych.v1.PromptStats\x12!\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x12.triptych.v1.ErrorB\x10\n\x0e_stop_token_id\"N\n\x0bPromptStats\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x02\"\x92\x01\n\x0e\x43onnectRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x30\n\x08generate\x18\x02 \x01(\x0b\x32\x1c.triptych.v1.GenerateRequestH\x00\x12*\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x19.triptych.v1.AbortRequestH\x00\x42\t\n\x07message\"=\n\x0f\x43onnectResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.triptych.v1.GenerateEvent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"\x15\n\x13GetTokenizerRequest\"\x10\n\x0eGetLoadRequest\"+\n\x10WatchLoadRequest\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\r\"\x8a\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x10\n\x08kv_usage\x18\x04 \x01(\x02\x12*\n\x08replicas\x18\x05 \x03(\x0b\x32\x18.triptych.v1.ReplicaLoad\"\x82\x01\n\x0bReplicaLoad\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.triptych.v1.ReplicaState\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x10\n\x08kv_usage\x18\x04 \x01(\x02\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\xb7\x01\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12#\n\x04task\x18\x03 \x01(\x0e\x32\x15.triptych.v1.PoolTask\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\tB\x0c\n\n_normalize\"\\\n\x0cPoolResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x03(\x02\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\"B\n\x14WatchKvEventsRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\x12\n\nreplica_id\x18\x02 \x01(\t\"z\n\x0cKvEventBatch\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.triptych.v1.KvEvent\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x0c\n\x04more\x18\x05 \x01(\x08\"\x91\x01\n\x07KvEvent\x12\'\n\x06stored\x18\x01 \x01(\x0b\x32\x15.triptych.v1.KvStoredH\x00\x12)\n\x07removed\x18\x02 \x01(\x0b\x32\x16.triptych.v1.KvRemovedH\x00\x12)\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x16.triptych.v1.KvClearedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x08KvStored\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x17\n\x0ftokens_per_hash\x18\x05 \x01(\r\x12\x11\n\tlora_name\x18\x06 \x01(\t\"-\n\tKvRemoved\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x03(\x0c\"\x0b\n\tKvCleared\"b\n\x10PinPrefixRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x12\n\ncache_salt\x18\x02 \x01(\t\x12\x11\n\tlora_name\x18\x03 \x01(\t\x12\r\n\x05ttl_s\x18\x04 \x01(\x02\"K\n\x11PinPrefixResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x12\n\nreplica_id\x18\x03 \x01(\t\"$\n\x12UnpinPrefixRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"$\n\x13UnpinPrefixResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x19\n\x17ResetPrefixCacheRequest\"0\n\x18ResetPrefixCacheResponse\x12\x14\n\x0cnum_replicas\x18\x01 \x01(\r\"\x13\n\x11GetMetricsRequest\"8\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63ontent_type\x18\x02 \x01(\t\"/\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"!\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\"9\n\x11ListLorasResponse\x12$\n\x05loras\x18\x01 \x03(\x0b\x32\x15.triptych.v1.LoraInfo\"6\n\x08LoraInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r*\x81\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19REPLICA_STATE_CONFIGURING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x32\x9f\t\n\tInference\x12\x46\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1a.triptych.v1.GenerateEvent0\x01\x12H\n\x07\x43onnect\x12\x1b.triptych.v1.ConnectRequest\x1a\x1c.triptych.v1.ConnectResponse(\x01\x30\x01\x12;\n\x04Pool\x12\x18.triptych.v1.PoolRequest\x1a\x19.triptych.v1.PoolResponse\x12>\n\x05\x41\x62ort\x12\x19.triptych.v1.AbortRequest\x1a\x1a.triptych.v1.AbortResponse\x12@\n\x08GetModel\x12\x1c.triptych.v1.GetModelRequest\x1a\x16.triptych.v1.ModelInfo\x12J\n\x0cGetTokenizer\x12 .triptych.v1.GetTokenizerRequest\x1a\x16.triptych.v1.FileChunk0\x01\x12\x39\n\x07GetLoad\x12\x1b.triptych.v1.GetLoadRequest\x1a\x11.triptych.v1.Load\x12?\n\tWatchLoad\x12\x1d.triptych.v1.WatchLoadRequest\x1a\x11.triptych.v1.Load0\x01\x12O\n\rWatchKvEvents\x12!.triptych.v1.WatchKvEventsRequest\x1a\x19.triptych.v1.KvEventBatch0\x01\x12J\n\tPinPrefix\x12\x1d.triptych.v1.PinPrefixRequest\x1a\x1e.triptych.v1.PinPrefixResponse\x12P\n\x0bUnpinPrefix\x12\x1f.triptych.v1.UnpinPrefixRequest\x1a .triptych.v1.UnpinPrefixResponse\x12_\n\x10ResetPrefixCache\x12$.triptych.v1.ResetPrefixCacheRequest\x1a%.triptych.v1.ResetPrefixCacheResponse\x12M\n\nGetMetrics\x12\x1e.triptych.v1.GetMetricsRequest\x1a\x1f.triptych.v1.GetMetricsResponse\x12?\n\x08LoadLora\x12\x1c.triptych.v1.LoadLoraRequest\x1a\x15.triptych.v1.LoraInfo\x12M\n\nUnloadLora\x12\x1e.triptych.v1.UnloadLoraRequest\x1a\x1f.triptych.v1.UnloadLoraResponse\x12J\n\tListLoras\x12\x1d.triptych.v1.ListLorasRequest\x1a\x1e.triptych.v1.ListLorasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=2801
-  _globals['_REPLICASTATE']._serialized_end=2930
+  _globals['_REPLICASTATE']._serialized_start=2815
+  _globals['_REPLICASTATE']._serialized_end=2944
   _globals['_GENERATEREQUEST']._serialized_start=71
   _globals['_GENERATEREQUEST']._serialized_end=318
   _globals['_GENERATEEVENT']._serialized_start=321
@@ -67,43 +67,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1633
   _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1699
   _globals['_KVEVENTBATCH']._serialized_start=1701
-  _globals['_KVEVENTBATCH']._serialized_end=1809
-  _globals['_KVEVENT']._serialized_start=1812
-  _globals['_KVEVENT']._serialized_end=1957
-  _globals['_KVSTORED']._serialized_start=1960
-  _globals['_KVSTORED']._serialized_end=2088
-  _globals['_KVREMOVED']._serialized_start=2090
-  _globals['_KVREMOVED']._serialized_end=2135
-  _globals['_KVCLEARED']._serialized_start=2137
-  _globals['_KVCLEARED']._serialized_end=2148
-  _globals['_PINPREFIXREQUEST']._serialized_start=2150
-  _globals['_PINPREFIXREQUEST']._serialized_end=2248
-  _globals['_PINPREFIXRESPONSE']._serialized_start=2250
-  _globals['_PINPREFIXRESPONSE']._serialized_end=2325
-  _globals['_UNPINPREFIXREQUEST']._serialized_start=2327
-  _globals['_UNPINPREFIXREQUEST']._serialized_end=2363
-  _globals['_UNPINPREFIXRESPONSE']._serialized_start=2365
-  _globals['_UNPINPREFIXRESPONSE']._serialized_end=2401
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2403
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2428
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2430
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2478
-  _globals['_GETMETRICSREQUEST']._serialized_start=2480
-  _globals['_GETMETRICSREQUEST']._serialized_end=2499
-  _globals['_GETMETRICSRESPONSE']._serialized_start=2501
-  _globals['_GETMETRICSRESPONSE']._serialized_end=2557
-  _globals['_LOADLORAREQUEST']._serialized_start=2559
-  _globals['_LOADLORAREQUEST']._serialized_end=2606
-  _globals['_UNLOADLORAREQUEST']._serialized_start=2608
-  _globals['_UNLOADLORAREQUEST']._serialized_end=2641
-  _globals['_UNLOADLORARESPONSE']._serialized_start=2643
-  _globals['_UNLOADLORARESPONSE']._serialized_end=2663
-  _globals['_LISTLORASREQUEST']._serialized_start=2665
-  _globals['_LISTLORASREQUEST']._serialized_end=2683
-  _globals['_LISTLORASRESPONSE']._serialized_start=2685
-  _globals['_LISTLORASRESPONSE']._serialized_end=2742
-  _globals['_LORAINFO']._serialized_start=2744
-  _globals['_LORAINFO']._serialized_end=2798
-  _globals['_INFERENCE']._serialized_start=2933
-  _globals['_INFERENCE']._serialized_end=4116
+  _globals['_KVEVENTBATCH']._serialized_end=1823
+  _globals['_KVEVENT']._serialized_start=1826
+  _globals['_KVEVENT']._serialized_end=1971
+  _globals['_KVSTORED']._serialized_start=1974
+  _globals['_KVSTORED']._serialized_end=2102
+  _globals['_KVREMOVED']._serialized_start=2104
+  _globals['_KVREMOVED']._serialized_end=2149
+  _globals['_KVCLEARED']._serialized_start=2151
+  _globals['_KVCLEARED']._serialized_end=2162
+  _globals['_PINPREFIXREQUEST']._serialized_start=2164
+  _globals['_PINPREFIXREQUEST']._serialized_end=2262
+  _globals['_PINPREFIXRESPONSE']._serialized_start=2264
+  _globals['_PINPREFIXRESPONSE']._serialized_end=2339
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=2341
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=2377
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=2379
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=2415
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2417
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2442
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2444
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2492
+  _globals['_GETMETRICSREQUEST']._serialized_start=2494
+  _globals['_GETMETRICSREQUEST']._serialized_end=2513
+  _globals['_GETMETRICSRESPONSE']._serialized_start=2515
+  _globals['_GETMETRICSRESPONSE']._serialized_end=2571
+  _globals['_LOADLORAREQUEST']._serialized_start=2573
+  _globals['_LOADLORAREQUEST']._serialized_end=2620
+  _globals['_UNLOADLORAREQUEST']._serialized_start=2622
+  _globals['_UNLOADLORAREQUEST']._serialized_end=2655
+  _globals['_UNLOADLORARESPONSE']._serialized_start=2657
+  _globals['_UNLOADLORARESPONSE']._serialized_end=2677
+  _globals['_LISTLORASREQUEST']._serialized_start=2679
+  _globals['_LISTLORASREQUEST']._serialized_end=2697
+  _globals['_LISTLORASRESPONSE']._serialized_start=2699
+  _globals['_LISTLORASRESPONSE']._serialized_end=2756
+  _globals['_LORAINFO']._serialized_start=2758
+  _globals['_LORAINFO']._serialized_end=2812
+  _globals['_INFERENCE']._serialized_start=2947
+  _globals['_INFERENCE']._serialized_end=4130
 # @@protoc_insertion_point(module_scope)

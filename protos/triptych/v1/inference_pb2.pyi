@@ -524,11 +524,14 @@ class KvEventBatch(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Grows by one per batch and replica. A gap means that batches were lost: watch again."""
     replica_id: _builtins.str
     snapshot: _builtins.bool
-    """The batch is a snapshot: it replaces all that was known of this replica."""
+    """The batch is a snapshot: it replaces all that was known of this replica. Every KV group has an event in it, if only an empty one."""
+    more: _builtins.bool
+    """The batch goes on in the next message, under the same number: a large one, a snapshot most of all, comes in parts."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]: ...
     def __init__(
@@ -538,10 +541,11 @@ class KvEventBatch(_message.Message):
         replica_id: _builtins.str = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
         snapshot: _builtins.bool = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "replica_id", b"replica_id", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "more", b"more", "replica_id", b"replica_id", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
