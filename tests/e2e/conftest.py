@@ -28,12 +28,14 @@ class Stack:
         scheduler_address: host:port for direct gRPC clients.
         run_dir: pid files and logs.
         model: name that requests use.
+        example: the command that it printed to try.
     """
 
     base_url: str
     scheduler_address: str
     run_dir: Path
     model: str
+    example: str
 
     def pid(self, service: str) -> int:
         """Process id of "gateway", "scheduler" or "worker-0"."""
@@ -83,7 +85,9 @@ def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environ
         watchdog.cancel()
         base_url = f"http://127.0.0.1:{listening_port(run_dir / 'gateway.log')}"
         assert httpx.get(f"{base_url}/health", timeout=10).status_code == 200
-        yield Stack(base_url, f"127.0.0.1:{listening_port(run_dir / 'scheduler.log')}", run_dir, name)
+        yield Stack(
+            base_url, f"127.0.0.1:{listening_port(run_dir / 'scheduler.log')}", run_dir, name, printed[-1]
+        )
     finally:
         watchdog.cancel()
         launcher.send_signal(signal.SIGINT)

@@ -1,11 +1,7 @@
 """`triptych up` on the real MiniLM: embeddings over HTTP and gRPC, from real processes."""
 
 import math
-import os
-import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from tests.e2e.conftest import Stack, listening_port
+from tests.e2e.conftest import Stack, running_stack
 from worker_svc.models import fetch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -26,34 +22,12 @@ TEXTS = ["A cat sits on the mat.", "On a rug, a kitten is sitting.", "The stock 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Shapes by the reference's variables."""
-    run_dir: Path = tmp_path_factory.mktemp("minilm")
-    command = [
-        sys.executable, "-m", "deploy.cli", "up", "--model", str(fetch("minilm")), "--served-model-name", "minilm",
-        "--port", "0", "--scheduler-port", "0", "--max-num-seqs", "4", "--run-dir", str(run_dir),
-    ]  # fmt: skip
     shapes = {"VLLM_SPYRE_WARMUP_BATCH_SIZES": "1,8,2", "VLLM_SPYRE_WARMUP_PROMPT_LENS": "32,32,128"}
-    launcher = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **shapes}
-    )
-    assert launcher.stdout is not None
-    watchdog = threading.Timer(60, launcher.send_signal, (signal.SIGINT,))
-    watchdog.start()
-    try:
-        printed = []
-        for line in launcher.stdout:
-            printed.append(line)
-            if "curl " in line:
-                break
-        else:
-            pytest.fail(f"the stack did not start:\n{''.join(printed)}")
-        assert "/v1/embeddings" in printed[-1]
-        base_url = f"http://127.0.0.1:{listening_port(run_dir / 'gateway.log')}"
-        yield Stack(base_url, f"127.0.0.1:{listening_port(run_dir / 'scheduler.log')}", run_dir, "minilm")
-    finally:
-        watchdog.cancel()
-        launcher.send_signal(signal.SIGINT)
-        launcher.communicate(timeout=30)
-    assert launcher.returncode == 0, "Ctrl-C ends the stack cleanly"
+    with running_stack(
+        fetch("minilm"), "minilm", tmp_path_factory.mktemp("minilm"), "--max-num-seqs", "4", **shapes
+    ) as stack:
+        assert "/v1/embeddings" in stack.example
+        yield stack
 
 
 def dot(a: list[float], b: list[float]) -> float:

@@ -1,6 +1,5 @@
 """Who runs, who waits and who gives way, through an engine and its replica."""
 
-import pytest
 
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.request import FinishReason, RequestState
