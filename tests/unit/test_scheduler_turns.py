@@ -1,6 +1,5 @@
 """Who runs, who waits and who gives way, through an engine and its replica."""
 
-
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.request import FinishReason, RequestState
 from tests.scheduler_factories import (
