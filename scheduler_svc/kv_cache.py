@@ -540,7 +540,8 @@ class KvCache:
             self.events.stored(group_id, tuple(chain.keys[first:end]), chain.parent(first), tokens)
 
     def _chain(self, request: Request) -> KeyChain:
-        if request.keys is None:
+        # A request whose replica was lost may come from one with other granules.
+        if request.keys is None or request.keys.granule != self._grid.granule:
             seed = seed_key(model=self._model, lora=request.lora_name, salt=request.cache_salt)
             request.keys = KeyChain(seed, self._grid.granule, request.media)
         return request.keys

@@ -61,15 +61,16 @@ class KeyChain:
     """The keys of one growing sequence, each computed once.
 
     Attributes:
+        granule: tokens under one key.
         keys: key of every granule so far that was asked for.
     """
 
-    __slots__ = ("_granule", "_media", "_seed", "keys")
+    __slots__ = ("_media", "_seed", "granule", "keys")
 
     def __init__(self, seed: BlockKey, granule: int, media: Sequence[Media] = ()) -> None:
         """Starts an empty chain for granules of ``granule`` tokens."""
         self._seed = seed
-        self._granule = granule
+        self.granule = granule
         self._media = tuple(media)
         self.keys: list[BlockKey] = []
 
@@ -79,7 +80,7 @@ class KeyChain:
         ``token_ids`` must start with the tokens that earlier calls were given and fill all of the granules. The list is the chain's
         own: it may be longer than ``count`` and must not be changed.
         """
-        keys, size = self.keys, self._granule
+        keys, size = self.keys, self.granule
         if len(keys) < count:
             parent = keys[-1] if keys else self._seed
             for start in range(len(keys) * size, count * size, size):

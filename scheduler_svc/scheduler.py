@@ -384,11 +384,9 @@ class ReplicaScheduler:
                 self._fail(request, error)
         # Nobody knows how far the worker came: who was admitted, grown or copied to in that plan begins anew.
         changed = {*(new.slot for new in pending.plan.admit), *(growth.slot for growth in pending.plan.grow)}
-        changed |= {
-            request.slot
-            for request in (pending.copies.owners if pending.copies else ())
-            if request.slot is not None
-        }
+        # Where they are here: an owner that left may have a slot of another replica by now.
+        owners = pending.copies.owners if pending.copies else ()
+        changed |= {slot for slot, request in enumerate(self._slots) if request in owners}
         for slot in sorted(changed - pending.left):
             unlucky = self._slots[slot]
             if unlucky is not None:

@@ -1,9 +1,14 @@
 """Several replicas on one engine: who gets which request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
+
+from protos.errors import Internal
 from scheduler_svc.engine import AttachedReplica
+from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.plan import StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.scheduler import ReplicaScheduler
 from tests.scheduler_factories import (
@@ -11,6 +16,7 @@ from tests.scheduler_factories import (
     Rig,
     SimulatedDevice,
     expected_tokens,
+    make_geometry,
     make_rig,
     make_submission,
 )
@@ -32,11 +38,14 @@ class Second:
         return plan is not None
 
 
-def add_replica(rig: Rig, *, num_blocks: int = 65, name: str = "replica-1") -> Second:
-    kv = KvCache(rig.geometry, (FULL,), [num_blocks], model="m")
-    scheduler = ReplicaScheduler(rig.geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
+def add_replica(
+    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None
+) -> Second:
+    geometry = geometry or rig.geometry
+    kv = KvCache(geometry, (FULL,), [num_blocks], model="m")
+    scheduler = ReplicaScheduler(geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
     rig.engine.attach(name, AttachedReplica(scheduler, lambda: None))
-    return Second(scheduler, SimulatedDevice(rig.geometry))
+    return Second(scheduler, SimulatedDevice(geometry))
 
 
 def run(rig: Rig, second: Second) -> None:
@@ -166,3 +175,50 @@ def test_making_way_happens_where_somebody_less_urgent_runs() -> None:
     assert place_of(rig, "urgent") == "replica-1"
     assert second.scheduler.stats.preemptions["priority"] == 1
     assert not rig.scheduler.stats.preemptions
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_failed_step_s_requests_may_run_elsewhere_by_then(num_slots: int, reached: bool) -> None:
+    """It was to copy for one that gave way and runs on another replica, in a slot of whatever number: who came after it here stays."""
+    geometry = make_geometry(chunk=4, block_size=16, max_num_seqs=1, buckets=(1,))
+    rig = make_rig(geometry)
+    rig.submit(make_submission(range(5, 14), request_id="warm", max_tokens=1))
+    rig.run()
+    moved = rig.submit(make_submission([*range(5, 14), 77], request_id="moved", max_tokens=8, priority=5))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert plan.copies
+    second = add_replica(
+        rig, geometry=replace(geometry, max_num_seqs=num_slots, buckets=tuple(range(1, num_slots + 1)))
+    )
+    blockers = [f"blocker{index}" for index in range(num_slots)]
+    for index, name in enumerate(blockers):
+        rig.submit(make_submission([60 + index, 9], request_id=name, max_tokens=8))
+    assert {place_of(rig, name) for name in blockers} == {"replica-1"}
+    urgent = rig.submit(make_submission([8, 8, 8], request_id="urgent", max_tokens=30))
+    rig.engine.abort(blockers[-1])
+    assert (place_of(rig, "urgent"), place_of(rig, "moved")) == ("replica-0", "replica-1")
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert "fault" not in rig.scheduler.stats.preemptions
+    assert (place_of(rig, "urgent"), place_of(rig, "moved")) == ("replica-0", "replica-1")
+    run(rig, second)
+    assert moved.tokens == expected_tokens([*range(5, 14), 77], 8)
+    assert urgent.tokens == expected_tokens([8, 8, 8], 30)
+
+
+def test_a_replica_of_another_grid_tells_prefixes_apart_by_its_own() -> None:
+    """Requests whose replica was lost bring keys of 4 tokens; under 8 they would be keys of what they share and of what they do not."""
+    rig = make_rig()
+    prompts = {name: [*range(20, 24), *range(first, first + 20)] for name, first in (("a", 40), ("b", 60))}
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name))
+    rig.step()
+    rig.engine.detach("replica-0")
+    rig.geometry = make_geometry(chunk=8, block_size=8)
+    rig.start()
+    rig.run()
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 8)
