@@ -40,6 +40,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     Attributes:
         gate: steps are answered while this is set.
         die_at_step: ends the Execute stream instead of answering that step.
+        default_chunk, default_block_size: what it would run with if the settings say nothing.
         configured: what Configure asked for.
     """
 
@@ -50,6 +51,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
     window: int = 0
     source: str = "simulated"
+    default_chunk: int = 4
+    default_block_size: int = 4
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     configured: worker_pb2.ConfigureRequest | None = None
     device: SimulatedDevice | None = None
@@ -73,8 +76,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             model=common_pb2.ModelInfo(source=self.source, architecture="Hash", vocab_size=97, max_model_len=64,
                                        eos_token_ids=[EOS], dtype="float32"),
             kv_groups=[self.group],
-            block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=4, default_chunk=4,
-            default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
+            block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
+            default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
         )  # fmt: skip
 
     async def Configure(

@@ -135,6 +135,26 @@ async def test_a_worker_with_another_model_is_refused() -> None:
     assert "all workers must run one model" in caught.message
 
 
+@pytest.mark.parametrize("other", [{"default_chunk": 8}, {"default_block_size": 8}])
+async def test_a_worker_of_another_grid_is_told_what_to_set(other: dict[str, int]) -> None:
+    """Prefixes are told apart in one way for all replicas; with the two settings both workers join."""
+    async with (
+        run_scheduler() as scheduler,
+        joined(scheduler, ScriptedWorker()),
+        run_worker(ScriptedWorker(**other)) as port,  # type: ignore[arg-type]
+    ):
+        caught = await failure(scheduler.registry.Register(announcement(port, "w2")))
+        assert len(scheduler.engine.replicas) == 1
+    assert isinstance(caught, ConfigurationRefused)
+    assert "set --max-num-batched-tokens and --block-size" in caught.message
+    async with (
+        run_scheduler(Settings(max_num_batched_tokens=4, block_size=4)) as scheduler,
+        joined(scheduler, ScriptedWorker()),
+        joined(scheduler, ScriptedWorker(**other), "w2"),  # type: ignore[arg-type]
+    ):
+        assert len(scheduler.engine.replicas) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

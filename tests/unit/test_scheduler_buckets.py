@@ -33,6 +33,11 @@ def test_manual_buckets_are_taken_as_they_are() -> None:
     assert decode_buckets("manual", max_batch=7, manual=(1, 3, 7)) == (1, 3, 7)
 
 
+def test_manual_buckets_may_come_in_any_order_with_the_largest_last() -> None:
+    """They are used in ascending order."""
+    assert decode_buckets("manual", max_batch=8, manual=(4, 2, 8)) == (2, 4, 8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

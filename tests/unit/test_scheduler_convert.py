@@ -1,5 +1,6 @@
 """Between protocol and domain: what arrives is complete and safe, what leaves says what was meant."""
 
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc import model_files
-from scheduler_svc.convert import event_to_proto, plan_to_proto, submission_from_proto
+from scheduler_svc.convert import event_to_proto, kv_batch_to_proto, plan_to_proto, submission_from_proto
+from scheduler_svc.kv_events import Batch, Cleared, Removed, Stored
 from scheduler_svc.model_files import ServedFiles, describe_served, receive_files
 from scheduler_svc.plan import Decode, Growth, StepPlan
 from scheduler_svc.request import Event, FinishReason, Logprobs
@@ -66,6 +68,53 @@ def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
     assert list(message.decode.slots) == [0, 2]
     assert message.ByteSize() < 40
     assert message == worker_pb2.StepPlan.FromString(message.SerializeToString())
+
+
+def make_keys(count: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(32, "big") for number in range(count))
+
+
+def test_a_snapshot_of_any_size_comes_in_messages_that_any_client_takes() -> None:
+    """Half a million keys: each of them once and in order, each message below gRPC's 4 MiB, and only the last one without ``more``."""
+    keys = make_keys(500_000)
+    batch = Batch(
+        7, (Stored(0, keys[:300_000], None, ()), Stored(1, keys[300_000:], None, ())), snapshot=True
+    )
+    parts = list(kv_batch_to_proto("r", batch, 128))
+    assert max(part.ByteSize() for part in parts) < 4 << 20
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert [part.snapshot for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert {(part.sequence, part.replica_id) for part in parts} == {(7, "r")}
+    stored = [event.stored for part in parts for event in part.events]
+    assert not any(one.parent_hash or one.token_ids for one in stored)
+    assert tuple(key for one in stored for key in one.hashes) == keys
+    assert sum(len(one.hashes) for one in stored if one.group_id == 0) == 300_000
+
+
+def test_large_changes_are_cut_between_keys() -> None:
+    """Every piece continues the one before: its parent is that one's last key, and its tokens are those under its own keys."""
+    keys = make_keys(20_000)
+    tokens = tuple(range(4 * len(keys)))
+    batch = Batch(7, (Cleared(), Stored(0, keys, b"seed", tokens), Removed(1, keys)))
+    parts = list(kv_batch_to_proto("r", batch, 4))
+    assert len(parts) > 1
+    assert not any(part.snapshot for part in parts)
+    cleared, *events = [event for part in parts for event in part.events]
+    assert cleared.HasField("cleared")
+    stored = [event.stored for event in events if event.HasField("stored")]
+    ends = [b"seed", *(one.hashes[-1] for one in stored)]
+    assert [one.parent_hash for one in stored] == ends[:-1]
+    assert all(len(one.token_ids) == 4 * len(one.hashes) for one in stored)
+    assert tuple(itertools.chain.from_iterable(one.token_ids for one in stored)) == tokens
+    assert tuple(itertools.chain.from_iterable(one.hashes for one in stored)) == keys
+    removed = [event.removed for event in events[len(stored) :]]
+    assert tuple(itertools.chain.from_iterable(one.hashes for one in removed)) == keys
+
+
+def test_a_small_batch_is_one_message() -> None:
+    """Also one that says only that nothing is there."""
+    (part,) = kv_batch_to_proto("r", Batch(7, (), snapshot=True), 4)
+    assert (part.sequence, part.snapshot, part.more, len(part.events)) == (7, True, False, 0)
 
 
 async def stream(*chunks: common_pb2.FileChunk) -> AsyncIterator[common_pb2.FileChunk]:

@@ -1,13 +1,28 @@
 """All groups of a replica together: hits, copies, kept windows and pins, case by case; tests/property has the random lives."""
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 
+from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded, TriptychError
+from scheduler_svc.engine import MAX_PINS
 from scheduler_svc.geometry import GroupKind, KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.pins import Pinned, Pins
 from scheduler_svc.plan import BlockCopy
 from scheduler_svc.policy.windows import KeepEnds, KeepJunctions, KeepPolicy
+from scheduler_svc.prefix_cache import KeyChain
 from scheduler_svc.request import Request
-from tests.scheduler_factories import FULL, make_geometry, make_request, make_rig, make_submission
+from tests.scheduler_factories import (
+    FULL,
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_request,
+    make_rig,
+    make_submission,
+)
 
 PAGED = KvGroup(GroupKind.PAGED_WINDOW, 6)
 IN_PLACE = KvGroup(GroupKind.IN_PLACE_WINDOW, 4)
@@ -198,6 +213,123 @@ def test_what_is_pinned_outlives_what_is_not() -> None:
         kv.release(prefill(kv, range(first, first + 20)))
     assert kv.peek(make_request(range(20, 37))) == 16
     assert kv.peek(make_request(range(40, 57))) == 0
+
+
+def pinning(pins: Pins, *, ttl_s: float = 1000.0) -> asyncio.Task[Pinned]:
+    """16 tokens are being pinned."""
+    return asyncio.create_task(pins.pin(tuple(range(5, 21)), cache_salt="", ttl_s=ttl_s))
+
+
+async def pinned(rig: Rig, pins: Pins) -> Pinned:
+    """They were."""
+    task = pinning(pins)
+    await asyncio.sleep(0)
+    rig.run()
+    return await task
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first: bool) -> None:
+    """Its request ends and it is cancelled, in either order, before it hears of one of them: neither a pin nor a timer is left."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    task = pinning(pins)
+    await asyncio.sleep(0)
+    for end in (rig.run, task.cancel) if ends_first else (task.cancel, rig.run):
+        end()
+    assert rig.engine.num_pins("replica-0") == 1
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert (rig.engine.num_pins("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda rig: rig.engine.reset_prefix_cache(),
+        lambda rig: rig.engine.drop_pins(rig.scheduler),
+        lambda rig: rig.replace_replica(),
+    ],
+)
+async def test_a_pin_s_timer_ends_with_it(end: Callable[[Rig], object]) -> None:
+    """With a reset, with what runs out of memory, and with a lost replica."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    one = await pinned(rig, pins)
+    timer = pins._timers[one.pin_id]
+    end(rig)
+    assert timer.cancelled()
+    assert not pins._timers
+    assert not pins.unpin(one.pin_id)
+
+
+async def test_a_replica_keeps_a_thousand_pins() -> None:
+    """One more is OVERLOADED, however little it would hold, until one ends."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    first = await pinned(rig, pins)
+    for _ in range(MAX_PINS - 1):
+        await pinning(pins)
+    with pytest.raises(Overloaded, match="1000 prefixes are pinned"):
+        await pinning(pins)
+    assert len(pins._timers) == MAX_PINS
+    assert pins.unpin(first.pin_id)
+    assert (await pinning(pins)).num_tokens == 16
+    rig.engine.reset_prefix_cache()
+    assert not pins._timers
+
+
+async def test_who_pins_is_told_of_an_abort() -> None:
+    """Nothing is computed any more, and nothing is held."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    task = pinning(pins)
+    await asyncio.sleep(0)
+    (request,) = [one for one in rig.scheduler._slots if one]
+    rig.engine.abort(request.request_id)
+    with pytest.raises(Aborted, match="was aborted"):
+        await task
+    rig.run()
+    assert (rig.engine.num_pins("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"), [((5,) * 1_000_000, ContextExceeded), ((5,) * 20 + (97,), InvalidArgument)]
+)
+async def test_what_could_never_be_computed_is_not_hashed_to_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, prompt: tuple[int, ...], error: type[TriptychError]
+) -> None:
+    """A prompt beyond the context, and a token id beyond the vocabulary: hashing would hold up every stream."""
+
+    def extend(*_: object) -> None:
+        raise AssertionError("a prompt was hashed")
+
+    monkeypatch.setattr(KeyChain, "extend", extend)
+    with pytest.raises(error):
+        await Pins(make_rig().engine).pin(prompt, cache_salt="", ttl_s=5)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])
+def test_what_stands_on_a_prefix_that_was_reset_is_not_found(groups: tuple[KvGroup, ...]) -> None:
+    """Chunks of who began before the reset are not, whenever they are computed; those of who began later are, also beside it."""
+    rig = make_rig(groups=groups)
+    prompt = list(range(20, 36))
+    before = rig.submit(make_submission([*prompt, 3], request_id="before", max_tokens=30))
+    rig.step()
+    rig.engine.reset_prefix_cache()
+    while not before.events:
+        rig.step()
+    assert rig.scheduler.kv.peek(make_request([*prompt, 4])) == 0
+    assert not any(list(group.pool.keys) for group in rig.scheduler.kv.groups)
+    later = rig.submit(make_submission(prompt, request_id="later", max_tokens=2))
+    while rig.engine.find("later"):
+        rig.step()
+    assert later.events[0].num_cached_tokens == 0
+    assert rig.scheduler.kv.peek(make_request([*prompt, 4])) == 16
+    rig.run()
+    assert before.tokens == expected_tokens([*prompt, 3], 30)
+    assert later.tokens == expected_tokens(prompt, 2)
 
 
 def test_a_request_as_large_as_the_memory_is_admitted_though_its_hit_would_need_a_block_more() -> None:

@@ -1,15 +1,24 @@
 """The log of what a prefix cache stores and forgets."""
 
+import gc
+import weakref
+
 from scheduler_svc.kv_events import Batch, Cleared, KvEventLog, Removed, Stored
+from scheduler_svc.kv_watch import KvWatch
 from tests.scheduler_factories import make_rig, make_submission
 
 
 class Cache:
     """Keys of one group, and the log that tells of them."""
 
-    def __init__(self, *, history: int = 4096, first: int = 1) -> None:
+    def __init__(self, *, history: int = 4096, max_remembered: int = 1_000_000, first: int = 1) -> None:
         self.keys: list[bytes] = []
-        self.log = KvEventLog(lambda: [(0, list(self.keys)), (1, [])], first=first, history=history)
+        self.log = KvEventLog(
+            lambda: [(0, list(self.keys)), (1, [])],
+            first=first,
+            history=history,
+            max_remembered=max_remembered,
+        )
 
     def store(self, key: bytes) -> None:
         self.keys.append(key)
@@ -86,6 +95,63 @@ def test_removals_in_a_row_are_one_event() -> None:
         Stored(1, (b"c",), b"", ()),
         Removed(1, (b"d",)),
     )
+
+
+def test_thousands_of_removals_are_one_event() -> None:
+    """A full cache whose contents go within a step: nothing is copied for each of them."""
+    cache, seen = Cache(), list[Batch]()
+    cache.log.follow(seen.append)
+    keys = tuple(number.to_bytes(4, "big") for number in range(40_000))
+    for key in keys:
+        cache.log.removed(0, key)
+    assert len(seen) == 1
+    assert not cache.log._open
+    cache.log.flush()
+    assert seen[1:] == [Batch(2, (Removed(0, keys),))]
+
+
+def test_what_is_remembered_is_bounded_by_its_size_too() -> None:
+    """A stored key of two tokens counts four: three batches of them are remembered, one of twenty keys is not."""
+    cache = Cache(max_remembered=12)
+    cache.log.follow(lambda _: None)
+    for key in b"abcdefgh":
+        cache.store(bytes([key]))
+    assert sum(batch.size for batch in cache.log._history) == 12
+
+    def joins(after: int) -> list[bool]:
+        seen = list[Batch]()
+        cache.log.follow(seen.append, after=after)()
+        return [batch.snapshot for batch in seen]
+
+    assert joins(6) == [False] * 3
+    assert joins(5) == [True]
+    for key in range(20):
+        cache.log.removed(0, bytes([key]))
+    cache.log.flush()
+    assert not cache.log._history
+    assert (joins(9), joins(10)) == ([True], [])
+    cache.store(b"i")
+    assert joins(10) == [False]
+
+
+def test_a_closed_log_lets_go_of_listeners_and_pools() -> None:
+    """It says that everything is gone, once; a watcher that stays keeps nothing of a lost replica alive."""
+    cache, seen = Cache(), list[Batch]()
+    end = cache.log.follow(seen.append)
+    cache.log.close()
+    cache.log.removed(0, b"a")
+    cache.log.flush()
+    end()
+    assert [batch.events for batch in seen[1:]] == [(Cleared(),)]
+    rig, lost = make_rig(), list[weakref.ref[object]]()
+    with KvWatch(rig.engine).open():
+        for _ in range(3):
+            rig.submit(make_submission(range(20, 30), request_id=str(len(lost)), max_tokens=1))
+            rig.run()
+            lost.append(weakref.ref(rig.scheduler.kv))
+            rig.replace_replica()
+        gc.collect()
+        assert not any(one() for one in lost)
 
 
 def test_clearing_replaces_what_was_not_told_yet() -> None:

@@ -4,6 +4,8 @@ import pytest
 
 from protos.errors import ConfigurationRefused
 from protos.settings import load
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.deployment import Deployment, make_engine
 from scheduler_svc.settings import Settings
 
 
@@ -54,3 +56,23 @@ def test_an_environment_that_was_made_for_vllm_rbln_means_the_same_here(
     """The reference names are read as they are."""
     monkeypatch.setenv(variable, value)
     assert getattr(load(Settings, []), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_num_seqs", "buckets"),
+    [
+        ("--decode-bucket-strategy manual --decode-buckets 1,2,8", 8, (1, 2, 8)),
+        ("--decode-bucket-strategy manual --decode-buckets 4,1,8 --max-num-seqs 8", 8, (1, 4, 8)),
+        ("--decode-buckets 1,2,8", 32, (2, 4, 8, 16, 32)),
+    ],
+)
+def test_manual_buckets_say_how_many_sequences_run(
+    flags: str, max_num_seqs: int, buckets: tuple[int, ...]
+) -> None:
+    """Whatever the worker's default is; a list that is not used says nothing."""
+    settings = load(Settings, [*flags.split(), "--decode-bucket-min", "2", "--decode-bucket-limit", "5"])
+    description = worker_pb2.DescribeResponse(
+        default_max_num_seqs=32, default_chunk=16, default_block_size=16
+    )
+    geometry = Deployment(settings, make_engine(settings)).geometry_for(description)
+    assert (geometry.max_num_seqs, geometry.buckets) == (max_num_seqs, buckets)

@@ -99,6 +99,24 @@ def test_a_lost_replica_gives_back_those_that_wait_for_a_prefix() -> None:
         assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
 
 
+def test_nobody_waits_for_what_is_less_urgent() -> None:
+    """Its prefix is being computed, behind two prompts that may go first: it computes it itself, and ends before all of them."""
+    rig = make_rig(num_blocks=200)
+    owner = list(range(5, 45))
+    rig.submit(make_submission(owner, request_id="owner", max_tokens=1, priority=5))
+    for index in range(2):
+        prompt = [3 + (31 * index + 3 * position) % 90 for position in range(40)]
+        rig.submit(make_submission(prompt, request_id=f"between{index}", max_tokens=1, priority=3))
+    rig.submit(make_submission([*owner[:20], 9], request_id="urgent", max_tokens=1))
+    assert state(rig, "urgent") is RequestState.PREFILLING
+    while rig.engine.find("urgent"):
+        rig.step()
+    assert [name for name, sink in rig.sinks.items() if sink.events] == ["urgent"]
+    rig.run()
+    assert rig.sinks["urgent"].tokens == expected_tokens([*owner[:20], 9], 1)
+    assert rig.sinks["owner"].tokens == expected_tokens(owner, 1)
+
+
 def test_other_salts_do_not_wait_for_one_another() -> None:
     """They share nothing."""
     rig = make_rig()

@@ -3,6 +3,7 @@
 import pytest
 
 from protos.errors import Internal
+from scheduler_svc.geometry import GroupKind, KvGroup
 from scheduler_svc.plan import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.request import Event, FinishReason
 from tests.scheduler_factories import (
@@ -238,6 +239,46 @@ def test_a_failed_step_fails_its_requests_and_frees_their_blocks() -> None:
     again = rig.submit(make_submission(request_id="again"))
     rig.run()
     assert again.tokens == expected_tokens([5, 6, 7], 8)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_who_was_admitted_with_a_failed_step_begins_anew(reached: bool) -> None:
+    """The step was another one's, which fails; nobody knows whether the worker admitted them before it went wrong."""
+    rig = make_rig()
+    for first in (5, 15, 25):
+        rig.submit(make_submission(range(first, first + 9), request_id=str(first)))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert len(plan.admit) == 3
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert rig.sinks["5"].events[-1].error is not None
+    assert rig.scheduler.stats.preemptions == {"fault": 2}
+    rig.run()
+    for first in (15, 25):
+        assert rig.sinks[str(first)].tokens == expected_tokens(range(first, first + 9), 8)
+    rig.scheduler.kv.check_integrity()
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_what_was_to_be_copied_with_a_failed_step_is_not_relied_on(reached: bool) -> None:
+    """A window that was to be kept is not found, and who was to resume in a copied block computes it."""
+    rig = make_rig(make_geometry(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
+    rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
+    rig.run()
+    rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
+    resumed = rig.submit(make_submission([*range(20, 32), 40, 41], request_id="resumed"))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert {copy.group_id for copy in plan.copies} == {0, 1}
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert rig.sinks["other"].events[-1].error is not None
+    rig.run()
+    assert resumed.tokens == expected_tokens([*range(20, 32), 40, 41], 8)
+    rig.scheduler.kv.check_integrity()
 
 
 def test_a_result_for_another_step_is_refused() -> None:

@@ -1,8 +1,14 @@
 """Who runs, who waits and who gives way, through an engine and its replica."""
 
+import itertools
+
+import pytest
+
+from scheduler_svc.geometry import GroupKind, KvGroup
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.request import FinishReason, RequestState
 from tests.scheduler_factories import (
+    FULL,
     ListSink,
     Rig,
     expected_tokens,
@@ -75,6 +81,24 @@ def test_nobody_gives_way_in_vain() -> None:
     assert all(sink.events[-1].finish_reason is FinishReason.LENGTH for sink in rig.sinks.values())
 
 
+def test_what_is_short_in_one_group_is_not_made_up_for_by_another() -> None:
+    """The less urgent request holds too few blocks of full attention; that windows have room for many more is no use."""
+    rig = make_rig(
+        groups=(FULL, KvGroup(GroupKind.PAGED_WINDOW, 4)), num_blocks=(17, 101), prefix_caching=False
+    )
+    rig.submit(make_submission(range(5, 45), request_id="first", max_tokens=8))
+    for _ in range(12):
+        rig.step()
+    rig.submit(make_submission([50, 51, 52], request_id="less urgent", priority=5, max_tokens=6))
+    rig.step()
+    rig.step()
+    rig.submit(make_submission(range(6, 46), request_id="urgent", priority=2, max_tokens=8))
+    assert not rig.scheduler.stats.preemptions
+    rig.run()
+    assert not rig.scheduler.stats.preemptions
+    assert rig.sinks["urgent"].tokens == expected_tokens(range(6, 46), 8)
+
+
 def test_who_gives_way_and_has_aged_does_not_take_its_place_back_for_ever() -> None:
     """By its age the one that gave way is next at once: the more urgent one is placed first, and both end."""
     rig = make_rig(ONE_SLOT, order=PriorityFairOrder(30.0))
@@ -96,6 +120,57 @@ def test_waiting_makes_a_request_more_urgent() -> None:
         rig.now = 35.0
         rig.submit(make_submission([8], request_id="new", priority=0, max_tokens=2))
         assert first_tokens(rig, ["old", "new"])[0] == first
+
+
+@pytest.mark.parametrize("length", [7, 30])
+def test_nobody_waits_for_ever_behind_what_is_more_urgent(length: int) -> None:
+    """There is always more of it, all slots run it and make way for nothing less; a second of age is worth a level."""
+    rig = make_rig(
+        make_geometry(max_num_seqs=2, buckets=(1, 2)), order=PriorityFairOrder(1.0), prefix_caching=False
+    )
+    numbers = itertools.count()
+
+    def submit_urgent() -> None:
+        first = 3 + next(numbers) % 40
+        rig.submit(make_submission(range(first, first + 7), request_id=f"urgent{first}", max_tokens=4))
+
+    for _ in range(4):
+        submit_urgent()
+    prompt = [3 + 5 * index % 90 for index in range(length)]
+    low = rig.submit(make_submission(prompt, request_id="low", priority=1, max_tokens=4))
+    while rig.engine.find("low"):
+        while len(rig.engine.waiting) < 4:
+            submit_urgent()
+        rig.step()
+        rig.now += 0.05
+        assert rig.now < 5
+    assert low.tokens == expected_tokens(prompt, 4)
+    assert low.events[0].queue_s > 0.5
+
+
+def test_with_slots_to_spare_chunks_are_computed_by_age_too() -> None:
+    """Admitted at once, three chunks long, and beside it more urgent prompts come without end."""
+    rig = make_rig(
+        make_geometry(max_num_seqs=8, buckets=(1, 8)), num_blocks=200, order=PriorityFairOrder(1.0),
+        prefix_caching=False,
+    )  # fmt: skip
+    numbers = itertools.count()
+
+    def submit_urgent() -> None:
+        number = next(numbers)
+        prompt = [3 + (number * 7 + number * index) % 90 for index in range(12)]
+        rig.submit(make_submission(prompt, request_id=f"urgent{number}", max_tokens=1))
+
+    submit_urgent()
+    low = rig.submit(make_submission(range(50, 62), request_id="low", priority=1, max_tokens=1))
+    while rig.engine.find("low"):
+        while rig.scheduler.num_running < 6:
+            submit_urgent()
+        rig.step()
+        rig.now += 0.05
+        assert rig.scheduler.has_free_slot
+        assert rig.now < 5
+    assert low.tokens == expected_tokens(range(50, 62), 1)
 
 
 def test_tenants_are_served_in_turn() -> None:
@@ -147,6 +222,25 @@ def test_pins_never_keep_a_request_out_of_an_idle_replica() -> None:
     rig.run()
     assert sink.tokens == expected_tokens(range(50, 80), 1)
     assert not rig.engine.unpin("pin")
+
+
+def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step() -> None:
+    """The abort frees too little, and by the time its step is back nothing is left that could free more but the pins."""
+    rig = make_rig(num_blocks=17)
+    rig.submit(make_submission(range(5, 38), request_id="warm", max_tokens=1))
+    rig.run()
+    assert rig.engine.pin("pin", "replica-0", make_request([*range(5, 37), 5])) == 32
+    rig.submit(make_submission([50, 51, 52], request_id="running", max_tokens=20))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    sink = rig.submit(make_submission(range(40, 90), request_id="big", max_tokens=4))
+    assert len(rig.engine.waiting) == 1
+    rig.engine.abort("running")
+    assert len(rig.engine.waiting) == 1
+    rig.scheduler.update(rig.device.run(plan))
+    rig.run()
+    assert sink.tokens == expected_tokens(range(40, 90), 4)
+    assert not rig.engine.num_pins("replica-0")
 
 
 def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:

@@ -175,6 +175,17 @@ def test_a_block_in_place_costs_a_window() -> None:
         count_blocks(IN_PLACE, sizes, budget - 1)
 
 
+@pytest.mark.parametrize(
+    ("asked", "room", "kept"), [(4, 0, 0), (1024, 0, 0), (4, 2, 2), (4, 4, 4), (4, 9, 4)]
+)
+def test_where_memory_is_short_fewer_windows_are_kept(asked: int, room: int, kept: int) -> None:
+    """A budget for one sequence and ``room`` windows is never refused for windows that are kept on the off chance."""
+    sizes = replace(SIZES, max_num_seqs=1, block_size=1024, windows_kept_per_slot=asked)
+    full, window = (group.bytes_per_token for group in IN_PLACE)
+    budget = 2 * (1024 * full + 512 * window) + room * 512 * window
+    assert count_blocks(IN_PLACE, sizes, budget) == (2, 2 + kept)
+
+
 def test_too_little_memory_is_refused() -> None:
     """The refusal says how much one sequence needs."""
     with pytest.raises(ConfigurationRefused, match=r"1024 tokens needs .* MiB"):
