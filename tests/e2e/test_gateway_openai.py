@@ -239,6 +239,12 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
     with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="gpt-9", input="x")
+
+
+def test_embeddings_of_a_model_that_generates_are_refused(client: openai.OpenAI) -> None:
+    """With the paths that do serve it."""
+    with pytest.raises(openai.BadRequestError, match="/v1/completions"):
         client.embeddings.create(model=MODEL, input="x")
 
 
