@@ -10,6 +10,7 @@ from worker_svc.geometry import Geometry, GroupKind, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
+from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import engine
 
 GREEDY = Sampling(temperature=0.0)
@@ -45,6 +46,7 @@ class Harness:
         decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
         device_name: DeviceName = "cpu",
         window_kind: GroupKind = GroupKind.PAGED_WINDOW,
+        backend: Backend = "compiled",
     ) -> None:
         device = open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
@@ -54,7 +56,8 @@ class Harness:
             max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
         )
         assert count_blocks(self.groups, self.geometry, 1 << 34)
-        self.runner = Runner(model, device, self.groups, self.geometry)
+        self.runner = Runner(model, device, self.groups, self.geometry, backend=backend, strict=True)
+        self.runner.make_graphs(lambda *_: None)
         self._next_block = 1
         self._step = 0
         self.lengths: dict[int, int] = {}

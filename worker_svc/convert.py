@@ -37,6 +37,7 @@ _GROUP_KINDS = {
 _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
     "load": worker_pb2.ConfigureProgress.PHASE_LOAD,
     "allocate": worker_pb2.ConfigureProgress.PHASE_ALLOCATE,
+    "compile": worker_pb2.ConfigureProgress.PHASE_COMPILE,
     "warm_up": worker_pb2.ConfigureProgress.PHASE_WARM_UP,
 }
 

@@ -1,19 +1,22 @@
 """Runs plans: prepare the inputs, execute the model, sample."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from protos.errors import Internal
+from protos.errors import ConfigurationRefused, Internal
 from worker_svc.batch import Batch
+from worker_svc.capture import Graph
 from worker_svc.devices.base import Device, StepInput
 from worker_svc.geometry import Geometry, KvGroup
+from worker_svc.graphs import Graphs, Signature
 from worker_svc.kv_cache import KvCache
 from worker_svc.plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
 from worker_svc.sampling import SamplingBatch, logprobs_of, sample
+from worker_svc.settings import Backend
 
 Progress = Callable[[int, int, str], None]
 """Told of units done, units in total, and what is being done."""
@@ -30,9 +33,13 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: dict[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] of token ids [tokens]."""
+        ...
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+        """Records :meth:`forward` on tensors of these shapes; raises ``NotStatic``."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -45,9 +52,19 @@ class Runner:
 
     Attributes:
         cache: the KV cache.
+        graphs: the graphs that steps run as.
     """
 
-    def __init__(self, model: Model, device: Device, groups: Sequence[KvGroup], geometry: Geometry) -> None:
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        groups: Sequence[KvGroup],
+        geometry: Geometry,
+        *,
+        backend: Backend = "auto",
+        strict: bool = False,
+    ) -> None:
         """Allocates the cache and the batch.
 
         Args:
@@ -55,10 +72,14 @@ class Runner:
             device: the model's.
             groups: the model's KV groups.
             geometry: with ``num_blocks`` set.
+            backend: how steps run; see ``Graphs``. A device that does not compile leaves only "eager".
+            strict: see ``Graphs``.
 
         Raises:
-            ConfigurationRefused: if the cache does not fit into memory.
+            ConfigurationRefused: if the cache does not fit into memory, or the device does not compile and is asked to.
         """
+        if backend == "compiled" and not device.compiles:
+            raise ConfigurationRefused(f"nothing compiles for device {device.name} yet; use --backend eager")
         self._model = model
         self._device = device
         self._groups = tuple(groups)
@@ -67,24 +88,41 @@ class Runner:
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
         model.bind_caches(self.cache.by_layer())
+        self.graphs = Graphs(model, backend=backend if device.compiles else "eager", strict=strict)
+
+    def signatures(self) -> list[Signature]:
+        """Every kind of step that plans may ask for."""
+        decode = [Signature("decode", bucket, 1) for bucket in self._geometry.decode_buckets]
+        return [Signature("prefill", 1, self._geometry.chunk), *decode]
+
+    @torch.inference_mode()
+    def make_graphs(self, progress: Progress) -> None:
+        """Makes the graph of every signature.
+
+        Raises:
+            ConfigurationRefused: if one cannot be made, and there is to be one.
+        """
+        signatures = self.signatures()
+        for done, signature in enumerate(signatures):
+            progress(done, len(signatures), str(signature))
+            tokens, positions, inputs = self._padding(signature)
+            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+        progress(len(signatures), len(signatures), "done")
+        self.graphs.finish()
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
-        """Runs every graph once, on padding alone."""
-        buckets = self._geometry.decode_buckets
-        progress(0, 1 + len(buckets), f"prefill of {self._geometry.chunk} tokens")
-        tokens, positions, inputs = self._batch.prefill_inputs(None)
-        self._model.logits(self._forward(tokens, positions, inputs)[:1])
-        for done, bucket in enumerate(buckets, start=1):
-            progress(done, 1 + len(buckets), f"decode of {bucket} rows")
-            rows = torch.full(
-                (bucket,), self._batch.padding_row, dtype=torch.int64, device=self._device.torch_device
-            )
-            tokens, positions, inputs = self._batch.decode_inputs(rows)
-            sample(
-                self._model.logits(self._forward(tokens, positions, inputs)), positions + 1, SamplingBatch(())
-            )
-        progress(1 + len(buckets), 1 + len(buckets), "done")
+        """Runs every signature once, on padding alone."""
+        signatures = self.signatures()
+        for done, signature in enumerate(signatures):
+            progress(done, len(signatures), str(signature))
+            tokens, positions, inputs = self._padding(signature)
+            hidden = self._forward(signature, tokens, positions, inputs)
+            if signature.kind == "prefill":
+                self._model.logits(hidden[:1])
+            else:
+                sample(self._model.logits(hidden), positions + 1, SamplingBatch(()))
+        progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Output]:
@@ -133,7 +171,7 @@ class Runner:
 
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
-        hidden = self._forward(tokens, positions, inputs)
+        hidden = self._forward(Signature("prefill", 1, self._geometry.chunk), tokens, positions, inputs)
         if not work.sample:
             self._batch.advance_prefill(work, None)
             return []
@@ -149,20 +187,37 @@ class Runner:
         padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
         rows = torch.tensor([*work.slots, *padding], device=self._device.torch_device)
         tokens, positions, inputs = self._batch.decode_inputs(rows)
-        logits = self._model.logits(self._forward(tokens, positions, inputs))
+        hidden = self._forward(Signature("decode", work.bucket, 1), tokens, positions, inputs)
+        logits = self._model.logits(hidden)
         sampling = self._batch.sampling.gather(work.slots, rows)
         chosen = sample(logits, positions + 1, sampling)
         self._batch.advance_decode(work.slots, rows, chosen)
         return list(_outputs(work.slots, chosen, logits, sampling))
 
+    def _padding(self, signature: Signature) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+        """The inputs of a step of padding alone."""
+        if signature.kind == "prefill":
+            return self._batch.prefill_inputs(None)
+        rows = torch.full((signature.batch,), self._batch.padding_row, dtype=torch.int64)
+        return self._batch.decode_inputs(rows.to(self._device.torch_device))
+
+    def _plans(self, inputs: Sequence[StepInput]) -> dict[str, Any]:
+        """Each layer's attention metadata."""
+        return self._model.attention_plans(
+            [
+                (names, self._device.plan(group, self._geometry.block_size, step))
+                for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
+            ]
+        )
+
     def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
+        self,
+        signature: Signature,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: Sequence[StepInput],
     ) -> torch.Tensor:
-        plans = [
-            (names, self._device.plan(group, self._geometry.block_size, step))
-            for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
-        ]
-        return self._model.forward(tokens, positions, self._model.attention_plans(plans))
+        return self.graphs.run(signature, tokens, positions, self._plans(inputs))
 
 
 def _without(

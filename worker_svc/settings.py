@@ -1,15 +1,24 @@
 """What a worker can be told: flags (``--kv-memory``), or ``TRIPTYCH_*`` variables of the same name."""
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
 
+Backend = Literal["auto", "compiled", "eager"]
+# What a compiler is called in vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND.
+_COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
+
 
 class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """One worker: which model, on what, and whom it serves. Shapes are the scheduler's to set."""
+
+    reference_names: ClassVar[dict[str, str]] = {
+        "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
+        "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
+    }
 
     model: str = Field(
         min_length=1, description="A Hugging Face id or a folder with config.json and safetensors."
@@ -33,6 +42,15 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         "auto",
         description="How layers with a window keep it: in paged blocks, or sliding in one block a request, as NPU kernels do."
         " auto is what the device's kernels do.",
+    )
+    backend: Backend = Field(
+        "auto",
+        description="How steps run: compiled (one static graph a shape, made before serving) or eager (the model's Python code, for"
+        " debugging). auto compiles what can be compiled.",
+    )
+    compile_strict: bool = Field(
+        False,
+        description="Whether a graph that is missing once the worker serves is an error, not a warning.",
     )
     seed: int = Field(
         0,
@@ -59,3 +77,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     )
     log_level: LogLevel = Field("info", description="Least severe level that is logged.")
     log_format: LogFormat = Field("json", description="json for machines, console for people.")
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _compiler(cls, value: Any) -> Any:
+        return "compiled" if value in _COMPILERS else value

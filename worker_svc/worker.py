@@ -21,7 +21,7 @@ from worker_svc.settings import Settings
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.engine import ModelDescription, VllmModel
 
-Phase = Literal["load", "allocate", "warm_up"]
+Phase = Literal["load", "allocate", "compile", "warm_up"]
 Progress = Callable[[Phase, int, int, str], None]
 """Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
 
@@ -154,9 +154,15 @@ class Worker:
                     geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget())
                 )
             progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
-            runner = Runner(model, self.device, self.groups, geometry)
+            runner = Runner(
+                model, self.device, self.groups, geometry,
+                backend=self._settings.backend, strict=self._settings.compile_strict,
+            )  # fmt: skip
             bytes_per_block = runner.cache.bytes_per_block
         lap("allocate")
+        if isinstance(runner, Runner):
+            runner.make_graphs(lambda done, total, what: progress("compile", done, total, what))
+            lap("compile")
         runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
         lap("warm_up")
         # What exists now lives as long as the process; collections need not look at it again.

@@ -5,6 +5,7 @@ and, whichever it is, the shapes it sees are static: prefill is one row of ``chu
 """
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,6 +99,8 @@ class Device(abc.ABC):
     """What the device is usually run with."""
     window_kind: ClassVar[GroupKind]
     """How the device's own kernels keep a window."""
+    compiles: ClassVar[bool] = False
+    """Whether steps run as static graphs on it, or only as the model's own Python code."""
 
     @abc.abstractmethod
     def check_available(self) -> None:
@@ -168,6 +171,22 @@ class Device(abc.ABC):
             plan: what :meth:`plan` made of this step.
             output: [tokens, heads, head_size], written in place.
         """
+
+    def bind_attention(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> Callable[[Any], None]:
+        """:meth:`attend` with all of its tensors fixed, for graphs; the result is called with each step's plan."""
+
+        def attend(plan: Any) -> None:
+            self.attend(shape, query, key, value, cache, plan, output)
+
+        return attend
 
     def attend_rows(
         self,

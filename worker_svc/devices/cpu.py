@@ -4,6 +4,7 @@ import contextlib
 import math
 import mmap
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,6 +40,7 @@ class CpuDevice(Device):
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 32
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
+    compiles: ClassVar[bool] = True
 
     def check_available(self) -> None:
         """See the base class; the kernels themselves are loaded with vLLM and checked at the first step."""
@@ -118,24 +120,58 @@ class CpuDevice(Device):
         if isinstance(plan, in_place.InPlacePlan):
             in_place.attend(shape, query, key, value, cache, plan, output)
             return
-        step: AttentionInput = plan.step
         keys, values = cache.chunk(2, dim=2)
-        if shape.writes:
-            _ops.cpu_attn_reshape_and_cache(
-                key, value, keys, values, step.slot_mapping, plan.isa, 1.0, 1.0, "auto"
-            )
-        if step.num_tokens < query.shape[0]:
-            output[step.num_tokens :].zero_()
-        _ops.cpu_attention_with_kv_cache(
-            query[: step.num_tokens], keys, values, output[: step.num_tokens],
-            step.query_start, step.seq_lens, shape.scale,
-            True,  # causal
-            None,  # no ALiBi
-            shape.window or -1, step.block_table, shape.softcap, plan.schedule,
-            None,  # no sinks
-            None,  # no per-request causality
-            1.0, 1.0, "auto",
-        )  # fmt: skip
+        _attend_paged(shape, query, key, value, keys, values, plan, output)
+
+    def bind_attention(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> Callable[[Any], None]:
+        """See the base class."""
+        keys, values = cache.chunk(2, dim=2)
+
+        def attend(plan: Any) -> None:
+            if isinstance(plan, in_place.InPlacePlan):
+                in_place.attend(shape, query, key, value, cache, plan, output)
+            else:
+                _attend_paged(shape, query, key, value, keys, values, plan, output)
+
+        return attend
+
+
+def _attend_paged(
+    shape: AttentionShape,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: _Plan,
+    output: torch.Tensor,
+) -> None:
+    """Like ``Device.attend``, with the two halves of the cache."""
+    step = plan.step
+    if shape.writes:
+        _ops.cpu_attn_reshape_and_cache(
+            key, value, keys, values, step.slot_mapping, plan.isa, 1.0, 1.0, "auto"
+        )
+    if step.num_tokens < query.shape[0]:
+        output[step.num_tokens :].zero_()
+        query, output = query[: step.num_tokens], output[: step.num_tokens]
+    _ops.cpu_attention_with_kv_cache(
+        query, keys, values, output, step.query_start, step.seq_lens, shape.scale,
+        True,  # causal
+        None,  # no ALiBi
+        shape.window or -1, step.block_table, shape.softcap, plan.schedule,
+        None,  # no sinks
+        None,  # no per-request causality
+        1.0, 1.0, "auto",
+    )  # fmt: skip
 
 
 def check_kernels() -> None:

@@ -7,6 +7,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from protos.errors import ConfigurationRefused
+from worker_svc.capture import Recorder
 from worker_svc.devices.base import AttentionShape, Device, RowsInput
 
 
@@ -16,6 +17,14 @@ class StepAttention:
 
     device: Device
     plan: Any
+
+
+@dataclass(frozen=True)
+class RecordedAttention:
+    """What stands for it while a step is recorded."""
+
+    recorder: Recorder
+    layer: str
 
 
 class TriptychAttentionBackend(AttentionBackend):
@@ -93,13 +102,18 @@ class TriptychAttention(AttentionImpl):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
-        attn_metadata: StepAttention,
+        attn_metadata: StepAttention | RecordedAttention,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends, in rows or over the cache that it writes to before; shapes are those of ``Device.attend``."""
         del output_scale, output_block_scale  # only set by a fusion that we leave off
+        if isinstance(attn_metadata, RecordedAttention):
+            attn_metadata.recorder.attend(
+                attn_metadata.layer, self.shape, query, key, value, kv_cache, output
+            )
+            return output
         if isinstance(attn_metadata.plan, RowsInput):
             assert key is not None
             assert value is not None

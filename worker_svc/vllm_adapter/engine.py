@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from protos.errors import ConfigurationRefused
+from worker_svc.capture import Graph, Recorder
 from worker_svc.devices.base import Device, RowsInput
 from worker_svc.geometry import AttentionLayer
 from worker_svc.pooling import PoolingDescription
@@ -210,6 +211,26 @@ class VllmModel:
         with override_forward_context(self._context):
             hidden: torch.Tensor = self._model(token_ids, positions)
         return hidden
+
+    @torch.inference_mode()
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+        """Records :meth:`forward` on tensors of these shapes.
+
+        Raises:
+            NotStatic: if what it does depends on data.
+        """
+        from vllm.forward_context import override_forward_context
+
+        from worker_svc.vllm_adapter.attention import RecordedAttention
+
+        recorder = Recorder()
+        inputs = (token_ids.clone(), positions.clone())
+        self._context.attn_metadata = {
+            layer.name: RecordedAttention(recorder, layer.name) for layer in self.description.layers
+        }
+        with override_forward_context(self._context), recorder:
+            hidden = self._model(*inputs)
+        return recorder.graph(self._device, inputs, hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
