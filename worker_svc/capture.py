@@ -221,7 +221,8 @@ class Graph:
 
 def _place(tensor: torch.Tensor) -> int:
     """Tells storages apart."""
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - data_ptr() is 0 for all empty ones
+    place: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - data_ptr() is 0 for all empty ones
+    return place
 
 
 def _by_argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:

@@ -1,12 +1,13 @@
 """The runner: what a plan does to the cache and the batch before its work, and which requests a fault costs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from protos.errors import Internal
+from worker_svc.capture import Graph
 from worker_svc.devices.cuda import CudaDevice
 from worker_svc.geometry import AttentionLayer, Geometry, GroupKind, group_layers
 from worker_svc.plan import Admission, BlockCopy, DecodeWork, Growth, Plan, PrefillWork, Sampling
@@ -40,11 +41,15 @@ class Successor:
         return {name: plan for names, plan in groups for name in names}
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: dict[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
         """Hidden states are the token ids."""
         del positions, plans
         return token_ids[:, None].float()
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+        """Nobody asks for it on a device that does not compile."""
+        raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Certain of the successor."""

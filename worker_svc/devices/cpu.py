@@ -21,6 +21,9 @@ from worker_svc.geometry import GroupKind, KvGroup
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
 _KERNELS = ("cpu_attention_with_kv_cache", "cpu_attn_reshape_and_cache", "get_scheduler_metadata")
 
+# Dimensions of a paged layer's cache; one that slides in place has another.
+_PAGED_DIMS = 4
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -133,13 +136,12 @@ class CpuDevice(Device):
         output: torch.Tensor,
     ) -> Callable[[Any], None]:
         """See the base class."""
+        if cache.dim() != _PAGED_DIMS:
+            return super().bind_attention(shape, query, key, value, cache, output)
         keys, values = cache.chunk(2, dim=2)
 
-        def attend(plan: Any) -> None:
-            if isinstance(plan, in_place.InPlacePlan):
-                in_place.attend(shape, query, key, value, cache, plan, output)
-            else:
-                _attend_paged(shape, query, key, value, keys, values, plan, output)
+        def attend(plan: _Plan) -> None:
+            _attend_paged(shape, query, key, value, keys, values, plan, output)
 
         return attend
 

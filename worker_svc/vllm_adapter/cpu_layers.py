@@ -14,35 +14,39 @@ from vllm.model_executor.layers.activation import SiluAndMul
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
 
 
-def _same_dtype(
+def _served(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
     del epsilon
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+    if variance_size is not None or weight is None or not x.is_contiguous():
+        return False
+    return weight.dtype in (x.dtype, torch.float32)
 
 
-def _same_dtype_add(
+def _served_add(
     x: torch.Tensor,
     x_residual: torch.Tensor,
     weight: torch.Tensor | None,
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    return _same_dtype(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
+    return _served(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
 
 
-@ir.ops.rms_norm.register_impl("triptych_cpu", supports_args=_same_dtype)
+@ir.ops.rms_norm.register_impl("triptych_cpu", supports_args=_served)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """Normalizes over the last dimension, in one pass."""
+    """Normalizes over the last dimension, in one pass. Weights in float32 mean that all of it is, as in Gemma."""
     del variance_size
-    output = torch.empty_like(x)
-    _ops.rms_norm(output, x, weight, epsilon)
-    return output
+    assert weight is not None
+    wide = x.to(weight.dtype)
+    output = torch.empty_like(wide)
+    _ops.rms_norm(output, wide, weight, epsilon)
+    return output.to(x.dtype)
 
 
-@ir.ops.fused_add_rms_norm.register_impl("triptych_cpu", supports_args=_same_dtype_add, inplace=True)
+@ir.ops.fused_add_rms_norm.register_impl("triptych_cpu", supports_args=_served_add, inplace=True)
 def fused_add_rms_norm(
     x: torch.Tensor,
     x_residual: torch.Tensor,
@@ -50,10 +54,17 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the residual and normalizes; both results take their inputs' place."""
+    """Adds the residual and normalizes; where types are the same, both results take their inputs' place."""
     del variance_size
-    _ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return x, x_residual
+    assert weight is not None
+    if weight.dtype == x.dtype:
+        _ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+    # The sum is normalized before it is rounded.
+    wide = x.to(weight.dtype).add_(x_residual)
+    normalized = torch.empty_like(wide)
+    _ops.rms_norm(normalized, wide, weight, epsilon)
+    return x.copy_(normalized), x_residual.copy_(wide)
 
 
 @SiluAndMul.register_oot
