@@ -146,6 +146,7 @@ class Recorder(TorchDispatchMode):
             self._calls.append(_Call(func, args, kwargs, result))
         return result
 
+    @torch.inference_mode()
     def graph(self, device: Device, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> "Graph":
         """What was recorded, ready for replay.
 
@@ -198,6 +199,7 @@ class Graph:
     num_bytes: int
     """Memory that the graph has for itself."""
 
+    @torch.inference_mode()
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
         """Runs the step.
 

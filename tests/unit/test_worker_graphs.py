@@ -1,0 +1,150 @@
+"""Graphs: made before serving, checked against the model, counted when they come late."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from protos.errors import ConfigurationRefused, Internal
+from protos.settings import load
+from worker_svc.capture import Graph, NotStatic, Recorder
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.cuda import CudaDevice
+from worker_svc.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.graphs import Graphs, Signature
+from worker_svc.runner import Runner
+from worker_svc.settings import Backend, Settings
+
+DECODE = Signature("decode", 4, 1)
+TOKENS, POSITIONS = torch.arange(4), torch.arange(4)
+
+
+class Tripler:
+    """A model without layers. Counts how often its own code runs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        del plans
+        self.calls += 1
+        return (token_ids * 3 + positions)[:, None]
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+        inputs, recorder = (token_ids.clone(), positions.clone()), Recorder()
+        with torch.inference_mode(), recorder:
+            output = self.forward(*inputs, {})
+        return recorder.graph(CudaDevice(), inputs, output)
+
+
+class Dynamic(Tripler):
+    """Its step depends on data."""
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+        raise NotStatic("aten.nonzero depends on data")
+
+
+class Sneaky(Tripler):
+    """Its step depends on data, and nothing shows it while it is recorded."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        return super().forward(token_ids, positions, plans) * int(token_ids.numpy()[0])
+
+
+def made(model: Tripler, backend: Backend = "auto", *, strict: bool = False) -> Graphs:
+    graphs = Graphs(model, backend=backend, strict=strict)
+    graphs.make(DECODE, TOKENS, POSITIONS, {})
+    graphs.finish()
+    return graphs
+
+
+def test_a_graph_runs_without_the_models_code() -> None:
+    """Once it is made, the model is not asked any more."""
+    model = Tripler()
+    graphs = made(model, "compiled", strict=True)
+    before = model.calls
+    assert graphs.run(DECODE, TOKENS + 1, POSITIONS, {}).flatten().tolist() == [3, 7, 11, 15]
+    assert (model.calls, graphs.num_late) == (before, 0)
+
+
+def test_eager_makes_no_graphs() -> None:
+    """Each step is the model's code, and nothing is ever late."""
+    model = Tripler()
+    graphs = made(model, "eager", strict=True)
+    assert model.calls == 0
+    assert graphs.run(DECODE, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
+    assert (model.calls, graphs.num_late) == (1, 0)
+
+
+def test_a_late_graph_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is made all the same, once."""
+    graphs = made(Tripler())
+    late = Signature("prefill", 1, 4)
+    for _ in range(2):
+        assert graphs.run(late, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
+    assert graphs.num_late == 1
+    printed = capsys.readouterr().out
+    assert printed.count("graph_made_late") == 1
+    assert "prefill of 4 tokens" in printed
+
+
+def test_a_late_graph_is_an_error_in_strict_mode() -> None:
+    """It names the signature."""
+    graphs = made(Tripler(), strict=True)
+    with pytest.raises(Internal, match="decode of 2 rows"):
+        graphs.run(Signature("decode", 2, 1), TOKENS[:2], POSITIONS[:2], {})
+    assert graphs.num_late == 1
+
+
+@pytest.mark.parametrize("model", [Dynamic(), Sneaky()], ids=["dynamic", "sneaky"])
+def test_what_is_not_static_runs_as_the_models_code(model: Tripler) -> None:
+    """Where that is left to us; with the right result."""
+    graphs = made(model)
+    expected = model.forward(TOKENS + 2, POSITIONS, {})
+    assert torch.equal(graphs.run(DECODE, TOKENS + 2, POSITIONS, {}), expected)
+
+
+@pytest.mark.parametrize(("backend", "strict"), [("compiled", False), ("auto", True)])
+@pytest.mark.parametrize("model", [Dynamic(), Sneaky()], ids=["dynamic", "sneaky"])
+def test_what_is_not_static_is_refused_where_graphs_are_asked_for(
+    model: Tripler, backend: Backend, strict: bool
+) -> None:
+    """With the signature, the reason and the way out."""
+    with pytest.raises(
+        ConfigurationRefused, match=r"decode of 4 rows: .*depends on.* data; use --backend eager"
+    ):
+        made(model, backend, strict=strict)
+
+
+def test_a_device_that_does_not_compile_says_so() -> None:
+    """Asked for graphs, it refuses; left alone, it runs without."""
+    groups = group_layers([AttentionLayer("a", 1, 1, 16, 0, torch.float32)], GroupKind.PAGED_WINDOW)
+    sizes = Geometry(32, 1, 8, 16, (1,), (3,))
+    assert CpuDevice.compiles
+    with pytest.raises(ConfigurationRefused, match="--backend eager"):
+        Runner(None, CudaDevice(), groups, sizes, backend="compiled")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "backend"), [("eager", "eager"), ("inductor", "compiled"), ("sendnn", "compiled"), ("", "auto")]
+)
+def test_the_names_of_other_stacks_are_understood(
+    monkeypatch: pytest.MonkeyPatch, value: str, backend: str
+) -> None:
+    """vLLM-Spyre's backends, and vLLM-RBLN's strict mode."""
+    monkeypatch.setenv("VLLM_SPYRE_DYNAMO_BACKEND", value)
+    monkeypatch.setenv("VLLM_RBLN_COMPILE_STRICT_MODE", "1")
+    settings = load(Settings, ["--model", "m"])
+    assert (settings.backend, settings.compile_strict) == (backend, True)
+
+
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line that names the setting."""
+    monkeypatch.setenv("VLLM_SPYRE_DYNAMO_BACKEND", "magic")
+    with pytest.raises(ConfigurationRefused, match="--backend"):
+        load(Settings, ["--model", "m"])
