@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from worker_svc.devices import DeviceName, open_device
+from worker_svc.devices import Device, DeviceName, open_device
 from worker_svc.geometry import Geometry, GroupKind, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
@@ -17,13 +17,18 @@ GREEDY = Sampling(temperature=0.0)
 _MODELS: dict[tuple[Path, engine.Dtype], engine.VllmModel] = {}
 
 
-def load(folder: Path, dtype: engine.Dtype, device_name: DeviceName = "cpu") -> engine.VllmModel:
+def load(
+    folder: Path,
+    dtype: engine.Dtype,
+    device_name: DeviceName = "cpu",
+    device: Device | None = None,
+) -> engine.VllmModel:
     """The model with its weights, once per process.
 
     On one thread: teams of threads that wait for one another crawl where other processes compete for the cores, as in a test run.
     """
     torch.set_num_threads(1)
-    device = open_device(device_name)
+    device = device or open_device(device_name)
     if (folder, dtype) not in _MODELS:
         engine.prepare(device)
         model = engine.VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0)
@@ -45,10 +50,11 @@ class Harness:
         block_size: int = 128,
         decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
         device_name: DeviceName = "cpu",
+        device: Device | None = None,
         window_kind: GroupKind = GroupKind.PAGED_WINDOW,
         backend: Backend = "compiled",
     ) -> None:
-        device = open_device(device_name)
+        device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
         sizes = Geometry(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
         blocks = 1 + max_num_seqs * sizes.table_width

@@ -1,5 +1,6 @@
 """Keys and values: one tensor a KV group, addressed by block ids that the scheduler hands out."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,14 +28,18 @@ class KvCache:
             ConfigurationRefused: if the memory is not there.
         """
         self.num_blocks = tuple(num_blocks)
+        self._device = device
         self._groups = tuple(groups)
         self._tokens_per_block = [group.tokens_per_block(block_size) for group in groups]
-        # [layers, blocks, ...]: a block's content over all layers is one slice, so that copying it is one operation.
-        self._tensors: list[torch.Tensor] = []
+        # Per group, tensors [layers, ...]: usually one, so that copying a block over all layers is one operation.
+        self._tensors: list[list[torch.Tensor]] = []
         try:
             for group, count in zip(groups, num_blocks, strict=True):
                 shape = device.cache_shape(group, count, block_size)
-                self._tensors.append(device.allocate((len(group.layers), *shape), group.layers[0].dtype))
+                layers = [1] * len(group.layers) if device.caches_are_inputs else [len(group.layers)]
+                self._tensors.append(
+                    [device.allocate((each, *shape), group.layers[0].dtype) for each in layers]
+                )
         except RuntimeError as error:
             gib = sum(c * b for c, b in zip(num_blocks, self.bytes_per_block, strict=True)) / 2**30
             raise ConfigurationRefused(
@@ -50,11 +55,11 @@ class KvCache:
         )
 
     def by_layer(self) -> dict[str, torch.Tensor]:
-        """Each layer's cache, by the layer's name; views of one tensor a group."""
+        """Each layer's cache, by the layer's name; views of one tensor a group, unless the device wants one a layer."""
         return {
-            layer.name: tensor[index]
-            for group, tensor in zip(self._groups, self._tensors, strict=True)
-            for index, layer in enumerate(group.layers)
+            layer.name: cache
+            for group, tensors in zip(self._groups, self._tensors, strict=True)
+            for layer, cache in zip(group.layers, itertools.chain.from_iterable(tensors), strict=True)
         }
 
     def clear(self, group_id: int, block_ids: Sequence[int]) -> None:
@@ -63,15 +68,14 @@ class KvCache:
         Kernels read a block in whole tiles and weigh what lies behind a sequence's end with 0. That hides anything finite; but 0 times
         NaN is NaN, so what one broken request left would break the next.
         """
-        blocks = self._tensors[group_id]
-        for block in block_ids:
-            blocks[:, block].zero_()
+        for caches, block in itertools.product(self._tensors[group_id], block_ids):
+            self._device.clear_block(caches, block)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks, in order. Whole blocks: how tokens lie within one is the kernels' business."""
         for copy in copies:
-            blocks = self._tensors[copy.group_id]
-            blocks[:, copy.target] = blocks[:, copy.source]
+            for caches in self._tensors[copy.group_id]:
+                self._device.copy_block(caches, copy.source, copy.target)
 
 
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     reference_names: ClassVar[dict[str, str]] = {
         "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
+        "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
     }
 
     model: str = Field(
@@ -51,6 +52,14 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     compile_strict: bool = Field(
         False,
         description="Whether a graph that is missing once the worker serves is an error, not a warning.",
+    )
+    rbln_use_custom_kernel: bool = Field(
+        False,
+        description="Attention on an NPU in Triton kernels (rbln_triton_ops) instead of the compiler's own (rbln_custom_ops).",
+    )
+    rbln_backend: Literal["rbln", "rbln-check"] = Field(
+        "rbln",
+        description="Who compiles graphs for --device rbln; rbln-check runs them on this CPU and refuses what an NPU could not (for tests).",
     )
     seed: int = Field(
         0,

@@ -14,6 +14,7 @@ PLATFORM_VARIABLE: Final = "TRIPTYCH_VLLM_PLATFORM"
 _PLATFORMS: Final = {
     "cpu": "worker_svc.vllm_adapter.platform.TriptychCpuPlatform",
     "cuda": "worker_svc.vllm_adapter.platform.TriptychCudaPlatform",
+    "rbln": "worker_svc.vllm_adapter.platform.TriptychRblnPlatform",
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from protos.errors import ConfigurationRefused, Internal
 from protos.logs import get_logger
 from worker_svc import loader
-from worker_svc.devices import Device, open_device
+from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Output, Plan
@@ -89,7 +89,8 @@ class Worker:
         name = self._settings.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = open_device(name)
+        options = DeviceOptions(self._settings.rbln_backend, self._settings.rbln_use_custom_kernel)
+        self.device = open_device(name, options)
         from worker_svc.vllm_adapter import engine
 
         engine.prepare(self.device)

@@ -7,7 +7,7 @@ and, whichever it is, the shapes it sees are static: prefill is one row of ``chu
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn import functional
@@ -84,6 +84,16 @@ class AttentionShape:
     """Whether a token sees only itself and those before it."""
 
 
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Settings that only some devices have."""
+
+    rbln_backend: Literal["rbln", "rbln-check"] = "rbln"
+    """Who compiles an NPU's graphs; see the setting of that name."""
+    rbln_use_custom_kernel: bool = False
+    """Whether an NPU's attention runs in Triton kernels."""
+
+
 class Device(abc.ABC):
     """One kind of accelerator. Instances hold no model and no cache."""
 
@@ -128,8 +138,29 @@ class Device(abc.ABC):
             block_size: of paged groups; see ``KvGroup.tokens_per_block``.
         """
 
-    block_dim: ClassVar[int] = 0
+    block_dim: int = 0
     """Which dimension of a layer's cache counts the blocks."""
+    caches_are_inputs: ClassVar[bool] = False
+    """Whether each layer's cache is a whole tensor of its own, handed to the layer with its plan: what captured graphs need."""
+
+    def check_attention(self, shape: AttentionShape) -> None:
+        """Does nothing if the device's kernels serve such a layer; called once for each of a model's.
+
+        Raises:
+            ConfigurationRefused: in one line, what they do not serve.
+        """
+
+    def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """The function as the device runs it: unless a device says otherwise, as it is."""
+        return function
+
+    def clear_block(self, caches: torch.Tensor, block: int) -> None:
+        """Zeroes a block in some layers' caches [layers, …], each of :meth:`cache_shape`."""
+        caches.select(1 + self.block_dim, block).zero_()
+
+    def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
+        """Copies a block over another in some layers' caches [layers, …]."""
+        caches.select(1 + self.block_dim, target).copy_(caches.select(1 + self.block_dim, source))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory on the device.

@@ -1,17 +1,46 @@
-"""Rebellions NPUs: refused until their graphs are built here."""
+"""Rebellions NPUs: whole graphs for rebel-compiler, with attention as its own operators.
+
+Which namespace the operators are of also decides how caches lie in memory and where the host allocates them; see ``rbln_ops``. Facts about
+arguments and shapes come from the wheels of vllm-rbln 0.12.0.
+"""
 
 import importlib.util
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import psutil
 import torch
 
-from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import Device
-from worker_svc.geometry import GroupKind
+from protos.errors import ConfigurationRefused, Internal
+from worker_svc.devices import rbln_ops
+from worker_svc.devices.base import AttentionInput, AttentionShape, Device, DeviceOptions, InPlaceInput, StepInput
+from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
+from worker_svc.geometry import NULL_BLOCK, GroupKind, KvGroup
+
+_VENDOR_PACKAGES = ("rebel", "torch_rbln")
+# What the kernels are built for.
+_HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
+
+
+@dataclass(frozen=True)
+class RblnPlan:
+    """What the layers of a group share in one step: an operator, and its arguments that are no states. All shapes are static."""
+
+    operator: str
+    rows: int
+    query_len: int
+    block_tables: torch.Tensor
+    """[partitions] of a chunk, [rows, partitions] of a decode step."""
+    seq_idx: torch.Tensor | None = None
+    """[rows, 1]: position of each row's first token."""
+    cache_seq_len: torch.Tensor | None = None
+    cache_offset: torch.Tensor | None = None
+    """[rows, 1] each: tokens in the block before and after the step; 0 in padded rows."""
 
 
 class RblnDevice(Device):
-    """A Rebellions NPU; :meth:`check_available` always refuses for now."""
+    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that takes its place."""
 
     name: ClassVar[str] = "rbln"
     torch_device: ClassVar[torch.device] = torch.device("cpu")
@@ -20,33 +49,193 @@ class RblnDevice(Device):
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 1
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
+    caches_are_inputs: ClassVar[bool] = True
 
-    def check_available(self) -> NoReturn:
-        """See the base class."""
-        missing = [name for name in ("rebel", "torch_rbln") if importlib.util.find_spec(name) is None]
-        what = (
-            f"the vendor's packages {' and '.join(missing)}"
-            if missing
-            else "attention graphs for it in this build"
+    def __init__(self, options: DeviceOptions | None = None) -> None:
+        """Without options, the vendor's backend and the compiler's own kernels."""
+        options = options or DeviceOptions()
+        self._stands_in = options.rbln_backend == "rbln-check"
+        self.namespace: rbln_ops.Namespace = (
+            rbln_ops.TRITON if options.rbln_use_custom_kernel else rbln_ops.CUSTOM
         )
-        raise ConfigurationRefused(f"device rbln cannot be used: missing {what}; use --device cpu or cuda")
+        self.block_dim = 1 if self.namespace == rbln_ops.TRITON else 0
+        self._integers = torch.int32 if self.namespace == rbln_ops.TRITON else torch.int64
+        self._memory = MetaMemory()
+        self.backend = CheckBackend(self._memory)
+        self._scales: dict[float, torch.Tensor] = {}
 
-    def product_name(self) -> NoReturn:
+    def check_available(self) -> None:
         """See the base class."""
-        self.check_available()
+        if self._stands_in:
+            rbln_ops.register()
+            return
+        missing = [name for name in _VENDOR_PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            what = f"the vendor's packages {' and '.join(missing)}"
+            raise ConfigurationRefused(f"device rbln cannot be used: missing {what}; use --device cpu or cuda")
 
-    def free_memory(self) -> NoReturn:
+    def product_name(self) -> str:
         """See the base class."""
-        self.check_available()
+        return "RBLN stand-in on this host's CPU" if self._stands_in else "RBLN NPU"
 
-    def cache_shape(self, *_: Any) -> NoReturn:
-        """See the base class."""
-        self.check_available()
+    def free_memory(self) -> int:
+        """See the base class.
 
-    def plan(self, *_: Any) -> NoReturn:
-        """See the base class."""
-        self.check_available()
+        Raises:
+            ConfigurationRefused: for an NPU, of which nobody here knows how to ask it.
+        """
+        if self._stands_in:
+            return int(psutil.virtual_memory().available)
+        raise ConfigurationRefused("device rbln does not say how much memory is free; set --kv-memory")
 
-    def attend(self, *_: Any) -> NoReturn:
+    def check_attention(self, shape: AttentionShape) -> None:
         """See the base class."""
-        self.check_available()
+        unserved = {
+            "soft caps on attention scores": bool(shape.softcap),
+            "layers that read another layer's KV cache": not shape.writes,
+            f"heads of {shape.head_size} elements": shape.head_size not in _HEAD_SIZES,
+            "attention that looks ahead": not shape.causal,
+        }
+        for what, asked in unserved.items():
+            if asked:
+                raise ConfigurationRefused(f"device rbln has no kernels for {what}; choose another model")
+        self._scales[shape.scale] = torch.tensor(shape.scale)
+
+    def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """See the base class. A block of an in-place group is a window; the kernels see ``block_size / window`` of them in a paged one.
+
+        Raises:
+            ConfigurationRefused: for windows in paged blocks with kernels that have no such operator.
+        """
+        if group.kind is GroupKind.PAGED_WINDOW and self.namespace == rbln_ops.TRITON:
+            raise ConfigurationRefused(
+                "windows in paged blocks have no Triton kernel; use --window-kv in-place or RBLN_USE_CUSTOM_KERNEL=0"
+            )
+        layer = group.layers[0]
+        shape = [2, layer.num_kv_heads, 1, group.tokens_per_block(block_size), layer.head_size]
+        shape.insert(self.block_dim, num_blocks)
+        return tuple(shape)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See the base class. The Triton kernels take the host's tensors; for the others they are handles without memory."""
+        if self.namespace == rbln_ops.TRITON:
+            return torch.zeros(shape, dtype=dtype)
+        if self._stands_in:
+            return self._memory.allocate(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def clear_block(self, caches: torch.Tensor, block: int) -> None:
+        """See the base class. The NPU's own memory is left as it is: its kernels read no further than a sequence's end."""
+        if self._stands_in or not caches.is_meta:
+            super().clear_block(self._memory.resolve(caches), block)
+
+    def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
+        """See the base class.
+
+        Raises:
+            Internal: on an NPU that owns the cache: copies need its runtime, which no session has seen yet.
+        """
+        if not self._stands_in and caches.is_meta:
+            raise Internal("blocks cannot be copied within an NPU's memory yet; switch prefix caching off")
+        super().copy_block(self._memory.resolve(caches), source, target)
+
+    def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """See the base class. One static graph a shape, with the weights in it as constants."""
+        backend: Any = self.backend if self._stands_in else "rbln"
+        compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+
+        def run(*arguments: Any) -> torch.Tensor:
+            try:
+                with torch._dynamo.config.patch(recompile_limit=64):
+                    return compiled(*arguments)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, ConfigurationRefused):
+                    raise error.inner_exception from None
+                raise
+            except torch._dynamo.exc.Unsupported as error:
+                reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+                raise ConfigurationRefused(
+                    f"device rbln: the model cannot be captured as one graph: {reason}"
+                ) from error
+
+        return run
+
+    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002 - the interface's
+        """See the base class."""
+        table = step.block_table.to(self._integers)
+        rows = table.shape[0]
+        if isinstance(step, InPlaceInput):
+            prefill = step.query_len > 1
+            return RblnPlan(
+                operator=f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}",
+                rows=rows,
+                query_len=step.query_len,
+                block_tables=table[0] if prefill else table,
+                cache_seq_len=step.cache_seq_len.to(self._integers),
+                # The kernels skip rows that end at 0.
+                cache_offset=step.cache_offset.to(self._integers).masked_fill(table == NULL_BLOCK, 0),
+            )
+        query_len = step.slot_mapping.shape[0] // rows
+        return RblnPlan(
+            operator=self._paged_operator(group, table.shape[1], prefill=query_len > 1),
+            rows=rows,
+            query_len=query_len,
+            block_tables=table[0] if query_len > 1 else table,
+            seq_idx=_start(step).to(self._integers),
+        )
+
+    def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
+        if group.window:
+            return "sliding_window_attention_v1"
+        # One block for the longest sequence has a kernel of its own.
+        operator = "causal_attention_naive" if partitions == 1 else "flash_causal_attention_naive"
+        return f"{operator}_{'prefill' if prefill else 'decode'}"
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        plan: RblnPlan,
+        output: torch.Tensor,
+    ) -> None:
+        """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph."""
+        assert key is not None
+        assert value is not None
+        rows, query_len, kv_heads = plan.rows, plan.query_len, shape.num_kv_heads
+        groups = shape.num_heads // kv_heads
+        scale = self._scales[shape.scale]
+
+        def by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
+            """[tokens, kv_heads * heads, head_size] as [rows, kv_heads, heads, query_len, head_size]."""
+            states = states.view(rows, query_len, kv_heads * heads, shape.head_size).transpose(1, 2)
+            return states.reshape(rows, kv_heads, heads, query_len, shape.head_size)
+
+        attended = rbln_ops.emit(
+            self.namespace,
+            plan.operator,
+            {
+                "q": by_head(query, groups),
+                "k": by_head(key, 1),
+                "v": by_head(value, 1),
+                "kv_cache": cache,
+                "scale": scale,
+                "dummy": scale,
+                "seq_idx": plan.seq_idx,
+                "cache_seq_len": plan.cache_seq_len,
+                "cache_offset": plan.cache_offset,
+                "block_tables": plan.block_tables,
+                "window_size": shape.window,
+                "is_causal": True,
+            },
+        )
+        attended = attended.view(rows, shape.num_heads, query_len, shape.head_size).transpose(1, 2)
+        output.copy_(attended.reshape(output.shape))
+
+
+def _start(step: AttentionInput) -> torch.Tensor:
+    """[rows, 1]: the position at which each row's tokens start."""
+    counts = step.query_start[1:] - step.query_start[:-1]
+    return (step.seq_lens - counts)[:, None]

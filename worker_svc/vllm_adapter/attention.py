@@ -17,6 +17,8 @@ class StepAttention:
 
     device: Device
     plan: Any
+    cache: torch.Tensor | None = None
+    """The layer's cache where that is an input of its graph; else the layer has it."""
 
 
 @dataclass(frozen=True)
@@ -119,5 +121,6 @@ class TriptychAttention(AttentionImpl):
             assert value is not None
             attn_metadata.device.attend_rows(self.shape, query, key, value, attn_metadata.plan, output)
             return output
-        attn_metadata.device.attend(self.shape, query, key, value, kv_cache, attn_metadata.plan, output)
+        cache = kv_cache if attn_metadata.cache is None else attn_metadata.cache
+        attn_metadata.device.attend(self.shape, query, key, value, cache, attn_metadata.plan, output)
         return output

@@ -151,6 +151,17 @@ class VllmModel:
                 _init_parallel_groups()
                 self._model: Any = initialize_model(vllm_config=self._config)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
+        for layer in self._layers.values():
+            if (shape := getattr(getattr(layer, "impl", None), "shape", None)) is not None:
+                device.check_attention(shape)
+        model = self._model
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = model.compute_logits(hidden)
+            return logits
+
+        self._run, self._head = device.compile(model), device.compile(head)
+        self._caches: Mapping[str, torch.Tensor] = {}
         self._projector: Any = None
         pooling = None
         if self._config.model_config.runner_type == "pooling":
@@ -188,6 +199,9 @@ class VllmModel:
         Args:
             caches: by layer name, for layers that have a cache of their own; the others get that of the layer they share with.
         """
+        if self._device.caches_are_inputs:
+            self._caches = caches
+            return
         for layer in self.description.layers:
             self._layers[layer.name].kv_cache = caches[layer.shares_with or layer.name]
 
@@ -209,7 +223,7 @@ class VllmModel:
 
         self._context.attn_metadata = plans
         with override_forward_context(self._context):
-            hidden: torch.Tensor = self._model(token_ids, positions)
+            hidden = self._run(token_ids, positions)
         return hidden
 
     @torch.inference_mode()
@@ -235,8 +249,7 @@ class VllmModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits, float32 [rows, vocab_size], of the hidden states [rows, hidden]."""
-        logits: torch.Tensor = self._model.compute_logits(hidden)
-        return logits.float()
+        return self._head(hidden).float()
 
     def attention_plans(self, groups: Iterable[tuple[Iterable[str], Any]]) -> dict[str, Any]:
         """What :meth:`forward` wants, from each group's layer names and its device plan."""
@@ -244,6 +257,11 @@ class VllmModel:
 
         plans: dict[str, Any] = {}
         for names, plan in groups:
+            if self._device.caches_are_inputs:
+                plans.update(
+                    (name, StepAttention(self._device, plan, self._caches[name])) for name in names
+                )
+                continue
             step = StepAttention(self._device, plan)
             plans.update(dict.fromkeys(names, step))
         for layer in self.description.layers:
