@@ -55,7 +55,7 @@ def run(job: Job) -> Result:
     caches = harness.runner.cache.by_layer().values()
     if job.poisoned:
         for cache in caches:
-            device.fill(cache, float("nan"))
+            device.memory.resolve(cache).fill_(float("nan"))
     tokens = [tokens_of(outputs) for outputs in harness.generate(job.prompts, job.num_tokens)]
     operators = {
         str(node.target)

@@ -40,7 +40,13 @@ class RblnPlan:
 
 
 class RblnDevice(Device):
-    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that takes its place."""
+    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that takes its place.
+
+    Attributes:
+        namespace: of the attention operators.
+        backend: the stand-in's, with the graphs that it has accepted.
+        memory: the stand-in's, behind caches of which the host has handles alone.
+    """
 
     name: ClassVar[str] = "rbln"
     torch_device: ClassVar[torch.device] = torch.device("cpu")
@@ -60,8 +66,8 @@ class RblnDevice(Device):
         )
         self.block_dim = 1 if self.namespace == rbln_ops.TRITON else 0
         self._integers = torch.int32 if self.namespace == rbln_ops.TRITON else torch.int64
-        self._memory = MetaMemory()
-        self.backend = CheckBackend(self._memory)
+        self.memory = MetaMemory()
+        self.backend = CheckBackend(self.memory)
         self._scales: dict[float, torch.Tensor] = {}
 
     def check_available(self) -> None:
@@ -121,13 +127,13 @@ class RblnDevice(Device):
         if self.namespace == rbln_ops.TRITON:
             return torch.zeros(shape, dtype=dtype)
         if self._stands_in:
-            return self._memory.allocate(shape, dtype)
+            return self.memory.allocate(shape, dtype)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
         """See the base class. The NPU's own memory is left as it is: its kernels read no further than a sequence's end."""
         if self._stands_in or not caches.is_meta:
-            super().clear_block(self._memory.resolve(caches), block)
+            super().clear_block(self.memory.resolve(caches), block)
 
     def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
         """See the base class.
@@ -137,7 +143,7 @@ class RblnDevice(Device):
         """
         if not self._stands_in and caches.is_meta:
             raise Internal("blocks cannot be copied within an NPU's memory yet; switch prefix caching off")
-        super().copy_block(self._memory.resolve(caches), source, target)
+        super().copy_block(self.memory.resolve(caches), source, target)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """See the base class. One static graph a shape, with the weights in it as constants."""

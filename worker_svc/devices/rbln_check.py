@@ -12,7 +12,11 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from protos.errors import ConfigurationRefused
@@ -37,6 +41,9 @@ class MetaMemory:
     def __init__(self) -> None:
         """Empty."""
         self._real: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._real)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory; the tensor is on the meta device, and the memory lives as long as it."""
@@ -83,8 +90,7 @@ class CheckBackend:
         for value in inputs:
             if _is_dynamic(value) or not isinstance(value, torch.Tensor):
                 raise ConfigurationRefused(f"rbln-check: the graph has a dynamic input ({_shown(value)})")
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            graph = make_fx(module)(*(mode.from_tensor(value, static_shapes=True) for value in inputs))
+        graph = _trace(module, inputs)
         check_graph(graph)
         self.graphs.append(graph)
         resolve = self._memory.resolve
@@ -93,6 +99,18 @@ class CheckBackend:
             return graph(*map(resolve, arguments))
 
         return run
+
+
+def _trace(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph in ATen, of static shapes; nodes remember the lines of the model that they come from."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+            fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
+            return make_fx(fx.Interpreter(module).run)(*fakes)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        name = str(error.func).removesuffix(".default").replace(".", "::", 1)
+        raise ConfigurationRefused(f"rbln-check: what {name} gives depends on values, not on shapes alone") from error
 
 
 def check_graph(graph: fx.GraphModule) -> None:

@@ -1,0 +1,78 @@
+"""The graphs that an NPU would get, run by the stand-in backend, say what the CPU's compiled kernels say."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.prompts import PROMPTS
+from tests.rbln_peer import Job, Result
+from tests.reference import open_tokenizer
+from tests.worker_harness import Harness, load, tokens_of
+from worker_svc.geometry import GroupKind
+from worker_svc.models import fetch
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def jobs(smollm2: Path) -> list[Job]:
+    """A model of full attention with the compiler's kernels, a hybrid one with Triton's: short prompts, and ones of several chunks."""
+    gemma = fetch("gemma3-270m")
+    full = [open_tokenizer(smollm2)(PROMPTS[index])["input_ids"] for index in (0, 11)]
+    hybrid = open_tokenizer(gemma)(PROMPTS[19])["input_ids"]
+    assert len(hybrid) > 512 + 128
+    return [
+        Job(str(smollm2), full, NUM_TOKENS, triton=False, block_size=1024, max_model_len=1024 + 512),
+        Job(str(gemma), [hybrid, hybrid[:20]], NUM_TOKENS, triton=True, block_size=1024, max_model_len=1024, poisoned=True),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(jobs: list[Job]) -> list[Result]:
+    """Both, in one process of their own on one thread."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rbln_peer", json.dumps([dataclasses.asdict(job) for job in jobs])],
+        check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [Result(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["smollm2", "gemma3-270m"])
+def test_tokens_are_those_of_the_cpu(jobs: list[Job], results: list[Result], index: int) -> None:
+    """In float32, greedy, two requests decoded in a bucket with padded rows; the hybrid model's cache was poisoned before."""
+    job = jobs[index]
+    harness = Harness(
+        load(Path(job.folder), "float32"), max_num_seqs=4, block_size=512, decode_buckets=(4,),
+        window_kind=GroupKind.IN_PLACE_WINDOW,
+    )  # fmt: skip
+    expected = [tokens_of(outputs) for outputs in harness.generate(job.prompts, NUM_TOKENS)]
+    assert results[index].tokens == expected
+
+
+def test_graphs_are_few_and_have_the_operators_of_their_namespace(results: list[Result]) -> None:
+    """A chunk and a bucket, and the output head for each; nothing is captured twice, however long the prompts are."""
+    phases = ("decode", "prefill")
+    assert [result.graphs for result in results] == [4, 4]
+    assert results[0].operators == [
+        f"rbln_custom_ops.flash_causal_attention_naive_{phase}.default" for phase in phases
+    ]
+    # One block holds the longest sequence.
+    assert results[1].operators == [
+        f"rbln_triton_ops.{operator}_{phase}.default"
+        for operator in ("causal_attention_naive", "sliding_window_attention_naive")
+        for phase in phases
+    ]
+    assert [result.cache_devices for result in results] == [["meta"], ["cpu"]]
