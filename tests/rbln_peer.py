@@ -49,8 +49,8 @@ def run(job: Job) -> Result:
     device.check_available()
     model = load(Path(job.folder), "float32", device=device)
     harness = Harness(
-        model, max_model_len=job.max_model_len, max_num_seqs=4, chunk=job.chunk, block_size=job.block_size,
-        decode_buckets=(4,), device=device, window_kind=GroupKind(job.window_kind),
+        model, max_model_len=job.max_model_len, max_num_seqs=2, chunk=job.chunk, block_size=job.block_size,
+        decode_buckets=(3,), device=device, window_kind=GroupKind(job.window_kind),
     )  # fmt: skip
     caches = harness.runner.cache.by_layer().values()
     if job.poisoned:

@@ -17,7 +17,14 @@ WHEELS = {
     "0.11.2": "8d2a336776e7ae15011f4f0d928195ee1fb0fdb3d6cec5e7e6796c91278dd8b1",
 }
 """By version, the SHA-256 of the wheel on PyPI."""
-_UNREACHABLE = ("NewConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "NameResolutionError", "SSLError")
+_UNREACHABLE = (
+    "NewConnectionError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "ProxyError",
+    "NameResolutionError",
+    "SSLError",
+)
 
 
 class IndexUnreachable(Exception):  # noqa: N818 - says what it is
@@ -138,5 +145,7 @@ def _declarations(tree: ast.AST) -> Iterator[Declaration]:
                 namespace,
                 operator,
                 tuple(argument.arg for argument in arguments),
-                tuple(ast.unparse(argument.annotation) if argument.annotation else "" for argument in arguments),
+                tuple(
+                    ast.unparse(argument.annotation) if argument.annotation else "" for argument in arguments
+                ),
             )

@@ -67,7 +67,11 @@ def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Na
             assert theirs == ours[operator], operator
         else:
             assert theirs == ours[operator][: len(theirs)], operator
-            assert set(ours[operator][len(theirs) :]) <= {"k_quantize_scale", "v_quantize_scale", "cache_dtype"}
+            assert set(ours[operator][len(theirs) :]) <= {
+                "k_quantize_scale",
+                "v_quantize_scale",
+                "cache_dtype",
+            }
 
 
 def test_triton_operators_are_declared_as_ours(wheel: Wheel) -> None:

@@ -263,6 +263,7 @@ def test_sizes_that_depend_on_values_are_refused() -> None:
 
 def test_a_graph_that_cannot_be_captured_whole_is_one_line() -> None:
     """No graph breaks: half a graph is none."""
+
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return x + 1
@@ -283,4 +284,8 @@ def test_what_is_accepted_runs_as_it_is() -> None:
     x, y = torch.randn(2, 3, 3)
     torch.testing.assert_close(device.compile(function)(x, y), function(x, y))
     (graph,) = device.backend.graphs
-    assert "copy_" in {node.target._schema.name.partition("::")[2] for node in graph.graph.nodes if node.op == "call_function"}
+    assert "copy_" in {
+        node.target._schema.name.partition("::")[2]
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    }

@@ -196,9 +196,7 @@ def test_windows_in_paged_blocks(window: int, sinks: int) -> None:
     rig = Rig(CUSTOM, 8, sinks=sinks, seed=window)
     sequence = History([3, 9, 1, 4])
     for _ in range(3):
-        paged_step(
-            rig, "sliding_window_attention_v1", [sequence], [6], 6, partitions=4, window=window
-        )
+        paged_step(rig, "sliding_window_attention_v1", [sequence], [6], 6, partitions=4, window=window)
     paged_step(rig, "sliding_window_attention_v1", [sequence], [2], 6, partitions=4, window=window)
     behind = (len(sequence.keys) - window + 1) // 8
     states = [rig.content(block).clone() for block in sequence.blocks[:behind]]
@@ -256,7 +254,9 @@ def test_windows_that_slide_in_place(namespace: Namespace, chunk: int, sinks: in
             sliding_step(rig, sequences[-1:], [min(chunk, prompt - start)], chunk)
     for step in range(10):
         rotated = sequences[step % 4 :] + sequences[: step % 4]
-        sliding_step(rig, rotated, [1] * 4, 1, padded_rows=step % 3, masked=not step % 2 and namespace == CUSTOM)
+        sliding_step(
+            rig, rotated, [1] * 4, 1, padded_rows=step % 3, masked=not step % 2 and namespace == CUSTOM
+        )
 
 
 def test_results_are_of_the_query_s_type() -> None:
@@ -264,11 +264,18 @@ def test_results_are_of_the_query_s_type() -> None:
     rig = Rig(CUSTOM, 8)
     rig.cache.zero_()
     given = rig.states(1, 4) | {"seq_idx": rig.integers([[0]]), "block_tables": rig.integers([1, 2])}
-    half = {role: value.bfloat16() if role in ("q", "k", "v", "kv_cache") else value for role, value in given.items()}
-    rounded = {role: value.float() if role in ("q", "k", "v", "kv_cache") else value for role, value in half.items()}
+    half = {
+        role: value.bfloat16() if role in ("q", "k", "v", "kv_cache") else value
+        for role, value in given.items()
+    }
+    rounded = {
+        role: value.float() if role in ("q", "k", "v", "kv_cache") else value for role, value in half.items()
+    }
     result = rbln_ops.emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
     assert result.dtype == torch.bfloat16
-    assert torch.equal(result, rbln_ops.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16())
+    assert torch.equal(
+        result, rbln_ops.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16()
+    )
 
 
 WRONG: list[tuple[str, str, Any, str]] = [
@@ -297,7 +304,9 @@ def test_wrong_shapes_are_refused(
     }
     with pytest.raises(ValueError, match=message):
         rbln_ops.emit(namespace, operator, given)
-    on_meta = {role: value.to("meta") if isinstance(value, torch.Tensor) else value for role, value in given.items()}
+    on_meta = {
+        role: value.to("meta") if isinstance(value, torch.Tensor) else value for role, value in given.items()
+    }
     with pytest.raises(ValueError, match=message):
         rbln_ops.emit(namespace, operator, on_meta)
 
@@ -344,6 +353,4 @@ def test_every_operator_is_a_sound_torch_operator(namespace: Namespace) -> None:
         }  # fmt: skip
         arguments = tuple(given.get(argument.role) for argument in SIGNATURES[namespace][operator])
         packet = getattr(getattr(torch.ops, namespace), operator)
-        torch.library.opcheck(
-            packet.default, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(packet.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -4,6 +4,7 @@ Which namespace the operators are of also decides how caches lie in memory and w
 arguments and shapes come from the wheels of vllm-rbln 0.12.0.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,14 @@ import torch
 
 from protos.errors import ConfigurationRefused, Internal
 from worker_svc.devices import rbln_ops
-from worker_svc.devices.base import AttentionInput, AttentionShape, Device, DeviceOptions, InPlaceInput, StepInput
+from worker_svc.devices.base import (
+    AttentionInput,
+    AttentionShape,
+    Device,
+    DeviceOptions,
+    InPlaceInput,
+    StepInput,
+)
 from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
 from worker_svc.geometry import NULL_BLOCK, GroupKind, KvGroup
 
@@ -78,7 +86,9 @@ class RblnDevice(Device):
         missing = [name for name in _VENDOR_PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             what = f"the vendor's packages {' and '.join(missing)}"
-            raise ConfigurationRefused(f"device rbln cannot be used: missing {what}; use --device cpu or cuda")
+            raise ConfigurationRefused(
+                f"device rbln cannot be used: missing {what}; use --device cpu or cuda"
+            )
 
     def product_name(self) -> str:
         """See the base class."""
@@ -147,8 +157,11 @@ class RblnDevice(Device):
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """See the base class. One static graph a shape, with the weights in it as constants."""
-        backend: Any = self.backend if self._stands_in else "rbln"
-        compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+        # One callable a function: torch takes what it compiled for another with the same code and an equal backend.
+        backend: Any = functools.partial(self.backend) if self._stands_in else "rbln"
+        # A step differs from another of its signature in what its tensors hold alone; their shapes tell signatures apart.
+        options: Any = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
         def run(*arguments: Any) -> torch.Tensor:
             try:

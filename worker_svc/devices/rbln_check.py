@@ -110,7 +110,9 @@ def _trace(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMo
             return make_fx(fx.Interpreter(module).run)(*fakes)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         name = str(error.func).removesuffix(".default").replace(".", "::", 1)
-        raise ConfigurationRefused(f"rbln-check: what {name} gives depends on values, not on shapes alone") from error
+        raise ConfigurationRefused(
+            f"rbln-check: what {name} gives depends on values, not on shapes alone"
+        ) from error
 
 
 def check_graph(graph: fx.GraphModule) -> None:
@@ -131,7 +133,9 @@ def check_graph(graph: fx.GraphModule) -> None:
             raise ConfigurationRefused(f"rbln-check: {node.target} is not lowered{_where(node)}")
         namespace, _, name = node.target._schema.name.partition("::")  # noqa: SLF001 - nor has an operator's schema
         if namespace not in NAMESPACES and not (namespace == "aten" and name in ALLOWED_ATEN):
-            raise ConfigurationRefused(f"rbln-check: operator {namespace}::{name} is not lowered{_where(node)}")
+            raise ConfigurationRefused(
+                f"rbln-check: operator {namespace}::{name} is not lowered{_where(node)}"
+            )
         _check_static(node)
 
 
@@ -149,9 +153,13 @@ def _is_dynamic(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value}"
+    return (
+        f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value}"
+    )
 
 
 def _where(node: fx.Node) -> str:
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    lines = [
+        line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")
+    ]
     return f" ({lines[-1]})" if lines else ""

@@ -258,9 +258,7 @@ class VllmModel:
         plans: dict[str, Any] = {}
         for names, plan in groups:
             if self._device.caches_are_inputs:
-                plans.update(
-                    (name, StepAttention(self._device, plan, self._caches[name])) for name in names
-                )
+                plans.update((name, StepAttention(self._device, plan, self._caches[name])) for name in names)
                 continue
             step = StepAttention(self._device, plan)
             plans.update(dict.fromkeys(names, step))
