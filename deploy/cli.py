@@ -16,6 +16,8 @@ _SERVICES = {
     "scheduler": ("scheduler_svc.__main__", "scheduler", "start the scheduler alone"),
     "worker": ("worker_svc.__main__", "worker", "start one worker alone"),
     "plan": ("deploy.plan", "scheduler", "propose decode buckets that fit the traffic so far"),
+    "compile": ("deploy.compile", "worker", "compile a model's graphs without serving"),
+    "catalog": ("deploy.catalog", "worker", "list, verify, prune or export compiled code"),
     "models": ("deploy.models", "worker", "fetch one of the packaged demo models"),
 }
 _OURS = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}

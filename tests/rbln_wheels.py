@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -52,7 +51,7 @@ def fetch(version: str) -> Path:
             if done.returncode and any(word in done.stderr for word in _UNREACHABLE):
                 raise IndexUnreachable(done.stderr.strip().splitlines()[-1])
             assert done.returncode == 0, done.stderr
-            os.replace(Path(folder) / wheel.name, wheel)
+            (Path(folder) / wheel.name).replace(wheel)
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEELS[version], f"{wheel} is damaged"
     return wheel
 

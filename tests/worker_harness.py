@@ -7,6 +7,7 @@ import torch
 
 from worker_svc.devices import Device, DeviceName, open_device
 from worker_svc.geometry import Geometry, GroupKind, group_layers
+from worker_svc.graphs import GraphOptions
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
@@ -53,6 +54,7 @@ class Harness:
         device: Device | None = None,
         window_kind: GroupKind = GroupKind.PAGED_WINDOW,
         backend: Backend = "compiled",
+        level: int | None = None,
     ) -> None:
         device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
@@ -62,8 +64,11 @@ class Harness:
             max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
         )
         assert count_blocks(self.groups, self.geometry, 1 << 34)
-        self.runner = Runner(model, device, self.groups, self.geometry, backend=backend, strict=True)
+        chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
+        options = GraphOptions(level=chosen, required=True, strict=True)
+        self.runner = Runner(model, device, self.groups, self.geometry, options=options)
         self.runner.make_graphs(lambda *_: None)
+        self.runner.graphs.finish()
         self._next_block = 1
         self._step = 0
         self.lengths: dict[int, int] = {}

@@ -1,27 +1,23 @@
-"""Static graphs of kernels: a step of a model is run once and recorded, and from then on replayed without the model's Python code.
+"""Graph capture: a step of a model is run once, and the calls that reach PyTorch's dispatcher are recorded.
 
-What is recorded are the calls that reach PyTorch's dispatcher. Views and allocations are resolved there and then, so that a replay is
-a list of kernels whose arguments stand at fixed addresses, as in a CUDA graph. The same kernels run on the same shapes as in the
-model's own forward, so the results are the same to the bit. Nothing is generated, so there is nothing to compile and to cache.
+What is done with a recording is another matter: ``replay`` runs the same kernels again, ``pieces`` makes graphs for a compiler.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
-from worker_svc.devices.base import AttentionShape, Device
+from worker_svc.devices.base import AttentionShape
 
 _aten: Any = torch.ops.aten
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )
-_COPIES = frozenset({_aten._to_copy, _aten.clone})  # noqa: SLF001 - an operator's name
 # What such operators return follows from data, or from chance; a list of kernels that is fixed beforehand cannot follow.
 _UNRECORDABLE = (
     torch.Tag.data_dependent_output,
@@ -31,21 +27,22 @@ _UNRECORDABLE = (
 )
 
 
-class Planned(Protocol):
-    """A layer's attention metadata."""
-
-    @property
-    def plan(self) -> Any:
-        """The device's plan of this step."""
-        ...
-
-
 class NotStatic(Exception):  # noqa: N818 - says what the step is
     """The step cannot be recorded: what it does depends on its data. The text names the operator."""
 
 
 @dataclass(frozen=True)
-class _Call:
+class Ran:
+    """One call of an operator as it was made."""
+
+    op: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+
+@dataclass(frozen=True)
+class Call:
     """One kernel that a replay runs."""
 
     op: Any
@@ -65,13 +62,13 @@ class _Call:
         if self.result is not None:
             yield from (leaf for leaf in tree_iter(self.result) if isinstance(leaf, torch.Tensor))
             return
-        for argument, value in _by_argument(self.op, self.args, self.kwargs):
+        for argument, value in by_argument(self.op, self.args, self.kwargs):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)
-class _Attention:
+class Attention:
     """A place where a replay calls the device with the step's plan."""
 
     layer: str
@@ -99,9 +96,10 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         """Starts with nothing."""
         super().__init__()
-        self._calls: list[_Call | _Attention] = []
-        # All tensors seen: a storage must not go and its place be given to another while we tell storages by their place.
-        self._seen: list[Any] = []
+        self._calls: list[Call | Attention] = []
+        # All that ran, views and allocations too. It also keeps every tensor: a storage must not go and its place be given to another
+        # while we tell storages by their place.
+        self._trace: list[Ran | Attention] = []
         self._born: set[int] = set()
 
     def attend(
@@ -115,7 +113,9 @@ class Recorder(TorchDispatchMode):
         output: torch.Tensor,
     ) -> None:
         """Records a call of the device's attention; arguments are those of ``Device.attend``. What it would write is left undefined."""
-        self._calls.append(_Attention(layer, shape, query, key, value, cache, output))
+        call = Attention(layer, shape, query, key, value, cache, output)
+        self._calls.append(call)
+        self._trace.append(call)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -130,237 +130,56 @@ class Recorder(TorchDispatchMode):
         if any(tag in func.tags for tag in _UNRECORDABLE):
             raise NotStatic(f"{func} depends on data")
         result = func(*args, **kwargs)
-        self._seen.append((args, kwargs, result))
-        if func.overloadpacket in _ALLOCATIONS:
-            self._born.add(_place(result))
+        self._trace.append(Ran(func, args, kwargs, result))
+        if func.overloadpacket in ALLOCATIONS:
+            self._born.add(place_of(result))
             return result
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):  # noqa: SLF001 - the only way to an operator's schema
-            self._calls.append(_Call(func, args, kwargs, None))
+            self._calls.append(Call(func, args, kwargs, None))
             return result
-        given = {_place(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {place_of(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             raise NotStatic(f"{func} returns no tensor")
-        if not all(_place(tensor) in given for tensor in made):  # otherwise they are views
-            self._born |= {_place(tensor) for tensor in made} - given
-            self._calls.append(_Call(func, args, kwargs, result))
+        if not all(place_of(tensor) in given for tensor in made):  # otherwise they are views
+            self._born |= {place_of(tensor) for tensor in made} - given
+            self._calls.append(Call(func, args, kwargs, result))
         return result
 
-    @torch.inference_mode()
-    def graph(self, device: Device, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> "Graph":
-        """What was recorded, ready for replay.
+    def finish(self, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> "Recording":
+        """What was recorded.
 
         Args:
-            device: whose attention is called.
-            inputs: tensors that a replay copies its inputs to.
+            inputs: tensors that the step reads and that another step would have others of.
             output: the tensor that holds the result.
         """
-        calls = _without_constants(self._calls, inputs)
-        places = _Places(calls, self._born, output)
-        segments: list[_Segment] = []
-        kernels: list[Callable[[], Any]] = []
-        for call in calls:
-            if isinstance(call, _Attention):
-                query, key, value, out = (
-                    None if tensor is None else places.of(tensor)
-                    for tensor in (call.query, call.key, call.value, call.output)
-                )
-                assert query is not None
-                assert out is not None
-                bound = device.bind_attention(call.shape, query, key, value, call.cache, out)
-                segments.append(_Segment(tuple(kernels), call.layer, bound))
-                kernels = []
-            else:
-                kernels.append(_kernel(call, places))
-        count = sum(1 for call in calls if isinstance(call, _Call))
-        return Graph(tuple(segments), tuple(kernels), tuple(inputs), places.of(output), count, places.bytes)
+        return Recording(tuple(self._calls), tuple(self._trace), frozenset(self._born), tuple(inputs), output)
 
 
 @dataclass(frozen=True)
-class _Segment:
-    kernels: tuple[Callable[[], Any], ...]
-    layer: str
-    attend: Callable[[Any], None]
+class Recording:
+    """A step as it ran once, ready to be made a graph of."""
+
+    calls: Sequence[Call | Attention]
+    """Kernels and attention, in order."""
+    trace: Sequence[Ran | Attention]
+    """The same with views and allocations."""
+    born: AbstractSet[int]
+    """Storages that were made while recording."""
+    inputs: tuple[torch.Tensor, ...]
+    output: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Graph:
-    """A recorded step.
-
-    Replays share their memory: the result is valid until the next replay of the same graph.
-    """
-
-    _segments: tuple[_Segment, ...]
-    _tail: tuple[Callable[[], Any], ...]
-    _inputs: tuple[torch.Tensor, ...]
-    _output: torch.Tensor
-    num_kernels: int
-    """Besides attention."""
-    num_bytes: int
-    """Memory that the graph has for itself."""
-
-    @torch.inference_mode()
-    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
-        """Runs the step.
-
-        Args:
-            inputs: of the shapes and types that were recorded.
-            plans: by layer name, what holds the device's attention plan.
-
-        Returns:
-            The result, in memory of the graph's.
-        """
-        for static, tensor in zip(self._inputs, inputs, strict=True):
-            static.copy_(tensor)
-        for segment in self._segments:
-            for kernel in segment.kernels:
-                kernel()
-            segment.attend(plans[segment.layer].plan)
-        for kernel in self._tail:
-            kernel()
-        return self._output
-
-
-def _place(tensor: torch.Tensor) -> int:
+def place_of(tensor: torch.Tensor) -> int:
     """Tells storages apart."""
     place: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - data_ptr() is 0 for all empty ones
     return place
 
 
-def _by_argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+def by_argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """An operator's declared arguments and what was given for them."""
     for index, argument in enumerate(op._schema.arguments):  # noqa: SLF001 - see above
         if index < len(args):
             yield argument, args[index]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
-
-
-def _without_constants(
-    calls: Sequence[_Call | _Attention], inputs: Sequence[torch.Tensor]
-) -> list[_Call | _Attention]:
-    """Leaves out what has the same result in every replay, as it depends on weights alone and nobody writes to it later."""
-    writers: dict[int, int] = {}
-    for call in calls:
-        for place in {_place(tensor) for tensor in call.written()}:
-            writers[place] = writers.get(place, 0) + 1
-    varying = {_place(tensor) for tensor in inputs}
-    kept: list[_Call | _Attention] = []
-    for call in calls:
-        written = {_place(tensor) for tensor in call.written()}
-        constant = (
-            isinstance(call, _Call)
-            and call.result is not None
-            and all(writers[place] == 1 for place in written)
-            and not any(_place(tensor) in varying for tensor in call.tensors())
-        )
-        if not constant:
-            varying |= written
-            kept.append(call)
-    return kept
-
-
-class _Places:
-    """Gives what a step computes a place in memory, the same one to tensors that are not needed at the same time.
-
-    Attributes:
-        bytes: in total.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[_Call | _Attention],
-        born: AbstractSet[int],
-        output: torch.Tensor,
-    ) -> None:
-        """Plans the memory of recorded calls.
-
-        Args:
-            calls: in order.
-            born: storages that were made while recording; all others stay where they are.
-            output: nobody takes its place.
-        """
-        self.bytes = 0
-        self._new: dict[int, torch.UntypedStorage] = {}
-        last: dict[int, int] = {}
-        first: dict[int, torch.Tensor] = {}
-        ours = {_place(tensor) for call in calls for tensor in call.written()} & born
-        for index, call in enumerate(calls):
-            for tensor in call.tensors():
-                if (place := _place(tensor)) in ours:
-                    last[place] = index
-                    first.setdefault(place, tensor)
-        last[_place(output)] = len(calls)
-        free: dict[int, list[torch.UntypedStorage]] = {}
-        for index, call in enumerate(calls):
-            here = list(dict.fromkeys(_place(t) for t in call.tensors() if _place(t) in ours))
-            for place in here:
-                if place not in self._new:
-                    size = first[place].untyped_storage().nbytes()
-                    self._new[place] = (
-                        free[size].pop() if free.get(size) else self._allocate(first[place], size)
-                    )
-            for place in here:
-                if last[place] == index:
-                    storage = self._new[place]
-                    free.setdefault(storage.nbytes(), []).append(storage)
-
-    def _allocate(self, like: torch.Tensor, size: int) -> torch.UntypedStorage:
-        self.bytes += size
-        return torch.zeros(size, dtype=torch.uint8, device=like.device).untyped_storage()
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in its new place, or itself if it stays where it is."""
-        storage = self._new.get(_place(tensor))
-        if storage is None:
-            return tensor
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _kernel(call: _Call, places: _Places) -> Callable[[], Any]:
-    """A recorded call as a function without arguments, which writes where it is to write."""
-    args, kwargs, result = tree_map_only(
-        torch.Tensor, places.of, (tuple(call.args), dict(call.kwargs), call.result)
-    )
-    if result is None:
-        return functools.partial(_entry(call.op), *args, **kwargs)
-    if call.op.overloadpacket in _COPIES:
-        return functools.partial(_entry(_aten.copy_.default), result, args[0])
-    if isinstance(result, torch.Tensor) and (out := _out_variant(call.op)) is not None:
-        accepted = {argument.name for argument in out._schema.arguments}  # noqa: SLF001 - see above
-        named = {name: value for name, value in kwargs.items() if name in accepted}
-        return functools.partial(_entry(out), *args, **named, out=result)
-    op = _entry(call.op)
-
-    def run() -> None:
-        made = op(*args, **kwargs)
-        for target, source in zip(tree_iter(result), tree_iter(made), strict=True):
-            if isinstance(target, torch.Tensor):
-                target.copy_(source)
-
-    return run
-
-
-def _entry(op: Any) -> Any:
-    """An operator's quickest way in."""
-    return op._op  # noqa: SLF001 - what calling the operator calls
-
-
-@functools.cache
-def _out_variant(op: Any) -> Any:
-    """The overload that writes to ``out`` what this one returns, or ``None``."""
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not _is_about_memory(a)]  # noqa: SLF001
-    for name in op.overloadpacket.overloads():
-        candidate = getattr(op.overloadpacket, name)
-        arguments = candidate._schema.arguments  # noqa: SLF001 - see above
-        outs = [a for a in arguments if a.is_out]
-        others = [(a.name, str(a.type)) for a in arguments if not a.is_out and not _is_about_memory(a)]
-        if [a.name for a in outs] == ["out"] and others == wanted:
-            return candidate
-    return None
-
-
-def _is_about_memory(argument: Any) -> bool:
-    """Whether an argument only says where and how a result is to lie, which ``out`` says already."""
-    return argument.name in ("dtype", "layout", "device", "pin_memory", "memory_format")

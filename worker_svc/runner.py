@@ -7,16 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from protos.errors import ConfigurationRefused, Internal
+from protos.errors import Internal
 from worker_svc.batch import Batch
-from worker_svc.capture import Graph
+from worker_svc.capture import Recording
 from worker_svc.devices.base import Device, StepInput
 from worker_svc.geometry import Geometry, KvGroup
-from worker_svc.graphs import Graphs, Signature
+from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.kv_cache import KvCache
 from worker_svc.plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
 from worker_svc.sampling import SamplingBatch, logprobs_of, sample
-from worker_svc.settings import Backend
 
 Progress = Callable[[int, int, str], None]
 """Told of units done, units in total, and what is being done."""
@@ -38,7 +37,7 @@ class Model(Protocol):
         """Hidden states [tokens, hidden] of token ids [tokens]."""
         ...
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         """Records :meth:`forward` on tensors of these shapes; raises ``NotStatic``."""
         ...
 
@@ -62,8 +61,7 @@ class Runner:
         groups: Sequence[KvGroup],
         geometry: Geometry,
         *,
-        backend: Backend = "auto",
-        strict: bool = False,
+        options: GraphOptions | None = None,
     ) -> None:
         """Allocates the cache and the batch.
 
@@ -72,14 +70,11 @@ class Runner:
             device: the model's.
             groups: the model's KV groups.
             geometry: with ``num_blocks`` set.
-            backend: how steps run; see ``Graphs``. A device that does not compile leaves only "eager".
-            strict: see ``Graphs``.
+            options: how steps are made graphs; see ``Graphs``. By default as the device does.
 
         Raises:
-            ConfigurationRefused: if the cache does not fit into memory, or the device does not compile and is asked to.
+            ConfigurationRefused: if the cache does not fit into memory.
         """
-        if backend == "compiled" and not device.compiles:
-            raise ConfigurationRefused(f"nothing compiles for device {device.name} yet; use --backend eager")
         self._model = model
         self._device = device
         self._groups = tuple(groups)
@@ -88,7 +83,7 @@ class Runner:
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
         model.bind_caches(self.cache.by_layer())
-        self.graphs = Graphs(model, backend=backend if device.compiles else "eager", strict=strict)
+        self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
         """Every kind of step that plans may ask for."""
@@ -108,7 +103,6 @@ class Runner:
             tokens, positions, inputs = self._padding(signature)
             self.graphs.make(signature, tokens, positions, self._plans(inputs))
         progress(len(signatures), len(signatures), "done")
-        self.graphs.finish()
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:

@@ -1,8 +1,10 @@
 """What a worker can be told: flags (``--kv-memory``), or ``TRIPTYCH_*`` variables of the same name."""
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
@@ -12,12 +14,30 @@ Backend = Literal["auto", "compiled", "eager"]
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
 
+class CompilationConfig(BaseModel):
+    """The part of vLLM's ``--compilation-config`` that means something here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    level: int | None = Field(None, ge=0, le=3)
+    candidate_compile_sizes: tuple[int, ...] | None = None
+
+
 class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """One worker: which model, on what, and whom it serves. Shapes are the scheduler's to set."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"optimization-level": "O"})
 
     reference_names: ClassVar[dict[str, str]] = {
         "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
+        "compile_only": "VLLM_RBLN_COMPILE_ONLY",
+        "enable_warm_up": "VLLM_RBLN_ENABLE_WARM_UP",
+        "compile_cache_root": "VLLM_CACHE_ROOT",
+        "compile_cache_dir": "TORCH_SENDNN_CACHE_DIR",
+        "compile_cache": "TORCH_SENDNN_CACHE_ENABLE",
+        "disable_compile_cache": "VLLM_DISABLE_COMPILE_CACHE",
+        "require_precompiled": "VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS",
         "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
     }
 
@@ -47,7 +67,37 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     backend: Backend = Field(
         "auto",
         description="How steps run: compiled (one static graph a shape, made before serving) or eager (the model's Python code, for"
-        " debugging). auto compiles what can be compiled.",
+        " debugging). auto makes graphs of what is static.",
+    )
+    optimization_level: int | None = Field(
+        None,
+        ge=0,
+        le=3,
+        description="What graphs are made of (-O): 0 eager; 1 the kernels that the device comes with; 2 generated kernels between them;"
+        " 3 the fastest of several. Default: 1 on a CPU, 2 on a GPU; an NPU has its own compiler.",
+    )
+    compilation_config: CompilationConfig | None = Field(
+        None,
+        description='vLLM\'s JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels for.',
+    )
+    compile_cache_root: Path = Field(
+        Path("~/.cache/triptych/compiled"),
+        description="Compiled code is kept here, in a folder a kind of device.",
+    )
+    compile_cache_dir: Path | None = Field(
+        None, description="The same, but the folder itself. Default: the device's in --compile-cache-root."
+    )
+    compile_cache: bool = Field(True, description="Whether compiled code is kept and found again.")
+    disable_compile_cache: bool = Field(False, description="vLLM's name for --no-compile-cache.")
+    require_precompiled: bool = Field(
+        False, description="Refuse to start, before weights are loaded, if code would have to be compiled."
+    )
+    enable_warm_up: bool = Field(
+        True,
+        description="Make and run every graph before serving. Without it the first request of each shape waits.",
+    )
+    compile_only: bool = Field(
+        False, description="Compile without a device; triptych compile on a machine without an NPU."
     )
     compile_strict: bool = Field(
         False,
@@ -91,3 +141,33 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     @classmethod
     def _compiler(cls, value: Any) -> Any:
         return "compiled" if value in _COMPILERS else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Settings":
+        asked = self.optimization_level
+        config = self.compilation_config.level if self.compilation_config else None
+        if asked is not None and config is not None and asked != config:
+            raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
+        level = config if asked is None else asked
+        if self.backend == "compiled" and level == 0:
+            raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
+        return self
+
+    def level_for(self, default: int) -> int:
+        """The level of optimization, 0 to 3.
+
+        Args:
+            default: the device's.
+        """
+        if self.backend == "eager":
+            return 0
+        config = self.compilation_config.level if self.compilation_config else None
+        asked = config if self.optimization_level is None else self.optimization_level
+        return default if asked is None else asked
+
+    def cache_folder(self, device: str) -> Path | None:
+        """Where compiled code for a device is kept; ``None`` if it is not."""
+        if self.disable_compile_cache or not self.compile_cache:
+            return None
+        folder = self.compile_cache_dir or self.compile_cache_root / device
+        return folder.expanduser()

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Literal
 from protos.errors import ConfigurationRefused, Internal
 from protos.logs import get_logger
 from worker_svc import loader
+from worker_svc.compile_cache import CompileCache
 from worker_svc.devices import Device, DeviceOptions, open_device
+from worker_svc.fingerprint import code_fields
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
+from worker_svc.graphs import GENERATED, GraphOptions
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Output, Plan
 from worker_svc.pool_runner import PoolRunner
+from worker_svc.precompiled import CompiledCode
 from worker_svc.runner import Runner
 from worker_svc.settings import Settings
 
@@ -57,11 +61,22 @@ class Worker:
         self._model: VllmModel | None = None
         self._runner: Runner | PoolRunner | None = None
         self._loaded = False
+        self._code: CompiledCode | None = None
         self._asked: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
         self.device: Device
         self.folder: Path
         self.groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def code_folder(self) -> Path | None:
+        """Where the compiled code is that :meth:`configure` found or made; ``None`` if there is none."""
+        return None if self._code is None else self._code.folder
+
+    @property
+    def num_compiled(self) -> int:
+        """Pieces that a compiler was called for."""
+        return self._runner.graphs.num_compiled if isinstance(self._runner, Runner) else 0
 
     @property
     def description(self) -> "ModelDescription":
@@ -89,7 +104,12 @@ class Worker:
         name = self._settings.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        options = DeviceOptions(self._settings.rbln_backend, self._settings.rbln_use_custom_kernel)
+        options = DeviceOptions(
+            rbln_backend=self._settings.rbln_backend,
+            rbln_use_custom_kernel=self._settings.rbln_use_custom_kernel,
+            compile_only=self._settings.compile_only,
+            compile_strict=self._settings.compile_strict,
+        )
         self.device = open_device(name, options)
         from worker_svc.vllm_adapter import engine
 
@@ -128,6 +148,12 @@ class Worker:
         if model is None:
             raise Internal("the worker is not prepared yet")
         geometry = self._checked(geometry)
+        options = self._graph_options()
+        self._code = code = None
+        if isinstance(geometry, Geometry):
+            if self.device.caches_are_inputs and not geometry.num_blocks:
+                geometry = self._with_blocks(geometry)
+            self._code = code = self._find_code(geometry, options)
         seconds: dict[Phase, float] = {}
         clock = time.monotonic()
 
@@ -151,27 +177,89 @@ class Worker:
             bytes_per_block: tuple[int, ...] = ()
         else:
             if not geometry.num_blocks:
-                geometry = replace(
-                    geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget())
-                )
+                geometry = self._with_blocks(geometry)
             progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
-            runner = Runner(
-                model, self.device, self.groups, geometry,
-                backend=self._settings.backend, strict=self._settings.compile_strict,
-            )  # fmt: skip
+            runner = Runner(model, self.device, self.groups, geometry, options=options)
             bytes_per_block = runner.cache.bytes_per_block
         lap("allocate")
-        if isinstance(runner, Runner):
-            runner.make_graphs(lambda done, total, what: progress("compile", done, total, what))
-            lap("compile")
-        runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
-        lap("warm_up")
+        try:
+            self._make_ready(runner, code, progress, lap)
+        except BaseException:
+            if code is not None:
+                code.discard()
+            raise
         # What exists now lives as long as the process; collections need not look at it again.
         gc.collect()
         gc.freeze()
         self._runner, self._asked = runner, asked
         self._ready = Ready(geometry, bytes_per_block, seconds)
         return self._ready
+
+    def _make_ready(
+        self,
+        runner: Runner | PoolRunner,
+        code: CompiledCode | None,
+        progress: Progress,
+        lap: Callable[[Phase], None],
+    ) -> None:
+        """Makes every graph and runs it once, unless that is left to the first requests."""
+        started = time.monotonic()
+        if code is not None:
+            code.use()
+            self.device.use_code_folder(code.folder)
+        if isinstance(runner, Runner):
+            if self._settings.enable_warm_up:
+                runner.make_graphs(lambda done, total, what: progress("compile", done, total, what))
+                lap("compile")
+            runner.graphs.finish()
+        if self._settings.enable_warm_up:
+            runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
+            lap("warm_up")
+            if code is not None and isinstance(runner, Runner):
+                code.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
+        elif code is not None:
+            code.discard()
+
+    def _graph_options(self) -> GraphOptions:
+        settings = self._settings
+        config = settings.compilation_config
+        level = settings.level_for(self.device.default_level) if self.device.default_level else 0
+        return GraphOptions(
+            level=level,
+            sizes=config.candidate_compile_sizes if config else None,
+            required=settings.backend == "compiled",
+            strict=settings.compile_strict,
+        )
+
+    def _find_code(self, geometry: Geometry, options: GraphOptions) -> CompiledCode | None:
+        """The compiled code of a configuration; ``None`` if it has none.
+
+        Raises:
+            ConfigurationRefused: if it is to be precompiled and is not.
+        """
+        if options.level < GENERATED and not self.device.has_own_compiler:
+            if self._settings.require_precompiled:
+                self._log.info("nothing_to_precompile", level=options.level)
+            return None
+        folder = self._settings.cache_folder(self.device.name)
+        sizes = geometry.decode_buckets
+        if options.sizes is not None:
+            sizes = tuple(size for size in sizes if size in options.sizes)
+        fields = code_fields(
+            self.folder,
+            device=self.device,
+            level=options.level,
+            dtype=str(self.description.dtype).removeprefix("torch."),
+            quantization=self.description.quantization,
+            groups=self.groups,
+            geometry=geometry,
+            sizes=sizes,
+        )
+        cache = CompileCache(folder) if folder else None
+        return CompiledCode(cache, fields, required=self._settings.require_precompiled)
+
+    def _with_blocks(self, geometry: Geometry) -> Geometry:
+        return replace(geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget()))
 
     def _checked(self, geometry: Geometry | PoolGeometry) -> Geometry | PoolGeometry:
         """The geometry, complete but for counted blocks.

@@ -20,7 +20,7 @@ OptionalCount = Annotated[int | None, Field(ge=1)]
 class LaunchSettings(ServiceSettings):
     """One model on this machine. What is left unset is decided by the service that owns the setting."""
 
-    model_config = SettingsConfigDict(cli_prog_name="triptych up")
+    model_config = SettingsConfigDict(cli_prog_name="triptych up", cli_shortcuts={"optimization-level": "O"})
 
     model: Annotated[
         str,
@@ -60,6 +60,16 @@ class LaunchSettings(ServiceSettings):
     pool_prompt_lens: Annotated[
         str | None, Field(description="Embedding models: tokens per row of the same shapes, as 4096,1024.")
     ] = None
+    optimization_level: Annotated[
+        int | None, Field(ge=0, le=3, description="-O: 0 eager to 3 all that the compiler can do.")
+    ] = None
+    compilation_config: Annotated[
+        str | None, Field(description="vLLM's JSON: level, candidate_compile_sizes.")
+    ] = None
+    compile_cache_dir: Annotated[Path | None, Field(description="Where compiled code is kept.")] = None
+    require_precompiled: Annotated[bool | None, Field(description="Refuse to start rather than compile.")] = (
+        None
+    )
     seed: Annotated[int | None, Field(ge=0, description="Where random numbers begin.")] = None
     log_level: Annotated[LogLevel, Field(description="Least severe level in the logs.")] = "info"
 
@@ -99,6 +109,10 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
         *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
         *_value("--dtype", settings.dtype),
         *_value("--seed", settings.seed),
+        *_value("--optimization-level", settings.optimization_level),
+        *_value("--compilation-config", settings.compilation_config),
+        *_value("--compile-cache-dir", settings.compile_cache_dir),
+        *_switch("--require-precompiled", settings.require_precompiled),
         *_value("--cpu-threads", _share_of_cores(settings.workers)),
         *_logging(settings),
     ]

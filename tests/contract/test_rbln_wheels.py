@@ -123,11 +123,11 @@ def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None
     assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.modules["vllm_rbln/envs.py"])
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down which attention operators are called, and with what."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

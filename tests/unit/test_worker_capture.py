@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker_svc.capture import Graph, NotStatic, Recorder
+from worker_svc.capture import NotStatic, Recorder
 from worker_svc.devices.base import AttentionShape
 from worker_svc.devices.cuda import CudaDevice
+from worker_svc.replay import KernelGraph, kernels_of
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 SHAPE = AttentionShape(1, 1, 4, 1.0, 0, 0.0, writes=True)
@@ -41,12 +42,12 @@ class Metadata:
     plan: float
 
 
-def record(step: Step, example: torch.Tensor) -> Graph:
+def record(step: Step, example: torch.Tensor) -> KernelGraph:
     static = example.clone()
     recorder = Recorder()
     with torch.inference_mode(), recorder:
         output = step(static)
-    return recorder.graph(Adder(), (static,), output)
+    return kernels_of(recorder.finish((static,), output), Adder())
 
 
 def views_and_kernels(x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
     static = query.clone()
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = recorder.graph(Adder(), (static,), output)
+    graph = kernels_of(recorder.finish((static,), output), Adder())
     for first, second in ((10.0, 20.0), (30.0, 40.0)):
         plans = {"a": Metadata(first), "b": Metadata(second)}
         result = graph.replay((query,), plans)

@@ -8,13 +8,10 @@ import torch
 
 from protos.errors import ConfigurationRefused, Internal
 from protos.settings import load
-from worker_svc.capture import Graph, NotStatic, Recorder
+from worker_svc.capture import NotStatic, Recorder, Recording
 from worker_svc.devices.cpu import CpuDevice
-from worker_svc.devices.cuda import CudaDevice
-from worker_svc.geometry import AttentionLayer, Geometry, GroupKind, group_layers
-from worker_svc.graphs import Graphs, Signature
-from worker_svc.runner import Runner
-from worker_svc.settings import Backend, Settings
+from worker_svc.graphs import GraphOptions, Graphs, Signature
+from worker_svc.settings import Settings
 
 DECODE = Signature("decode", 4, 1)
 TOKENS, POSITIONS = torch.arange(4), torch.arange(4)
@@ -33,17 +30,17 @@ class Tripler:
         self.calls += 1
         return (token_ids * 3 + positions)[:, None]
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         inputs, recorder = (token_ids.clone(), positions.clone()), Recorder()
         with torch.inference_mode(), recorder:
             output = self.forward(*inputs, {})
-        return recorder.graph(CudaDevice(), inputs, output)
+        return recorder.finish(inputs, output)
 
 
 class Dynamic(Tripler):
     """Its step depends on data."""
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         raise NotStatic("aten.nonzero depends on data")
 
 
@@ -56,8 +53,8 @@ class Sneaky(Tripler):
         return super().forward(token_ids, positions, plans) * int(token_ids.numpy()[0])
 
 
-def made(model: Tripler, backend: Backend = "auto", *, strict: bool = False) -> Graphs:
-    graphs = Graphs(model, backend=backend, strict=strict)
+def made(model: Tripler, level: int = 1, *, required: bool = False, strict: bool = False) -> Graphs:
+    graphs = Graphs(model, CpuDevice(), GraphOptions(level=level, required=required, strict=strict))
     graphs.make(DECODE, TOKENS, POSITIONS, {})
     graphs.finish()
     return graphs
@@ -66,7 +63,7 @@ def made(model: Tripler, backend: Backend = "auto", *, strict: bool = False) -> 
 def test_a_graph_runs_without_the_models_code() -> None:
     """Once it is made, the model is not asked any more."""
     model = Tripler()
-    graphs = made(model, "compiled", strict=True)
+    graphs = made(model, required=True, strict=True)
     before = model.calls
     assert graphs.run(DECODE, TOKENS + 1, POSITIONS, {}).flatten().tolist() == [3, 7, 11, 15]
     assert (model.calls, graphs.num_late) == (before, 0)
@@ -75,7 +72,7 @@ def test_a_graph_runs_without_the_models_code() -> None:
 def test_eager_makes_no_graphs() -> None:
     """Each step is the model's code, and nothing is ever late."""
     model = Tripler()
-    graphs = made(model, "eager", strict=True)
+    graphs = made(model, 0, strict=True)
     assert model.calls == 0
     assert graphs.run(DECODE, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
     assert (model.calls, graphs.num_late) == (1, 0)
@@ -109,25 +106,16 @@ def test_what_is_not_static_runs_as_the_models_code(model: Tripler) -> None:
     assert torch.equal(graphs.run(DECODE, TOKENS + 2, POSITIONS, {}), expected)
 
 
-@pytest.mark.parametrize(("backend", "strict"), [("compiled", False), ("auto", True)])
+@pytest.mark.parametrize(("required", "strict"), [(True, False), (False, True)])
 @pytest.mark.parametrize("model", [Dynamic(), Sneaky()], ids=["dynamic", "sneaky"])
 def test_what_is_not_static_is_refused_where_graphs_are_asked_for(
-    model: Tripler, backend: Backend, strict: bool
+    model: Tripler, required: bool, strict: bool
 ) -> None:
     """With the signature, the reason and the way out."""
     with pytest.raises(
         ConfigurationRefused, match=r"decode of 4 rows: .*depends on.* data; use --backend eager"
     ):
-        made(model, backend, strict=strict)
-
-
-def test_a_device_that_does_not_compile_says_so() -> None:
-    """Asked for graphs, it refuses; left alone, it runs without."""
-    groups = group_layers([AttentionLayer("a", 1, 1, 16, 0, torch.float32)], GroupKind.PAGED_WINDOW)
-    sizes = Geometry(32, 1, 8, 16, (1,), (3,))
-    assert CpuDevice.compiles
-    with pytest.raises(ConfigurationRefused, match="--backend eager"):
-        Runner(None, CudaDevice(), groups, sizes, backend="compiled")  # type: ignore[arg-type]
+        made(model, required=required, strict=strict)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from protos.errors import Internal
-from worker_svc.capture import Graph
+from worker_svc.capture import Recording
 from worker_svc.devices.cuda import CudaDevice
 from worker_svc.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.graphs import GraphOptions
 from worker_svc.plan import Admission, BlockCopy, DecodeWork, Growth, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
 
@@ -47,7 +48,7 @@ class Successor:
         del positions, plans
         return token_ids[:, None].float()
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         """Nobody asks for it on a device that does not compile."""
         raise NotImplementedError
 
@@ -59,7 +60,7 @@ class Successor:
 @pytest.fixture
 def runner() -> Runner:
     """Warmed up, with 1 in all of its memory."""
-    runner = Runner(Successor(), PlainDevice(), GROUPS, SIZES)
+    runner = Runner(Successor(), PlainDevice(), GROUPS, SIZES, options=GraphOptions(level=0))
     runner.warm_up(lambda *_: None)
     for tensor in runner.cache.by_layer().values():
         tensor.fill_(1)

@@ -7,6 +7,7 @@ and, whichever it is, the shapes it sees are static: prefill is one row of ``chu
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -92,6 +93,10 @@ class DeviceOptions:
     """Who compiles an NPU's graphs; see the setting of that name."""
     rbln_use_custom_kernel: bool = False
     """Whether an NPU's attention runs in Triton kernels."""
+    compile_only: bool = False
+    """Compile for a device that this machine does not have."""
+    compile_strict: bool = False
+    """Tell the device's own compiler to refuse what it would otherwise run in parts."""
 
 
 class Device(abc.ABC):
@@ -109,8 +114,22 @@ class Device(abc.ABC):
     """What the device is usually run with."""
     window_kind: ClassVar[GroupKind]
     """How the device's own kernels keep a window."""
-    compiles: ClassVar[bool] = False
-    """Whether steps run as static graphs on it, or only as the model's own Python code."""
+    default_level: ClassVar[int] = 0
+    """Of optimization, where steps are recorded (see ``graphs``); 0 where the device compiles in its own way, or not at all."""
+    weights_are_constants: ClassVar[bool] = False
+    """Whether compiled code holds the weights."""
+    compiler_packages: ClassVar[tuple[str, ...]] = ()
+    """Packages whose versions compiled code depends on, besides PyTorch, Triton and vLLM."""
+
+    has_own_compiler: ClassVar[bool] = False
+    """Whether :meth:`compile` calls a compiler, with a cache of its own in the folder that it is given."""
+
+    def use_code_folder(self, folder: Path) -> None:  # noqa: B027 - a device without such a compiler has nothing to do
+        """Where :meth:`compile` is to find and leave compiled code."""
+
+    def code_target(self) -> str:
+        """What kind of hardware compiled code is for: equal on machines that can run each other's."""
+        return self.product_name()
 
     @abc.abstractmethod
     def check_available(self) -> None:
@@ -143,7 +162,7 @@ class Device(abc.ABC):
     caches_are_inputs: ClassVar[bool] = False
     """Whether each layer's cache is a whole tensor of its own, handed to the layer with its plan: what captured graphs need."""
 
-    def check_attention(self, shape: AttentionShape) -> None:
+    def check_attention(self, shape: AttentionShape) -> None:  # noqa: B027 - a device may serve all of them
         """Does nothing if the device's kernels serve such a layer; called once for each of a model's.
 
         Raises:

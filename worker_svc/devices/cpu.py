@@ -43,7 +43,9 @@ class CpuDevice(Device):
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 32
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
-    compiles: ClassVar[bool] = True
+    default_level: ClassVar[int] = (
+        1  # generated kernels are no faster here: the CPU wheel's own leave little between them
+    )
 
     def check_available(self) -> None:
         """See the base class; the kernels themselves are loaded with vLLM and checked at the first step."""
@@ -60,6 +62,10 @@ class CpuDevice(Device):
             lines = []
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+    def code_target(self) -> str:
+        """See the base class. Code is generated for the instruction set and for a number of threads."""
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
     def free_memory(self) -> int:
         """See the base class; a container's limit counts."""

@@ -20,6 +20,7 @@ class CudaDevice(Device):
     default_chunk: ClassVar[int] = 512
     default_max_num_seqs: ClassVar[int] = 64
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
+    default_level: ClassVar[int] = 2
 
     def check_available(self) -> None:
         """See the base class."""

@@ -6,12 +6,15 @@ arguments and shapes come from the wheels of vllm-rbln 0.12.0.
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import torch
+from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused, Internal
 from worker_svc.devices import rbln_ops
@@ -27,6 +30,8 @@ from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
 from worker_svc.geometry import NULL_BLOCK, GroupKind, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
+# Tells the compiler what to compile for.
+_TARGET_VARIABLE = "RBLN_TARGET_SOC"
 # What the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
@@ -64,6 +69,9 @@ class RblnDevice(Device):
     default_max_num_seqs: ClassVar[int] = 1
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
+    has_own_compiler: ClassVar[bool] = True
+    weights_are_constants: ClassVar[bool] = True
+    compiler_packages: ClassVar[tuple[str, ...]] = ("rebel-compiler", "torch-rbln")
 
     def __init__(self, options: DeviceOptions | None = None) -> None:
         """Without options, the vendor's backend and the compiler's own kernels."""
@@ -76,6 +84,9 @@ class RblnDevice(Device):
         self._integers = torch.int32 if self.namespace == rbln_ops.TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
+        self._compile_only = options.compile_only
+        self._compile_strict = options.compile_strict
+        self._code_folder: Path | None = None
         self._scales: dict[float, torch.Tensor] = {}
 
     def check_available(self) -> None:
@@ -89,6 +100,22 @@ class RblnDevice(Device):
             raise ConfigurationRefused(
                 f"device rbln cannot be used: missing {what}; use --device cpu or cuda"
             )
+
+        if self._compile_only and _TARGET_VARIABLE not in os.environ:
+            raise ConfigurationRefused(
+                f"compiling without an NPU needs {_TARGET_VARIABLE}, for example RBLN-CA25: there is no device to ask"
+            )
+
+    def code_target(self) -> str:
+        """See the base class."""
+        kernels = "Triton kernels" if self.namespace == rbln_ops.TRITON else "compiler kernels"
+        chip = "stand-in" if self._stands_in else os.environ.get(_TARGET_VARIABLE, "this host's NPU")
+        return f"{chip}, {kernels}"
+
+    def use_code_folder(self, folder: Path) -> None:
+        """See the base class."""
+        self._code_folder = folder
+        self.backend.folder = folder
 
     def product_name(self) -> str:
         """See the base class."""
@@ -157,27 +184,40 @@ class RblnDevice(Device):
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """See the base class. One static graph a shape, with the weights in it as constants."""
-        # One callable a function: torch takes what it compiled for another with the same code and an equal backend.
-        backend: Any = functools.partial(self.backend) if self._stands_in else "rbln"
-        # A step differs from another of its signature in what its tensors hold alone; their shapes tell signatures apart.
-        options: Any = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
-        compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
+        compiled: Callable[..., torch.Tensor] | None = None
 
         def run(*arguments: Any) -> torch.Tensor:
+            nonlocal compiled
+            if compiled is None:  # only now is it known where its code is kept
+                compiled = self._compiler(function)
             try:
-                with torch._dynamo.config.patch(recompile_limit=64):
+                with dynamo.config.patch(recompile_limit=64):
                     return compiled(*arguments)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
+            except dynamo.exc.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, ConfigurationRefused):
                     raise error.inner_exception from None
                 raise
-            except torch._dynamo.exc.Unsupported as error:
+            except dynamo.exc.Unsupported as error:
                 reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
                 raise ConfigurationRefused(
                     f"device rbln: the model cannot be captured as one graph: {reason}"
                 ) from error
 
         return run
+
+    def _compiler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        # A step differs from another of its signature in what its tensors hold alone; their shapes tell signatures apart.
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        backend: Any = "rbln"
+        if self._stands_in:
+            # One callable a function: torch takes what it compiled for another with the same code and an equal backend.
+            backend = functools.partial(self.backend)
+        else:
+            mode = [("strict", self._compile_strict), ("compile_only", self._compile_only)]
+            options["mode"] = [name for name, asked in mode if asked]
+            if self._code_folder is not None:
+                options["cache_dir"] = str(self._code_folder)
+        return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002 - the interface's
         """See the base class."""

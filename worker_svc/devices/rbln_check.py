@@ -8,6 +8,7 @@ host's tensors are mere handles on the meta device.
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -24,14 +25,106 @@ from worker_svc.devices.rbln_ops import NAMESPACES
 
 # What decoder layers, norms, rotary embeddings, MLPs and output heads are made of. All of it has a result whose shape follows from shapes.
 ALLOWED_ATEN: Final = frozenset(
-    """
-    _softmax _to_copy _unsafe_view abs add addmm alias amax any arange argmax baddbmm bitwise_and bitwise_not bitwise_or bmm cat clamp
-    clamp_max clamp_min clone constant_pad_nd copy_ cos cumsum detach div embedding empty empty_like eq exp expand fill_ full full_like
-    gather ge gelu gt index index_select le lift_fresh_copy linear logical_and logical_not logical_or lt masked_fill matmul max maximum
-    mean minimum mm mul ne neg new_empty new_full new_zeros one_hot ones ones_like permute pow reciprocal relu repeat reshape rsqrt
-    scalar_tensor scatter select sigmoid silu sin slice sort split split_with_sizes sqrt squeeze stack sub sum t tanh to topk transpose
-    unbind unsqueeze view where zeros zeros_like
-    """.split()
+    [
+        "_softmax",
+        "_to_copy",
+        "_unsafe_view",
+        "abs",
+        "add",
+        "addmm",
+        "alias",
+        "amax",
+        "any",
+        "arange",
+        "argmax",
+        "baddbmm",
+        "bitwise_and",
+        "bitwise_not",
+        "bitwise_or",
+        "bmm",
+        "cat",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+        "cos",
+        "cumsum",
+        "detach",
+        "div",
+        "embedding",
+        "empty",
+        "empty_like",
+        "eq",
+        "exp",
+        "expand",
+        "fill_",
+        "full",
+        "full_like",
+        "gather",
+        "ge",
+        "gelu",
+        "gt",
+        "index",
+        "index_select",
+        "le",
+        "lift_fresh_copy",
+        "linear",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "lt",
+        "masked_fill",
+        "matmul",
+        "max",
+        "maximum",
+        "mean",
+        "minimum",
+        "mm",
+        "mul",
+        "ne",
+        "neg",
+        "new_empty",
+        "new_full",
+        "new_zeros",
+        "one_hot",
+        "ones",
+        "ones_like",
+        "permute",
+        "pow",
+        "reciprocal",
+        "relu",
+        "repeat",
+        "reshape",
+        "rsqrt",
+        "scalar_tensor",
+        "scatter",
+        "select",
+        "sigmoid",
+        "silu",
+        "sin",
+        "slice",
+        "sort",
+        "split",
+        "split_with_sizes",
+        "sqrt",
+        "squeeze",
+        "stack",
+        "sub",
+        "sum",
+        "t",
+        "tanh",
+        "to",
+        "topk",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+        "where",
+        "zeros",
+        "zeros_like",
+    ]
 )
 
 
@@ -74,12 +167,14 @@ class CheckBackend:
 
     Attributes:
         graphs: those that it has accepted, in the order in which they came.
+        folder: where to leave them as text, if anywhere.
     """
 
     def __init__(self, memory: MetaMemory) -> None:
         """With the memory of the device."""
         self._memory = memory
         self.graphs: list[fx.GraphModule] = []
+        self.folder: Path | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Checks a graph.
@@ -93,6 +188,8 @@ class CheckBackend:
         graph = _trace(module, inputs)
         check_graph(graph)
         self.graphs.append(graph)
+        if self.folder is not None:
+            (self.folder / f"graph-{len(self.graphs)}.txt").write_text(graph.code, encoding="utf-8")
         resolve = self._memory.resolve
 
         def run(*arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from protos.errors import ConfigurationRefused
-from worker_svc.capture import Graph, Recorder
+from worker_svc.capture import Recorder, Recording
 from worker_svc.devices.base import Device, RowsInput
 from worker_svc.geometry import AttentionLayer
 from worker_svc.pooling import PoolingDescription
@@ -36,6 +36,8 @@ class ModelDescription:
     """Tokens that end a sequence, ascending."""
     dtype: torch.dtype
     """Of weights and activations."""
+    quantization: str | None
+    """Of the weights, by vLLM's name."""
     layers: tuple[AttentionLayer, ...]
     """Attention layers in the model's order."""
     pooling: PoolingDescription | None
@@ -223,11 +225,10 @@ class VllmModel:
 
         self._context.attn_metadata = plans
         with override_forward_context(self._context):
-            hidden = self._run(token_ids, positions)
-        return hidden
+            return self._run(token_ids, positions)
 
     @torch.inference_mode()
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Graph:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         """Records :meth:`forward` on tensors of these shapes.
 
         Raises:
@@ -244,7 +245,7 @@ class VllmModel:
         }
         with override_forward_context(self._context), recorder:
             hidden = self._model(*inputs)
-        return recorder.graph(self._device, inputs, hidden)
+        return recorder.finish(inputs, hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -383,6 +384,7 @@ def _describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescriptio
         max_model_len=model_config.max_model_len,
         eos_token_ids=tuple(sorted(eos)),
         dtype=model_config.dtype,
+        quantization=model_config.quantization,
         layers=tuple(attention),
         pooling=pooling,
         default_sampling={name: generation[name] for name in names if generation.get(name) is not None},

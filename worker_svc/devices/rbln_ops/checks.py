@@ -1,6 +1,6 @@
 """Shapes and types that the operators' arguments must have; what a compiler would find out late, or never."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,21 +46,7 @@ def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> No
         expect("q", "of batch 1", batch == 1)
     else:
         expect("q", "of one token a row", query_len == 1)
-    tables: torch.Tensor = by_role["block_tables"]
-    in_place = "cache_seq_len" in by_role
-    if prefill:
-        expect("block_tables", "[1]" if in_place else "[partitions]", tables.dim() == 1)
-    else:
-        expect("block_tables", f"[{batch}, partitions]", tables.dim() == 2 and tables.shape[0] == batch)
-    if in_place or operator.startswith(("causal", "attention")):
-        expect("block_tables", "of one partition", tables.shape[-1] == 1)
-    for role in ("seq_idx", "cache_seq_len", "cache_offset"):
-        if role in by_role:
-            expect(role, f"[{batch}, 1]", by_role[role].shape == (batch, 1))
-    for role in _INDICES:
-        if role in by_role:
-            integers = (torch.int32,) if namespace == TRITON else (torch.int32, torch.int64)
-            expect(role, " or ".join(map(str, integers)), by_role[role].dtype in integers)
+    _check_places(namespace, operator, by_role, expect, prefill=prefill)
     if "mask" in by_role:
         mask: torch.Tensor = by_role["mask"]
         expect(
@@ -76,6 +62,33 @@ def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> No
             sinks.dim() == 2 and sinks.shape[0] == kv_heads * groups,
         )
     _check_what_has_no_reference(namespace, operator, by_role)
+
+
+def _check_places(
+    namespace: Namespace,
+    operator: str,
+    by_role: Mapping[str, Any],
+    expect: Callable[[str, str, bool], None],
+    *,
+    prefill: bool,
+) -> None:
+    """Where in the cache a step's tokens go: tables, and positions."""
+    batch = by_role["q"].shape[0]
+    tables: torch.Tensor = by_role["block_tables"]
+    in_place = "cache_seq_len" in by_role
+    if prefill:
+        expect("block_tables", "[1]" if in_place else "[partitions]", tables.dim() == 1)
+    else:
+        expect("block_tables", f"[{batch}, partitions]", tables.dim() == 2 and tables.shape[0] == batch)
+    if in_place or operator.startswith(("causal", "attention")):
+        expect("block_tables", "of one partition", tables.shape[-1] == 1)
+    for role in ("seq_idx", "cache_seq_len", "cache_offset"):
+        if role in by_role:
+            expect(role, f"[{batch}, 1]", by_role[role].shape == (batch, 1))
+    for role in _INDICES:
+        if role in by_role:
+            integers = (torch.int32,) if namespace == TRITON else (torch.int32, torch.int64)
+            expect(role, " or ".join(map(str, integers)), by_role[role].dtype in integers)
 
 
 def _check_what_has_no_reference(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> None:
