@@ -74,7 +74,7 @@ def _caches(folder: Path | None) -> list[CompileCache]:
 def _list(caches: list[CompileCache], *, as_json: bool) -> int:
     entries = []
     for cache in caches:
-        for key in cache.keys():
+        for key in cache.entries():
             try:
                 manifest = cache.read(key)
             except DamagedEntry as error:
@@ -116,7 +116,7 @@ def _mib(folder: Path, manifest: Manifest) -> float:
 def _verify(caches: list[CompileCache]) -> int:
     damaged = 0
     for cache in caches:
-        for key in cache.keys():
+        for key in cache.entries():
             try:
                 cache.verify(key)
                 print(f"{key} whole")
@@ -129,7 +129,7 @@ def _verify(caches: list[CompileCache]) -> int:
 def _prune(caches: list[CompileCache], *, days: float | None, keys: list[str]) -> int:
     unknown = set(keys)
     for cache in caches:
-        for key in cache.keys():
+        for key in cache.entries():
             reason = _reason(cache, key, days, keys)
             unknown.discard(key)
             if reason:
@@ -157,7 +157,7 @@ def _reason(cache: CompileCache, key: str, days: float | None, keys: list[str]) 
 
 
 def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int:
-    found = [(cache, key) for cache in caches for key in cache.keys() if not keys or key in keys]
+    found = [(cache, key) for cache in caches for key in cache.entries() if not keys or key in keys]
     if missing := set(keys) - {key for _, key in found}:
         raise ConfigurationRefused(
             f"there is no entry {', '.join(sorted(missing))}; triptych catalog list shows them"

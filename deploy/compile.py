@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compile(settings: CompileSettings) -> int:
     from scheduler_svc.convert import configure_to_proto, groups_from_proto, limits_from_proto
-    from scheduler_svc.deployment import Deployment
+    from scheduler_svc.deployment import Deployment, make_engine
     from scheduler_svc.settings import Settings as SchedulerSettings
     from worker_svc import convert
     from worker_svc.settings import Settings as WorkerSettings
@@ -54,7 +54,7 @@ def _compile(settings: CompileSettings) -> int:
     if description.pool_tasks:
         print("pooling models run as they are; there is nothing to compile")
         return 0
-    deployment = Deployment(scheduler_settings)
+    deployment = Deployment(scheduler_settings, make_engine(scheduler_settings))
     geometry = deployment.geometry_for(description)
     geometry.check(limits_from_proto(description), groups_from_proto(description))
     request: worker_pb2.ConfigureRequest = configure_to_proto(

@@ -185,12 +185,18 @@ class Batch:
             self._tokens[work.slot, end] = token[0]
             self._num_known[work.slot] = end + 1
 
-    def advance_decode(self, slots: Sequence[int], rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Records one more computed token and the next token (int64 [bucket]) of each row."""
-        count = len(slots)
-        real = rows[:count]
-        self._computed[real] += 1
-        self._tokens[real, self._computed[real]] = tokens[:count]
+    def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Records one more computed token and the next token (int64 [bucket]) of each row; what the device keeps of it.
+
+        Without a look at what the tensors hold, so that it can be captured: padded rows are written too, to what they were.
+        """
+        real = rows != self.padding_row
+        computed = self._computed[rows] + real
+        self._computed[rows] = computed
+        self._tokens[rows, computed] = torch.where(real, tokens, 0)
+
+    def advance_decode(self, slots: Sequence[int]) -> None:
+        """The same for what the host keeps."""
         for slot in slots:
             self._num_computed[slot] += 1
             self._num_known[slot] += 1

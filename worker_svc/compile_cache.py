@@ -80,7 +80,7 @@ class CompileCache:
         """Looks at nothing yet."""
         self.root = root
 
-    def keys(self) -> list[str]:
+    def entries(self) -> list[str]:
         """The complete entries' names."""
         if not self.root.is_dir():
             return []
@@ -131,7 +131,7 @@ class CompileCache:
     def nearest(self, fields: Mapping[str, str]) -> Manifest | None:
         """The entry that differs in the fewest fields, damaged ones left out; ``None`` if there are none."""
         found = []
-        for key in self.keys():
+        for key in self.entries():
             with contextlib.suppress(DamagedEntry):
                 if (manifest := self.read(key)) is not None:
                     found.append(manifest)

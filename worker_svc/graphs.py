@@ -111,6 +111,10 @@ class Graphs:
         """Pieces that a compiler had to be called for, because no cache had them."""
         return self._compiler.num_misses
 
+    def has(self, signature: Signature) -> bool:
+        """Whether a graph was made."""
+        return self._graphs.get(signature) is not None
+
     def run(
         self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:

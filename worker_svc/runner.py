@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from protos.errors import Internal
 from worker_svc.batch import Batch
 from worker_svc.capture import Recording
-from worker_svc.devices.base import Device, StepInput
+from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.geometry import Geometry, KvGroup
 from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.kv_cache import KvCache
@@ -44,6 +44,14 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
         ...
+
+
+@dataclass(frozen=True)
+class _DecodeStep:
+    choose: Callable[..., tuple[torch.Tensor, ...]]
+    """Of rows, int64 [bucket]: logits [bucket, vocab], the most probable tokens and the rows' positions, int64 [bucket]."""
+    advance: Callable[..., tuple[torch.Tensor, ...]]
+    """Of rows and the tokens chosen for them, int64 [bucket]."""
 
 
 class Runner:
@@ -83,6 +91,8 @@ class Runner:
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
         model.bind_caches(self.cache.by_layer())
+        self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
+        self._decode_steps: dict[int, _DecodeStep] = {}
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
@@ -110,12 +120,14 @@ class Runner:
         signatures = self.signatures()
         for done, signature in enumerate(signatures):
             progress(done, len(signatures), str(signature))
-            tokens, positions, inputs = self._padding(signature)
-            hidden = self._forward(signature, tokens, positions, inputs)
             if signature.kind == "prefill":
-                self._model.logits(hidden[:1])
+                tokens, positions, inputs = self._padding(signature)
+                self._model.logits(self._prefill_hidden(tokens, positions, inputs)[:1])
             else:
-                sample(self._model.logits(hidden), positions + 1, SamplingBatch(()))
+                rows = torch.full(
+                    (signature.batch,), self._batch.padding_row, device=self._device.torch_device
+                )
+                self._decode_step(signature.batch, rows).choose(rows)
         progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
@@ -165,7 +177,7 @@ class Runner:
 
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
-        hidden = self._forward(Signature("prefill", 1, self._geometry.chunk), tokens, positions, inputs)
+        hidden = self._prefill_hidden(tokens, positions, inputs)
         if not work.sample:
             self._batch.advance_prefill(work, None)
             return []
@@ -177,16 +189,68 @@ class Runner:
         self._batch.advance_prefill(work, token)
         return list(_outputs([work.slot], token, logits, sampling))
 
+    def _prefill_hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
+    ) -> torch.Tensor:
+        """Hidden states [chunk, hidden], from a captured step where the device captures."""
+        signature = Signature("prefill", 1, self._geometry.chunk)
+        if not (self._device.captures and self.graphs.has(signature)):
+            return self._forward(signature, tokens, positions, inputs)
+        # How many of a chunk's tokens are real is on the device too: the host's number is no part of a captured step.
+        full = [
+            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
+            for step in inputs
+        ]
+
+        def forward(
+            tokens: torch.Tensor, positions: torch.Tensor, *rest: torch.Tensor
+        ) -> tuple[torch.Tensor]:
+            given = iter(rest)
+            steps = [with_tensors(step, given) for step in full]
+            return (self._forward(signature, tokens, positions, steps),)
+
+        arguments = [tokens, positions, *(tensor for step in inputs for tensor in tensors_of(step))]
+        if self._captured_prefill is None:
+            self._captured_prefill = self._device.capture(forward, arguments)
+        (hidden,) = self._captured_prefill(*arguments)
+        return hidden
+
     def _decode(self, work: DecodeWork) -> list[Output]:
         padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
         rows = torch.tensor([*work.slots, *padding], device=self._device.torch_device)
-        tokens, positions, inputs = self._batch.decode_inputs(rows)
-        hidden = self._forward(Signature("decode", work.bucket, 1), tokens, positions, inputs)
-        logits = self._model.logits(hidden)
+        step = self._decode_step(work.bucket, rows)
+        logits, chosen, positions = step.choose(rows)
         sampling = self._batch.sampling.gather(work.slots, rows)
-        chosen = sample(logits, positions + 1, sampling)
-        self._batch.advance_decode(work.slots, rows, chosen)
+        if not sampling.is_greedy:
+            chosen = sample(logits, positions + 1, sampling)
+        step.advance(rows, chosen)
+        self._batch.advance_decode(work.slots)
         return list(_outputs(work.slots, chosen, logits, sampling))
+
+    def _decode_step(self, bucket: int, rows: torch.Tensor) -> "_DecodeStep":
+        """The two halves of a decode step, captured if steps run as graphs."""
+        if bucket in self._decode_steps:
+            return self._decode_steps[bucket]
+        signature = Signature("decode", bucket, 1)
+
+        def choose(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            logits = self._model.logits(self._forward(signature, tokens, positions, inputs))
+            return logits, logits.argmax(dim=-1), positions
+
+        def advance(rows: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            self._batch.advance_rows(rows, chosen)
+            return ()
+
+        step = _DecodeStep(choose, advance)
+        if self.graphs.has(signature):
+            padding = torch.full_like(rows, self._batch.padding_row)
+            step = _DecodeStep(
+                self._device.capture(choose, [padding]),
+                self._device.capture(advance, [padding, torch.zeros_like(rows)]),
+            )
+        self._decode_steps[bucket] = step
+        return step
 
     def _padding(self, signature: Signature) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """The inputs of a step of padding alone."""

@@ -81,6 +81,11 @@ class SamplingBatch:
     top_p: torch.Tensor | None = None
     largest_top_k: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each row takes the most probable token."""
+        return self.temperature is None
+
 
 def sample(logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Chooses one token a row.

@@ -98,7 +98,8 @@ def test_sampled_tokens_stay_and_advance(batch: Batch) -> None:
     batch.check(DecodeWork((0,), (8,), 1))
     rows = torch.tensor([0])
     assert batch.decode_inputs(rows)[0].tolist() == [42]
-    batch.advance_decode((0,), rows, torch.tensor([43]))
+    batch.advance_rows(rows, torch.tensor([43]))
+    batch.advance_decode((0,))
     batch.check(DecodeWork((0,), (9,), 1))
     assert batch.decode_inputs(rows)[0].tolist() == [43]
 

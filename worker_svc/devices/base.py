@@ -5,8 +5,8 @@ and, whichever it is, the shapes it sees are static: prefill is one row of ``chu
 """
 
 import abc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -48,6 +48,18 @@ class InPlaceInput:
     """int32 [rows, 1]: each row's block. Padded rows: the null block."""
     query_len: int
     """Tokens of each row in this step, padding included: the chunk, or 1."""
+
+
+def tensors_of(step: "AttentionInput | InPlaceInput") -> list[torch.Tensor]:
+    """What of an input is on the device."""
+    values = (getattr(step, each.name) for each in fields(step))
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def with_tensors(step: "StepInput", tensors: Iterator[torch.Tensor]) -> "StepInput":
+    """The input with others in their place."""
+    names = [each.name for each in fields(step) if isinstance(getattr(step, each.name), torch.Tensor)]
+    return replace(step, **{name: next(tensors) for name in names})
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,25 @@ class Device(abc.ABC):
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The function as the device runs it: unless a device says otherwise, as it is."""
+        return function
+
+    captures: ClassVar[bool] = False
+    """Whether :meth:`capture` makes a difference."""
+
+    def capture(
+        self,
+        function: Callable[..., tuple[torch.Tensor, ...]],
+        examples: Sequence[torch.Tensor],  # noqa: ARG002 - for devices that run it ahead
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """The function, as quick to call as the device can make it.
+
+        Args:
+            function: of tensors. It waits for nothing on the device, and what it does depends on shapes alone.
+            examples: arguments; it may be called on them a few times.
+
+        Returns:
+            A function of arguments of the same shapes. Its results are valid until the next call of any captured function.
+        """
         return function
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:

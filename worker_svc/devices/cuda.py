@@ -1,5 +1,6 @@
 """NVIDIA GPUs: gathered attention for now; correct, not yet fast."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -8,6 +9,9 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices import gathered, in_place
 from worker_svc.devices.base import AttentionShape, Device, InPlaceInput, StepInput
 from worker_svc.geometry import GroupKind, KvGroup
+
+# Kernels that are compiled or tuned when they are first called must be called before they can be captured.
+_RUNS_BEFORE_CAPTURE = 2
 
 
 class CudaDevice(Device):
@@ -21,6 +25,11 @@ class CudaDevice(Device):
     default_max_num_seqs: ClassVar[int] = 64
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
     default_level: ClassVar[int] = 2
+    captures: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        """Allocates nothing yet."""
+        self._pool: Any = None  # torch says so: its type is private
 
     def check_available(self) -> None:
         """See the base class."""
@@ -36,6 +45,39 @@ class CudaDevice(Device):
     def free_memory(self) -> int:
         """See the base class."""
         return torch.cuda.mem_get_info()[0]
+
+    def capture(
+        self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """See the base class: one CUDA graph. All of them share the memory of what they compute on the way."""
+        arguments = [tensor.clone() for tensor in examples]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_RUNS_BEFORE_CAPTURE):
+                function(*arguments)
+        torch.cuda.current_stream().wait_stream(aside)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results = function(*arguments)
+
+        def replay(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            for argument, tensor in zip(arguments, tensors, strict=True):
+                if argument is not tensor:
+                    argument.copy_(tensor, non_blocking=True)
+            graph.replay()
+            return results
+
+        return replay
+
+    def code_target(self) -> str:
+        """See the base class."""
+        major, minor = torch.cuda.get_device_capability()
+        return (
+            f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        )
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class."""
