@@ -59,7 +59,8 @@ def tensors_of(step: "AttentionInput | InPlaceInput") -> list[torch.Tensor]:
 def with_tensors(step: "StepInput", tensors: Iterator[torch.Tensor]) -> "StepInput":
     """The input with others in their place."""
     names = [each.name for each in fields(step) if isinstance(getattr(step, each.name), torch.Tensor)]
-    return replace(step, **{name: next(tensors) for name in names})
+    given: dict[str, Any] = {name: next(tensors) for name in names}
+    return replace(step, **given)
 
 
 @dataclass(frozen=True)
