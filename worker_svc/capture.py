@@ -81,9 +81,11 @@ class _Attention:
     value: torch.Tensor | None
     cache: torch.Tensor
     output: torch.Tensor
+    sinks: torch.Tensor | None = None
+    """A weight: it stays where it is."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it reads or writes, but for the cache."""
+        """All that it reads or writes, but for cache and sinks."""
         for tensor in (self.query, self.key, self.value, self.output):
             if tensor is not None:
                 yield tensor
@@ -113,9 +115,10 @@ class Recorder(TorchDispatchMode):
         value: torch.Tensor | None,
         cache: torch.Tensor,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Records a call of the device's attention; arguments are those of ``Device.attend``. What it would write is left undefined."""
-        self._calls.append(_Attention(layer, shape, query, key, value, cache, output))
+        self._calls.append(_Attention(layer, shape, query, key, value, cache, output, sinks))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -167,7 +170,7 @@ class Recorder(TorchDispatchMode):
                 )
                 assert query is not None
                 assert out is not None
-                bound = device.bind_attention(call.shape, query, key, value, call.cache, out)
+                bound = device.bind_attention(call.shape, query, key, value, call.cache, out, call.sinks)
                 segments.append(_Segment(tuple(kernels), call.layer, bound))
                 kernels = []
             else:
