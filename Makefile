@@ -30,10 +30,10 @@ help: ## Show this list
 serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
-test: $(STAMPS)/dev models ## Run every test but those of the containers
+test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run every test but those of the containers
 	@$(BIN)/python -m pytest -m "not compose" $(ARGS)
 
-test-unit: $(STAMPS)/dev ## Run the tests that start no model
+test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
 	@$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
@@ -61,7 +61,7 @@ models: $(STAMPS)/serve ## Fetch the demo models that the tests need
 	@$(BIN)/triptych models fetch gemma3-270m
 	@$(BIN)/triptych models fetch minilm
 
-env: $(STAMPS)/dev ## Make the environment for development
+env: $(STAMPS)/dev $(STAMPS)/interpreter ## Make the environment for development
 
 clean: ## Remove the environment and caches (not fetched models)
 	rm -rf $(VENV) build dist run .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
@@ -96,4 +96,9 @@ $(STAMPS)/serve: $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt pyproject.toml $(
 
 $(STAMPS)/dev: $(LOCKS)/dev.txt $(STAMPS)/serve
 	$(call install,Tools for tests and checks,-r $(LOCKS)/dev.txt)
+	@touch $@
+
+# In a folder of its own, which tests/conftest.py puts on the path: in the environment every worker would import it with vLLM, for nothing.
+$(STAMPS)/interpreter: $(LOCKS)/interpreter.txt $(STAMPS)/dev
+	$(call install,Triton for its interpreter (200 MB),--upgrade --target $(VENV)/interpreter -r $<)
 	@touch $@

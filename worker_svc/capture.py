@@ -78,9 +78,11 @@ class Attention:
     value: torch.Tensor | None
     cache: torch.Tensor
     output: torch.Tensor
+    sinks: torch.Tensor | None = None
+    """A weight: it stays where it is."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it reads or writes, but for the cache."""
+        """All that it reads or writes, but for cache and sinks."""
         for tensor in (self.query, self.key, self.value, self.output):
             if tensor is not None:
                 yield tensor
@@ -111,9 +113,10 @@ class Recorder(TorchDispatchMode):
         value: torch.Tensor | None,
         cache: torch.Tensor,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Records a call of the device's attention; arguments are those of ``Device.attend``. What it would write is left undefined."""
-        call = Attention(layer, shape, query, key, value, cache, output)
+        call = Attention(layer, shape, query, key, value, cache, output, sinks)
         self._calls.append(call)
         self._trace.append(call)
 

@@ -137,6 +137,6 @@ def _attend(call: Attention, device: Device, place: Callable[[torch.Tensor], int
         assert out is not None
         k = None if key is None else values[key]
         v = None if value is None else values[value]
-        device.attend(call.shape, q, k, v, call.cache, plan, out)
+        device.attend(call.shape, q, k, v, call.cache, plan, out, call.sinks)
 
     return _Attend(call.layer, attend)

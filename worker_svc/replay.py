@@ -49,7 +49,7 @@ def kernels_of(recording: Recording, device: Device) -> "KernelGraph":
             )
             assert query is not None
             assert out is not None
-            bound = device.bind_attention(call.shape, query, key, value, call.cache, out)
+            bound = device.bind_attention(call.shape, query, key, value, call.cache, out, call.sinks)
             segments.append(_Segment(tuple(kernels), call.layer, bound))
             kernels = []
         else:

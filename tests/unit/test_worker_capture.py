@@ -32,6 +32,7 @@ class Adder(CudaDevice):
         cache: torch.Tensor,
         plan: Any,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         torch.add(query, plan, out=output)
         cache += 1

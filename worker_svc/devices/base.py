@@ -96,6 +96,8 @@ class AttentionShape:
     """False where the layer reads another layer's cache."""
     causal: bool = True
     """Whether a token sees only itself and those before it."""
+    sinks: bool = False
+    """Whether each head has a learned score that joins the softmax's denominator, as in gpt-oss; these come with each call."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,7 @@ class Device(abc.ABC):
         cache: torch.Tensor,
         plan: Any,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Writes keys and values to the cache, then attends.
 
@@ -252,6 +255,7 @@ class Device(abc.ABC):
             cache: the layer's cache, of :meth:`cache_shape`.
             plan: what :meth:`plan` made of this step.
             output: [tokens, heads, head_size], written in place.
+            sinks: float32 [heads], scores of what is attended to and has no value; ``None`` for a layer without.
         """
 
     def bind_attention(
@@ -262,11 +266,12 @@ class Device(abc.ABC):
         value: torch.Tensor | None,
         cache: torch.Tensor,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> Callable[[Any], None]:
         """:meth:`attend` with all of its tensors fixed, for graphs; the result is called with each step's plan."""
 
         def attend(plan: Any) -> None:
-            self.attend(shape, query, key, value, cache, plan, output)
+            self.attend(shape, query, key, value, cache, plan, output, sinks)
 
         return attend
 
@@ -282,7 +287,7 @@ class Device(abc.ABC):
         """Attends within each row, without a cache.
 
         Args:
-            shape: the layer; without a softcap, and without a window unless it is causal.
+            shape: the layer; without a softcap or sinks, and without a window unless it is causal.
             query: [rows * row_len, heads, head_size].
             key: [rows * row_len, kv_heads, head_size].
             value: like ``key``.

@@ -124,13 +124,14 @@ class CpuDevice(Device):
         cache: torch.Tensor,
         plan: Any,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See the base class."""
         if isinstance(plan, in_place.InPlacePlan):
-            in_place.attend(shape, query, key, value, cache, plan, output)
+            in_place.attend(shape, query, key, value, cache, plan, output, sinks)
             return
         keys, values = cache.chunk(2, dim=2)
-        _attend_paged(shape, query, key, value, keys, values, plan, output)
+        _attend_paged(shape, query, key, value, keys, values, plan, output, sinks)
 
     def bind_attention(
         self,
@@ -140,14 +141,15 @@ class CpuDevice(Device):
         value: torch.Tensor | None,
         cache: torch.Tensor,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> Callable[[Any], None]:
         """See the base class."""
         if cache.dim() != _PAGED_DIMS:
-            return super().bind_attention(shape, query, key, value, cache, output)
+            return super().bind_attention(shape, query, key, value, cache, output, sinks)
         keys, values = cache.chunk(2, dim=2)
 
         def attend(plan: _Plan) -> None:
-            _attend_paged(shape, query, key, value, keys, values, plan, output)
+            _attend_paged(shape, query, key, value, keys, values, plan, output, sinks)
 
         return attend
 
@@ -161,6 +163,7 @@ def _attend_paged(
     values: torch.Tensor,
     plan: _Plan,
     output: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Like ``Device.attend``, with the two halves of the cache."""
     step = plan.step
@@ -175,8 +178,7 @@ def _attend_paged(
         query, keys, values, output, step.query_start, step.seq_lens, shape.scale,
         True,  # causal
         None,  # no ALiBi
-        shape.window or -1, step.block_table, shape.softcap, plan.schedule,
-        None,  # no sinks
+        shape.window or -1, step.block_table, shape.softcap, plan.schedule, sinks,
         None,  # no per-request causality
         1.0, 1.0, "auto",
     )  # fmt: skip

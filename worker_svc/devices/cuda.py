@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: gathered attention for now; correct, not yet fast."""
+"""NVIDIA GPUs: paged attention in Triton kernels of our own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices import gathered, in_place
+from worker_svc.devices import in_place
 from worker_svc.devices.base import AttentionShape, Device, InPlaceInput, StepInput
 from worker_svc.geometry import GroupKind, KvGroup
 
@@ -80,17 +80,20 @@ class CudaDevice(Device):
         )
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class."""
+        """See the base class. Within a block each head's keys lie together, then each head's values: a tile of them is one piece."""
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)
         layer = group.layers[0]
-        return (num_blocks, 2, block_size, layer.num_kv_heads, layer.head_size)
+        return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
-        """See the base class."""
+        """See the base class. Plans are made of tensors alone, of shapes that do not vary."""
         if isinstance(step, InPlaceInput):
             return in_place.InPlacePlan.of(group, step)
-        return gathered.GatheredPlan.of(step)
+        # Imported where there is a GPU: elsewhere Triton is missing, or costs a second for nothing.
+        from worker_svc.devices.triton_attention import TritonPlan
+
+        return TritonPlan.of(step)
 
     def attend(
         self,
@@ -101,9 +104,12 @@ class CudaDevice(Device):
         cache: torch.Tensor,
         plan: Any,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See the base class."""
         if isinstance(plan, in_place.InPlacePlan):
-            in_place.attend(shape, query, key, value, cache, plan, output)
+            in_place.attend(shape, query, key, value, cache, plan, output, sinks)
             return
-        gathered.attend(shape, query, key, value, cache, plan, output)
+        from worker_svc.devices import triton_attention
+
+        triton_attention.attend(shape, query, key, value, cache.transpose(2, 3), plan, output, sinks)

@@ -36,6 +36,7 @@ def attend(
     cache: torch.Tensor,
     plan: GatheredPlan,
     output: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Like ``Device.attend``, with a cache of shape [blocks, 2, block_size, kv_heads, head_size]."""
     step, block_size = plan.step, cache.shape[2]
@@ -54,8 +55,8 @@ def attend(
     context = context.masked_fill(unseen[:, None, None, :, None], 0)
     rows, query_len = plan.positions.shape
     queries = query.view(rows, query_len, shape.num_heads, shape.head_size).transpose(1, 2)
-    if shape.softcap:
-        attended = attention(shape, queries, context, mask)
+    if shape.softcap or sinks is not None:
+        attended = attention(shape, queries, context, mask, sinks)
     else:
         attended = functional.scaled_dot_product_attention(
             queries, context[:, 0], context[:, 1], attn_mask=mask[:, None],
@@ -66,7 +67,11 @@ def attend(
 
 
 def attention(
-    shape: AttentionShape, query: torch.Tensor, context: torch.Tensor, mask: torch.Tensor
+    shape: AttentionShape,
+    query: torch.Tensor,
+    context: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over keys and values that lie side by side, in two products of matrices, one matrix a row and key head.
 
@@ -77,6 +82,7 @@ def attention(
         query: [rows, heads, query_len, head_size].
         context: [rows, 2, kv_heads, context, head_size], keys and values.
         mask: bool [rows, query_len, context], what each token sees.
+        sinks: float32 [heads] or ``None``; see ``Device.attend``.
 
     Returns:
         Like ``query``.
@@ -88,6 +94,11 @@ def attention(
     if shape.softcap:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     scores = scores.unflatten(2, (groups, -1)).masked_fill(~mask[:, None, None], -torch.inf)
-    attended = scores.softmax(dim=-1).flatten(2, 3) @ values
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        columns = sinks.float().view(-1, groups, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, columns), dim=-1).softmax(dim=-1)[..., :-1]
+    attended = weights.flatten(2, 3) @ values
     result: torch.Tensor = attended.unflatten(2, (groups, -1)).flatten(1, 2).to(query.dtype)
     return result

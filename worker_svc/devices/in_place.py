@@ -68,6 +68,7 @@ def attend(
     cache: torch.Tensor,
     plan: InPlacePlan,
     output: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Like ``Device.attend``, with a cache of :func:`cache_shape`.
 
@@ -86,6 +87,7 @@ def attend(
         query.view(rows, query_len, shape.num_heads, shape.head_size).transpose(1, 2),
         context,
         plan.mask,
+        sinks,
     )
     attended = attended.transpose(1, 2).masked_fill(~plan.real[:, :, None, None], 0)
     output.copy_(attended.reshape(output.shape))

@@ -138,6 +138,8 @@ class RblnDevice(Device):
             "layers that read another layer's KV cache": not shape.writes,
             f"heads of {shape.head_size} elements": shape.head_size not in _HEAD_SIZES,
             "attention that looks ahead": not shape.causal,
+            "attention sinks with RBLN_USE_CUSTOM_KERNEL=1": shape.sinks
+            and self.namespace == rbln_ops.TRITON,
         }
         for what, asked in unserved.items():
             if asked:
@@ -259,6 +261,7 @@ class RblnDevice(Device):
         cache: torch.Tensor,
         plan: RblnPlan,
         output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph."""
         assert key is not None
@@ -288,6 +291,7 @@ class RblnDevice(Device):
                 "block_tables": plan.block_tables,
                 "window_size": shape.window,
                 "is_causal": True,
+                "sinks": None if sinks is None else sinks[:, None],
             },
         )
         attended = attended.view(rows, shape.num_heads, query_len, shape.head_size).transpose(1, 2)

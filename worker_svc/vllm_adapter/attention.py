@@ -74,7 +74,6 @@ class TriptychAttention(AttentionImpl):
         """
         unserved = {
             "ALiBi": alibi_slopes is not None,
-            "attention sinks": sinks is not None,
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype != "auto",
             f"{attn_type} attention": attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
             "windows that look both ways": attn_type == AttentionType.ENCODER_ONLY and bool(sliding_window),
@@ -95,7 +94,14 @@ class TriptychAttention(AttentionImpl):
             softcap=float(logits_soft_cap or 0),
             writes=kv_sharing_target_layer_name is None,
             causal=attn_type == AttentionType.DECODER,
+            sinks=sinks is not None,
         )
+        self.sinks = sinks
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002 - vLLM's interface
+        """Kernels take sinks in float32."""
+        if self.sinks is not None:
+            self.sinks = self.sinks.detach().float()
 
     def forward(
         self,
@@ -113,7 +119,7 @@ class TriptychAttention(AttentionImpl):
         del output_scale, output_block_scale  # only set by a fusion that we leave off
         if isinstance(attn_metadata, RecordedAttention):
             attn_metadata.recorder.attend(
-                attn_metadata.layer, self.shape, query, key, value, kv_cache, output
+                attn_metadata.layer, self.shape, query, key, value, kv_cache, output, self.sinks
             )
             return output
         if isinstance(attn_metadata.plan, RowsInput):
@@ -122,5 +128,6 @@ class TriptychAttention(AttentionImpl):
             attn_metadata.device.attend_rows(self.shape, query, key, value, attn_metadata.plan, output)
             return output
         cache = kv_cache if attn_metadata.cache is None else attn_metadata.cache
-        attn_metadata.device.attend(self.shape, query, key, value, cache, attn_metadata.plan, output)
+        plan = attn_metadata.plan
+        attn_metadata.device.attend(self.shape, query, key, value, cache, plan, output, self.sinks)
         return output

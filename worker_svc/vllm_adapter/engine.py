@@ -348,7 +348,7 @@ def _describe_pooling(
         raise ConfigurationRefused(f"{what} pools by {method}, which is not served yet")
     for name, layer in layers.items():
         shape = getattr(getattr(layer, "impl", None), "shape", None)
-        if shape is None or shape.softcap or not shape.writes:
+        if shape is None or shape.softcap or shape.sinks or not shape.writes:
             raise ConfigurationRefused(f"{what}: pooling layers like {name} are not served yet")
     normalize = head.activation is not None and model_config.pooler_config.use_activation is not False
     size = getattr(model_config, "embedding_size", None) or model_config.get_hidden_size()

@@ -1,0 +1,162 @@
+"""Paged attention on GPUs: the kernels, in Triton; ``triton_attention`` launches them.
+
+One kernel attends for chunks and for decode steps. A program has a tile of consecutive queries of one row, each with all the heads that
+share a key head: matrix products then have rows enough in decode steps too, and keys and values are read once for all of these heads.
+Splits of the context (flash-decoding, https://pytorch.org/blog/flash-decoding/) fill a GPU that has more processors than the step has
+tiles; they divide what a row really holds, so that the grid is static and yet no program is without work for long.
+
+Whatever varies from step to step is read on the device: a launch can be captured in a CUDA graph and replayed on other lengths.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def write_kernel(
+    key, value, cache, slots, key_token, key_head, value_token, value_head, cache_block, cache_half, cache_token, cache_head,
+    HEAD_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Puts one token's keys and values, those of all heads, in its slot. Grid: tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    element = tl.arange(0, ELEMENTS)
+    head, dim = element // HEAD_SIZE, element % HEAD_SIZE
+    there = element < KV_HEADS * HEAD_SIZE
+    target = (
+        cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + head * cache_head + dim
+    )
+    keys = tl.load(key + token * key_token + head * key_head + dim, mask=there)
+    tl.store(target, keys, mask=there)
+    values = tl.load(value + token * value_token + head * value_head + dim, mask=there)
+    tl.store(target + cache_half, values, mask=there)
+
+
+@triton.jit(do_not_specialize_on_alignment=["seq_lens", "query_start", "table", "slots"])
+def attend_kernel(
+    query, cache, output, partial, maxima, sums, seq_lens, query_start, table, slots, sinks, scale, softcap,
+    query_token, query_head, output_token, output_head, cache_block, cache_half, cache_token, cache_head, table_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    QUERIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries over one split of what they see. Grid: rows * tiles, kv_heads, SPLITS.
+
+    Row r of a tile's matrices is head ``r % GROUP`` of query ``r // GROUP``, of QUERIES queries; the rest of the M rows is empty. Keys
+    come N at a time; D is HEAD_SIZE rounded up. With one split the result goes to ``output``, else sums go to ``partial``
+    [tokens, HEADS, SPLITS, D], ``maxima`` and ``sums`` [tokens, HEADS, SPLITS], all float32.
+    """
+    TILES: tl.constexpr = (QUERY_LEN + QUERIES - 1) // QUERIES  # noqa: N806 - a constant
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile // TILES
+    # The longest tiles of a chunk are its last; they start first.
+    first = (TILES - 1 - tile % TILES) * QUERIES
+    seq_len = tl.load(seq_lens + row)
+    count = tl.load(query_start + row + 1) - tl.load(query_start + row)
+    # A row that is written to the null block is padding altogether.
+    count = tl.where(tl.load(slots + row * QUERY_LEN) < BLOCK_SIZE, 0, count)
+
+    place = tl.arange(0, M)
+    index, head = first + place // GROUP, kv_head * GROUP + place % GROUP
+    inside = (place < QUERIES * GROUP) & (index < QUERY_LEN)
+    real = inside & (index < count)
+    dim = tl.arange(0, D)
+    token = (row * QUERY_LEN + index).to(tl.int64)
+    queries = tl.load(
+        query + (token * query_token + head * query_head)[:, None] + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0,
+    )  # fmt: skip
+
+    # Keys that any of the queries sees, in tiles of N, of which each split has as many.
+    start = seq_len - count
+    position = start + index
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(start + first - WINDOW + 1, 0)
+    end = tl.where(first < count, start + tl.minimum(first + QUERIES, count), 0)
+    first_tile = begin // N
+    share = tl.cdiv(tl.cdiv(end, N) - first_tile, SPLITS)
+    low = (first_tile + split * share) * N
+    high = tl.minimum(low + share * N, end)
+
+    largest = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if SINKS:
+        # A score that is attended to and has no value; one of the splits has it.
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(split == 0, 1.0, total)
+    sum_ = tl.zeros([M, D], tl.float32)
+    lane = tl.arange(0, N)
+    states = cache + kv_head * cache_head
+    blocks = table + row * table_row
+    for key in range(low, high, N):
+        at = key + lane
+        if BLOCK_SIZE % N == 0:
+            block = tl.load(blocks + key // BLOCK_SIZE).to(tl.int64)
+            offset = block * cache_block + (key % BLOCK_SIZE + lane) * cache_token
+        else:
+            block = tl.load(blocks + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
+            offset = block * cache_block + at % BLOCK_SIZE * cache_token
+        # What nobody sees may be another request's by now, or NaN.
+        there = ((at >= begin) & (at < end))[:, None]
+        if HEAD_SIZE != D:
+            there = there & (dim < HEAD_SIZE)[None, :]
+        source = states + offset[:, None] + dim[None, :]
+        keys = tl.load(source, mask=there, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if SOFTCAP:
+            # tanh(x) is 1 - 2 / (exp(2 x) + 1).
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / softcap)) + 1.0))
+        seen = at[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores * _LOG2E, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        # A query behind whose window the whole tile lies has seen nothing yet.
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(largest - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        values = tl.load(source + cache_half, mask=there, other=0.0)
+        sum_ = sum_ * rescale[:, None]
+        sum_ = tl.dot(weights.to(values.dtype), values, sum_, input_precision="ieee")
+        largest = larger
+
+    if SPLITS == 1:
+        result = tl.where(real[:, None], sum_ / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
+        tl.store(
+            output + (token * output_token + head * output_head)[:, None] + dim[None, :],
+            result.to(output.dtype.element_ty),
+            mask=inside[:, None] & (dim < HEAD_SIZE)[None, :],
+        )
+    else:
+        part = (token * HEADS + head) * SPLITS + split
+        worked = real & (low < high)
+        tl.store(maxima + part, tl.where(worked, largest, float("-inf")), mask=inside)
+        tl.store(sums + part, tl.where(worked, total, 0.0), mask=inside)
+        tl.store(partial + part[:, None] * D + dim[None, :], sum_, mask=worked[:, None])
+
+
+@triton.jit
+def combine_kernel(
+    partial, maxima, sums, output, output_token, output_head,
+    HEAD_SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Adds up one head's splits. Grid: tokens, heads. PARTS is SPLITS rounded up; for the rest see :func:`attend_kernel`."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, dim = tl.arange(0, PARTS), tl.arange(0, D)
+    part = (token * tl.num_programs(1) + head) * SPLITS + split
+    largest = tl.load(maxima + part, mask=split < SPLITS, other=float("-inf"))
+    total = tl.load(sums + part, mask=split < SPLITS, other=0.0)
+    worked = total > 0.0
+    shift = tl.max(tl.where(worked, largest, float("-inf")), 0)
+    factor = tl.where(worked, tl.exp2(largest - tl.where(shift == float("-inf"), 0.0, shift)), 0.0)
+    sum_ = tl.load(partial + part[:, None] * D + dim[None, :], mask=worked[:, None], other=0.0)
+    sum_ = tl.sum(sum_ * factor[:, None], 0)
+    total = tl.sum(total * factor, 0)
+    result = sum_ / tl.where(total == 0.0, 1.0, total)
+    target = output + token * output_token + head * output_head + dim
+    tl.store(target, result.to(output.dtype.element_ty), mask=dim < HEAD_SIZE)
