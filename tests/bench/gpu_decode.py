@@ -1,0 +1,227 @@
+"""Decode steps of a 1B model on a GPU, in-process and through the three services, against the memory's bandwidth.
+
+``python -m tests.bench.gpu_decode [--quick] [--no-services]``, on a machine with a CUDA GPU. The shape is Llama 3.2 1B's, the weights are
+made up. For each batch (1, 8, 32, 128) and context (200 and 2,000 tokens): the median time of a decode step from the plan to the tokens on
+the host, and the floor, which is what reading the weights and the batch's keys and values takes at the bandwidth that this GPU is measured
+to have. Through the services the same batch is asked for over HTTP, streamed, and a step is the time between two of a stream's tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.bench.report import report
+from worker_svc.geometry import Geometry
+from worker_svc.plan import Admission, DecodeWork, Plan, PrefillWork, Sampling
+from worker_svc.settings import Settings
+from worker_svc.worker import Worker
+
+BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
+BLOCK, MAX_LEN, CHUNK = 128, 2560, 512
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True, "dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
+    "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+WEIGHT_BYTES = 2 * 1_235_814_400
+KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 8 * 64
+
+
+def bandwidth() -> float:
+    """Bytes a second that a sum over 4 GiB reads, the best of several runs."""
+    data = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
+    best = 0.0
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        data.sum(dtype=torch.float32)
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, data.nbytes / start.elapsed_time(end) * 1e3)
+    return best
+
+
+def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], steps: int) -> dict[str, float]:
+    """Median milliseconds a decode step, by ``b<batch>_c<context>``."""
+    worker = Worker(Settings(model=str(folder), device="cuda", load_format="dummy", kv_memory=24))
+    worker.prepare()
+    blocks = 1 + max(batches) * (MAX_LEN // BLOCK)
+    worker.configure(
+        Geometry(MAX_LEN, max(batches), CHUNK, BLOCK, tuple(batches), (blocks,)),
+        lambda phase, done, total, what: print(phase, done, total, what, file=sys.stderr),
+    )
+    times: dict[str, float] = {}
+    number = 0
+    for batch in batches:
+        for context in contexts:
+            width = -(-(context + steps + 1) // BLOCK)
+            known = tuple(range(100, 100 + context))
+            for slot in range(batch):
+                ids = range(1 + slot * width, 1 + (slot + 1) * width)
+                admission = Admission(slot, known, context - 1, Sampling(temperature=0.0), {0: tuple(ids)})
+                worker.execute(
+                    Plan(
+                        number := number + 1, admit=[admission], work=PrefillWork(slot, context - 1, 1, True)
+                    )
+                )
+            taken = []
+            for step in range(steps):
+                plan = Plan(
+                    number := number + 1, work=DecodeWork(range(batch), [context + step] * batch, batch)
+                )
+                started = time.perf_counter()
+                worker.execute(plan)
+                taken.append(time.perf_counter() - started)
+            times[f"b{batch}_c{context}"] = statistics.median(taken[2:]) * 1e3
+            worker.execute(Plan(number := number + 1, release=list(range(batch))))
+    return times
+
+
+async def _stream(base: str, prompt: list[int], count: int, arrivals: list[float]) -> None:
+    import httpx
+
+    body = {
+        "model": "bench", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    async with (
+        httpx.AsyncClient(timeout=300) as client,
+        client.stream("POST", f"{base}/v1/completions", json=body) as response,
+    ):
+        response.raise_for_status()
+        arrivals.extend(
+            [time.perf_counter() async for line in response.aiter_lines() if line.startswith("data: {")]
+        )
+
+
+async def _load(base: str, batch: int, context: int, count: int) -> float:
+    """Milliseconds between two tokens of a stream, the median over the time in which all streams run."""
+    arrivals: list[list[float]] = [[] for _ in range(batch)]
+    await asyncio.gather(
+        *(
+            _stream(
+                base, [(7 * index + position) % 40_000 + 100 for position in range(context)], count, times
+            )
+            for index, times in enumerate(arrivals)
+        )
+    )
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    gaps = [
+        (inside[-1] - inside[0]) / (len(inside) - 1)
+        for times in arrivals
+        if len(inside := [at for at in times if begin <= at <= end]) > 1
+    ]
+    return statistics.median(gaps) * 1e3
+
+
+def through_services(
+    folder: Path, batches: Sequence[int], contexts: Sequence[int], count: int
+) -> dict[str, float]:
+    """The same through gateway, scheduler and worker."""
+    port, run_dir = 18000, folder / "run"
+    environment = {
+        **os.environ,
+        "TRIPTYCH_LOAD_FORMAT": "dummy",
+        "TRIPTYCH_KV_MEMORY": "24",
+        "TRIPTYCH_DECODE_BUCKET_STRATEGY": "manual",
+        "TRIPTYCH_DECODE_BUCKETS": ",".join(map(str, batches)),
+    }
+    command = [
+        sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), "--device", "cuda", "--port", str(port),
+        "--served-model-name", "bench", "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(max(batches)),
+        "--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK), "--run-dir", str(run_dir),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            if "curl " in line:
+                break
+        else:
+            raise RuntimeError("the stack ended without serving")
+        base = f"http://127.0.0.1:{port}"
+        asyncio.run(_load(base, 1, 200, 16))
+        return {
+            f"b{batch}_c{context}": asyncio.run(_load(base, batch, context, count))
+            for batch in batches
+            for context in contexts
+        }
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def model_folder(parent: Path, tokenizer: Path | None) -> Path:
+    """A folder with the configuration and, for the gateway, some tokenizer."""
+    folder = parent / "llama-1b-dummy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    if tokenizer is not None:
+        for path in tokenizer.glob("*token*"):
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / "generation_config.json").write_text('{"eos_token_id": 128001}')
+    return folder
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--services",
+        type=Path,
+        metavar="TOKENIZER",
+        help="also through the services, with this folder's tokenizer",
+    )
+    arguments = parser.parse_args()
+    batches: Sequence[int] = (1, 32) if arguments.quick else BATCHES
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model_folder(Path(scratch), arguments.services)
+        speed = bandwidth()
+        torch.cuda.empty_cache()
+        inside = in_process(folder, batches, CONTEXTS, 20 if arguments.quick else 60)
+        floors = {
+            f"b{batch}_c{context}": (WEIGHT_BYTES + batch * context * KV_BYTES_PER_TOKEN) / speed * 1e3
+            for batch in batches
+            for context in CONTEXTS
+        }
+        torch.cuda.empty_cache()
+        outside: dict[str, float] = {}
+        if arguments.services is not None:
+            outside = through_services(folder, batches, CONTEXTS, 40 if arguments.quick else 120)
+    print(f"{'':12}{'floor':>10}{'step':>10}{'floor/step':>12}{'served':>10}{'served/step':>12}")
+    ratios: dict[str, float] = {}
+    for name, step in inside.items():
+        ratios[f"floor_over_step_{name}"] = floors[name] / step
+        line = f"{name:12}{floors[name]:8.2f}ms{step:8.2f}ms{floors[name] / step:12.2f}"
+        if name in outside:
+            ratios[f"served_over_step_{name}"] = outside[name] / step
+            line += f"{outside[name]:8.2f}ms{outside[name] / step:12.2f}"
+        print(line)
+    figures: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "bandwidth_tb_s": round(speed / 1e12, 3),
+        "step_ms": inside, "floor_ms": floors, "served_ms": outside,
+    }  # fmt: skip
+    report("gpu_decode", figures, ratios)
+
+
+if __name__ == "__main__":
+    main()
