@@ -6,6 +6,7 @@ model's own forward, so the results are the same to the bit. Nothing is generate
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _UNRECORDABLE = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.inplace_view,  # what an earlier call was given would look different by now
 )
+
+ATTENTION = "attention"
+"""What a profile calls the device's attention, whatever that is made of."""
 
 
 class Planned(Protocol):
@@ -159,6 +163,7 @@ class Recorder(TorchDispatchMode):
         places = _Places(calls, self._born, output)
         segments: list[_Segment] = []
         kernels: list[Callable[[], Any]] = []
+        names: list[str] = []
         for call in calls:
             if isinstance(call, _Attention):
                 query, key, value, out = (
@@ -172,8 +177,10 @@ class Recorder(TorchDispatchMode):
                 kernels = []
             else:
                 kernels.append(_kernel(call, places))
-        count = sum(1 for call in calls if isinstance(call, _Call))
-        return Graph(tuple(segments), tuple(kernels), tuple(inputs), places.of(output), count, places.bytes)
+                names.append(call.op.name())
+        return Graph(
+            tuple(segments), tuple(kernels), tuple(inputs), places.of(output), tuple(names), places.bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -194,10 +201,15 @@ class Graph:
     _tail: tuple[Callable[[], Any], ...]
     _inputs: tuple[torch.Tensor, ...]
     _output: torch.Tensor
-    num_kernels: int
-    """Besides attention."""
+    operators: tuple[str, ...]
+    """What the kernels besides attention are, in order, for example "aten::silu"."""
     num_bytes: int
     """Memory that the graph has for itself."""
+
+    @property
+    def num_kernels(self) -> int:
+        """Besides attention."""
+        return len(self.operators)
 
     @torch.inference_mode()
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
@@ -219,6 +231,44 @@ class Graph:
         for kernel in self._tail:
             kernel()
         return self._output
+
+    @torch.inference_mode()
+    def profile(
+        self,
+        inputs: Sequence[torch.Tensor],
+        plans: Mapping[str, Planned],
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
+        """:meth:`replay` with a clock around each kernel.
+
+        Args:
+            inputs: see :meth:`replay`.
+            plans: see :meth:`replay`.
+            synchronize: waits until the device has done all that was asked of it; a host that computes by itself has nothing to wait for.
+
+        Returns:
+            The result, and for each kernel in order its operator (:data:`ATTENTION` where the device attends) and its seconds. Copying the
+            inputs is no kernel.
+        """
+        timed: list[tuple[str, float]] = []
+
+        def run(name: str, kernel: Callable[[], Any]) -> None:
+            started = time.perf_counter()
+            kernel()
+            synchronize()
+            timed.append((name, time.perf_counter() - started))
+
+        for static, tensor in zip(self._inputs, inputs, strict=True):
+            static.copy_(tensor)
+        synchronize()
+        names = iter(self.operators)
+        for segment in self._segments:
+            for kernel in segment.kernels:
+                run(next(names), kernel)
+            run(ATTENTION, functools.partial(segment.attend, plans[segment.layer].plan))
+        for kernel in self._tail:
+            run(next(names), kernel)
+        return self._output, timed
 
 
 def _place(tensor: torch.Tensor) -> int:
