@@ -130,9 +130,13 @@ class Harness:
         for _ in range(num_tokens - 1):
             for result, output in zip(results, self.decode(slots), strict=True):
                 result.append(output)
+        self.release(slots)
+        return results
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees slots, which must be all that are in use: all blocks are free again."""
         self.run(release=slots)
         self._next_block = 1
-        return results
 
 
 def tokens_of(outputs: Sequence[Output]) -> list[int]:

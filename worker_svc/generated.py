@@ -29,7 +29,7 @@ class Compiler:
         Args:
             level: 2, or 3 to also try variants of each matrix product and keep the fastest.
         """
-        self._options = {"max_autotune": True, "coordinate_descent_tuning": True} if level > _PLAIN else {}
+        self._patches = {"max_autotune": True, "coordinate_descent_tuning": True} if level > _PLAIN else {}
         self._by_structure: dict[str, Compiled] = {}
         self.num_misses = 0
 
@@ -43,7 +43,7 @@ class Compiler:
         known = self._by_structure.get(piece.structure)
         if known is None:
             before = _misses()
-            known = _compile(piece.module, piece.inputs, self._options)
+            known = _compile(piece.module, piece.inputs, self._patches)
             self.num_misses += _misses() > before
             self._by_structure[piece.structure] = known
         return known
@@ -55,7 +55,7 @@ def _misses() -> int:
     return counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
 
 
-def _compile(module: fx.GraphModule, inputs: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Compiled:
+def _compile(module: fx.GraphModule, inputs: Sequence[torch.Tensor], patches: Mapping[str, Any]) -> Compiled:
     from torch._inductor import standalone_compile
 
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -63,7 +63,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[torch.Tensor], options: Ma
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
         ]
         compiled: Compiled = standalone_compile(
-            module, examples, dynamic_shapes="from_example_inputs", options=dict(options)
+            module, examples, dynamic_shapes="from_example_inputs", options={"config_patches": dict(patches)}
         )
     return compiled
 

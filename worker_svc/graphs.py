@@ -1,7 +1,7 @@
 """The graphs that a worker runs: one a signature, all of them made before it serves."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -86,6 +86,7 @@ class Graphs:
     Attributes:
         num_late: graphs that were made while serving. Each of them made a request wait.
         took: what each graph took to make.
+        observe: if set, told of each kernel's operator and seconds while a step is replayed, which takes longer then.
     """
 
     def __init__(self, model: RecordableModel, device: Device, options: GraphOptions) -> None:
@@ -105,6 +106,7 @@ class Graphs:
         self._log = get_logger()
         self.took: dict[Signature, Took] = {}
         self.num_late = 0
+        self.observe: Callable[[str, float], None] | None = None
 
     @property
     def num_compiled(self) -> int:
@@ -131,7 +133,12 @@ class Graphs:
         graph = self._graphs[signature]
         if graph is None:
             return self._model.forward(tokens, positions, plans)
-        return graph.replay((tokens, positions), plans)
+        if self.observe is None or not isinstance(graph, KernelGraph):
+            return graph.replay((tokens, positions), plans)
+        hidden, timed = graph.profile((tokens, positions), plans, self._device.synchronize)
+        for operator, seconds in timed:
+            self.observe(operator, seconds)
+        return hidden
 
     def make(
         self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]

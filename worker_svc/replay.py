@@ -5,6 +5,7 @@ same to the bit. Nothing is generated, so there is nothing to compile and to cac
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from worker_svc.capture import Attention, Call, Recording, place_of
 from worker_svc.devices.base import Device
+
+ATTENTION = "attention"
+"""What a profile calls the device's attention, whatever that is made of."""
 
 _aten: Any = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.clone})  # noqa: SLF001 - an operator's name
@@ -41,6 +45,7 @@ def kernels_of(recording: Recording, device: Device) -> "KernelGraph":
     places = _Places(calls, recording.born, recording.output)
     segments: list[_Segment] = []
     kernels: list[Callable[[], Any]] = []
+    names: list[str] = []
     for call in calls:
         if isinstance(call, Attention):
             query, key, value, out = (
@@ -54,9 +59,14 @@ def kernels_of(recording: Recording, device: Device) -> "KernelGraph":
             kernels = []
         else:
             kernels.append(_kernel(call, places))
-    count = sum(1 for call in calls if isinstance(call, Call))
+            names.append(call.op.name())
     return KernelGraph(
-        tuple(segments), tuple(kernels), recording.inputs, places.of(recording.output), count, places.bytes
+        tuple(segments),
+        tuple(kernels),
+        recording.inputs,
+        places.of(recording.output),
+        tuple(names),
+        places.bytes,
     )
 
 
@@ -78,10 +88,15 @@ class KernelGraph:
     _tail: tuple[Callable[[], Any], ...]
     _inputs: tuple[torch.Tensor, ...]
     _output: torch.Tensor
-    num_kernels: int
-    """Besides attention."""
+    operators: tuple[str, ...]
+    """What the kernels besides attention are, in order, for example "aten::silu"."""
     num_bytes: int
     """Memory that the graph has for itself."""
+
+    @property
+    def num_kernels(self) -> int:
+        """Besides attention."""
+        return len(self.operators)
 
     @torch.inference_mode()
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
@@ -103,6 +118,44 @@ class KernelGraph:
         for kernel in self._tail:
             kernel()
         return self._output
+
+    @torch.inference_mode()
+    def profile(
+        self,
+        inputs: Sequence[torch.Tensor],
+        plans: Mapping[str, Planned],
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
+        """:meth:`replay` with a clock around each kernel.
+
+        Args:
+            inputs: see :meth:`replay`.
+            plans: see :meth:`replay`.
+            synchronize: waits until the device has done all that was asked of it; a host that computes by itself has nothing to wait for.
+
+        Returns:
+            The result, and for each kernel in order its operator (:data:`ATTENTION` where the device attends) and its seconds. Copying the
+            inputs is no kernel.
+        """
+        timed: list[tuple[str, float]] = []
+
+        def run(name: str, kernel: Callable[[], Any]) -> None:
+            started = time.perf_counter()
+            kernel()
+            synchronize()
+            timed.append((name, time.perf_counter() - started))
+
+        for static, tensor in zip(self._inputs, inputs, strict=True):
+            static.copy_(tensor)
+        synchronize()
+        names = iter(self.operators)
+        for segment in self._segments:
+            for kernel in segment.kernels:
+                run(next(names), kernel)
+            run(ATTENTION, functools.partial(segment.attend, plans[segment.layer].plan))
+        for kernel in self._tail:
+            run(next(names), kernel)
+        return self._output, timed
 
 
 def _without_constants(

@@ -11,7 +11,7 @@ from torch.nn import functional
 from worker_svc.capture import NotStatic, Recorder
 from worker_svc.devices.base import AttentionShape
 from worker_svc.devices.cuda import CudaDevice
-from worker_svc.replay import KernelGraph, kernels_of
+from worker_svc.replay import ATTENTION, KernelGraph, kernels_of
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 SHAPE = AttentionShape(1, 1, 4, 1.0, 0, 0.0, writes=True)
@@ -166,3 +166,29 @@ def test_what_depends_on_data_is_refused(step: Step, operator: str) -> None:
     """The operator is named."""
     with pytest.raises(NotStatic, match=operator):
         record(step, torch.ones(2, 4))
+
+
+def test_a_profile_is_a_replay_that_tells_each_kernels_seconds() -> None:
+    """In order, by the operators' names; attention has a name of its own, and the device is waited for after each."""
+    waited = 0
+
+    def wait() -> None:
+        nonlocal waited
+        waited += 1
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(x)
+        recorder.attend("a", SHAPE, functional.silu(x * 2), x, x, torch.zeros(1), output)
+        return output + 1
+
+    recorder = Recorder()
+    static = torch.ones(2, 4)
+    with torch.inference_mode(), recorder:
+        output = step(static)
+    graph = kernels_of(recorder.finish((static,), output), Adder())
+    inputs, plans = (torch.full((2, 4), 3.0),), {"a": Metadata(10.0)}
+    result, timed = graph.profile(inputs, plans, wait)
+    assert torch.equal(result.clone(), graph.replay(inputs, plans))
+    assert [name for name, _ in timed] == ["aten::mul.Tensor", "aten::silu", ATTENTION, "aten::add.Tensor"]
+    assert all(seconds > 0 for _, seconds in timed)
+    assert waited == 1 + len(timed)

@@ -188,6 +188,9 @@ class Device(abc.ABC):
         """The function as the device runs it: unless a device says otherwise, as it is."""
         return function
 
+    def synchronize(self) -> None:  # noqa: B027 - a host that computes by itself has nothing to wait for
+        """Waits until the device has done all that was asked of it."""
+
     captures: ClassVar[bool] = False
     """Whether :meth:`capture` makes a difference."""
 

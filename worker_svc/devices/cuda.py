@@ -46,6 +46,10 @@ class CudaDevice(Device):
         """See the base class."""
         return torch.cuda.mem_get_info()[0]
 
+    def synchronize(self) -> None:
+        """See the base class."""
+        torch.cuda.synchronize()
+
     def capture(
         self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -1,0 +1,250 @@
+"""This stack and ``vllm serve`` on the same model, prompts and machine, in turn.
+
+``python -m tests.bench.vs_vllm [--quick] [--rounds N] [--model smollm2|gemma3-270m]``: starts vLLM with its default binding of threads, vLLM
+on all cores and ``triptych up`` one after the other, each with empty caches (cold) and then once more with what that left behind (warm; the
+machine's own file cache is warm for all), and drives each with vLLM's client, ``vllm bench serve``: random prompts of 128 tokens,
+128 tokens of output, at 1, 8 and 32 requests at a time, then 1,024 in and 32 out at 8. All of it again in each round.
+In a round all contenders get the same prompts; no two runs against one server share any, so that no prefix is found.
+
+vLLM runs in an environment of its own (``.cache/vllm-peer/``, made by the first run; installing takes minutes and needs a package index).
+Two rounds take most of an hour on two cores. ``--quick``: one round, cold starts only, vLLM on all cores only, 8 at a time only; some minutes, most of
+which vLLM needs to start (about 90 s on two idle cores).
+
+Ratios are ours by the better of vLLM's two settings, for each figure by itself; medians over rounds.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protos.errors import ConfigurationRefused
+from tests.bench import vllm_env
+from tests.bench.contenders import (
+    Contender,
+    ContenderFailed,
+    Server,
+    contenders,
+    environment,
+    running,
+)
+from tests.bench.report import report
+from worker_svc.models import FetchError, fetch
+
+OURS: Final = "triptych"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the client asks for."""
+
+    name: str
+    concurrency: int
+    prompts: int
+    input_len: int = 128
+    output_len: int = 128
+
+
+WARM_UP: Final = Workload("warm_up", 8, 8, output_len=16)
+WORKLOADS: Final = (
+    Workload("c1", 1, 8),
+    Workload("c8", 8, 40),
+    Workload("c32", 32, 128),
+    Workload("long", 8, 32, input_len=1024, output_len=32),
+)
+QUICK_WORKLOADS: Final = (Workload("c8", 8, 16),)
+
+# Per ratio: the figure that it compares, and which of several is the better one.
+_RATIOS: Final = {
+    "tok_s_c1": max, "tok_s_c8": max, "tok_s_c32": max, "tok_s_long": max,
+    "ttft_c1": min, "ttft_c8": min, "start_cold": min, "start_warm": min,
+}  # fmt: skip
+_HEADINGS: Final = {
+    "start_cold": "cold s", "start_warm": "warm s", "memory": "MiB", "memory_beside_worker": "beside worker",
+    "tok_s": "tok/s", "ttft": "TTFT ms", "tpot": "TPOT ms",
+}  # fmt: skip
+
+Figures = Mapping[str, Mapping[str, float]]
+"""Medians over rounds by contender, then by figure."""
+
+
+class Bench:
+    """What is measured, and where it is written down."""
+
+    def __init__(self, model: str, folder: Path, vllm: Path, scratch: Path, *, quick: bool) -> None:
+        """Prepares for one model.
+
+        Args:
+            model: its name.
+            folder: its files.
+            vllm: the command.
+            scratch: for logs, caches and the client's results; emptied.
+            quick: see the module.
+        """
+        self._model, self._folder, self._vllm, self._scratch = model, folder, vllm, scratch
+        self._quick = quick
+        self._measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def run(self, rounds: int) -> Figures:
+        """Measures all contenders in each round.
+
+        Raises:
+            ContenderFailed: if one of them does not serve every request to its end.
+        """
+        everyone = contenders(self._model, self._folder, self._vllm)
+        for index in range(rounds):
+            for contender in everyone[1:] if self._quick else everyone:
+                print(f"round {index + 1}: {contender.name}", file=sys.stderr, flush=True)
+                self._measure(contender, index)
+        return {
+            name: {figure: statistics.median(values) for figure, values in figures.items()}
+            for name, figures in self._measured.items()
+        }
+
+    def _measure(self, contender: Contender, index: int) -> None:
+        noted = self._measured[contender.name]
+        place = self._scratch / f"round-{index + 1}" / contender.name.replace(", ", "-").replace(" ", "-")
+        caches = place / "caches"
+        caches.mkdir(parents=True)
+        with running(contender, place / "cold", caches) as server:
+            noted["start_cold"].append(server.start_s)
+            if self._quick:
+                self._drive(contender, server, place, index)
+                return
+        with running(contender, place / "warm", caches) as server:
+            noted["start_warm"].append(server.start_s)
+            self._drive(contender, server, place, index)
+
+    def _drive(self, contender: Contender, server: Server, place: Path, index: int) -> None:
+        noted = self._measured[contender.name]
+        workloads = QUICK_WORKLOADS if self._quick else WORKLOADS
+        for number, workload in enumerate((WARM_UP, *workloads)):
+            # The same prompts for all contenders of a round, others for each run against a server.
+            result = self._ask(server, workload, place, seed=1000 * (index + 1) + number)
+            if workload is not WARM_UP:
+                noted[f"tok_s_{workload.name}"].append(result["output_throughput"])
+                noted[f"ttft_{workload.name}"].append(result["median_ttft_ms"])
+                noted[f"tpot_{workload.name}"].append(result["median_tpot_ms"])
+        memory = server.memory()
+        noted["memory"].append(memory.total)
+        noted["memory_beside_worker"].append(memory.beside_worker)
+
+    def _ask(self, server: Server, workload: Workload, place: Path, seed: int) -> Mapping[str, float]:
+        """What vLLM's client says of a server."""
+        file, log = f"{workload.name}.json", place / f"client-{workload.name}.log"
+        command = [
+            str(self._vllm), "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
+            "--host", "127.0.0.1", "--port", str(server.port),
+            "--model", self._model, "--tokenizer", str(self._folder),
+            "--dataset-name", "random", "--random-input-len", str(workload.input_len),
+            "--random-output-len", str(workload.output_len), "--ignore-eos", "--temperature", "0",
+            "--max-concurrency", str(workload.concurrency), "--num-prompts", str(workload.prompts),
+            "--seed", str(seed), "--disable-tqdm", "--save-result", "--result-dir", str(place),
+            "--result-filename", file,
+        ]  # fmt: skip
+        with log.open("w") as output:
+            done = subprocess.run(
+                command, cwd=place, env=environment(place / "client-caches"), stdout=output,
+                stderr=subprocess.STDOUT, check=False,
+            )  # fmt: skip
+        if done.returncode:
+            raise ContenderFailed(f"vllm bench serve failed; its log is {log}")
+        result: dict[str, float] = json.loads((place / file).read_text())
+        tokens = workload.prompts * workload.output_len
+        if result["completed"] != workload.prompts or result["total_output_tokens"] != tokens:
+            raise ContenderFailed(
+                f"{result['completed']} of {workload.prompts} requests were answered, with {result['total_output_tokens']} of"
+                f" {tokens} tokens; the client's log is {log}"
+            )
+        return result
+
+
+def ratios(figures: Figures) -> dict[str, float]:
+    """Ours by the better of the others', for what was measured."""
+    others = [measured for name, measured in figures.items() if name != OURS]
+    return {
+        name: figures[OURS][name] / better(measured[name] for measured in others)
+        for name, better in _RATIOS.items()
+        if all(name in measured for measured in figures.values())
+    }
+
+
+def table(figures: Figures, workloads: Sequence[Workload]) -> str:
+    """For people: a line a contender for starts and memory, and one for each workload."""
+    lines = [_heading("", ("start_cold", "start_warm", "memory", "memory_beside_worker"))]
+    for name, measured in figures.items():
+        lines.append(
+            _line(
+                name,
+                [
+                    measured.get(figure)
+                    for figure in ("start_cold", "start_warm", "memory", "memory_beside_worker")
+                ],
+            )
+        )
+    for workload in workloads:
+        what = f"{workload.input_len} in, {workload.output_len} out, {workload.concurrency} at a time"
+        lines += ["", _heading(what, ("tok_s", "ttft", "tpot"))]
+        for name, measured in figures.items():
+            lines.append(
+                _line(name, [measured[f"{figure}_{workload.name}"] for figure in ("tok_s", "ttft", "tpot")])
+            )
+    return "\n".join(lines)
+
+
+def _heading(what: str, figures: Sequence[str]) -> str:
+    return f"{what:<32}" + "".join(f"{_HEADINGS[figure]:>15}" for figure in figures)
+
+
+def _line(name: str, values: Sequence[float | None]) -> str:
+    return f"{name:<32}" + "".join(f"{'-' if value is None else f'{value:.1f}':>15}" for value in values)
+
+
+def main() -> int:
+    """Prints a table and the line of JSON.
+
+    Returns:
+        0; 2 if vLLM's environment or the model cannot be had, 1 if a contender fails, each said in one line.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, one concurrency, one setting of vLLM"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
+    arguments = parser.parse_args()
+    quick: bool = arguments.quick
+    rounds = 1 if quick else max(1, arguments.rounds)
+    try:
+        vllm = vllm_env.commands() / "vllm"
+        folder = fetch(arguments.model)
+        bench = Bench(arguments.model, folder, vllm, vllm_env.FOLDER / "runs", quick=quick)
+        figures = bench.run(rounds)
+    except (ConfigurationRefused, FetchError) as error:
+        print(f"vs_vllm: {error}", file=sys.stderr)
+        return 2
+    except ContenderFailed as error:
+        print(f"vs_vllm: {error}", file=sys.stderr)
+        return 1
+    print(f"{arguments.model}, bfloat16; medians of {rounds} rounds")
+    print(table(figures, QUICK_WORKLOADS if quick else WORKLOADS))
+    rounded = {
+        name: {figure: round(value, 2) for figure, value in measured.items()}
+        for name, measured in figures.items()
+    }
+    report("vs_vllm", {"model": arguments.model, "rounds": rounds, "contenders": rounded}, ratios(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
