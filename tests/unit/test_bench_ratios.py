@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from tests.bench.decode_step import Floor, weight_bytes
 from tests.bench.step_parts import HEAD, StepParts
 from tests.bench.vs_vllm import QUICK_WORKLOADS, ratios, table
-from worker_svc.capture import ATTENTION
 from worker_svc.geometry import AttentionLayer
+from worker_svc.replay import ATTENTION
 
 MEASURED = {
     "vllm": {"tok_s_c8": 100.0, "ttft_c8": 400.0, "tpot_c8": 10.0, "start_cold": 90.0},
