@@ -1,6 +1,7 @@
 """The operators that device rbln emits are those that the vendor's plugin calls: compared with the sources of its wheels."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,9 +167,10 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
     if namespace == CUSTOM and is_newest(wheel):
         kinds.append(GroupKind.PAGED_WINDOW)
     emitted = set()
-    for kind, partitions in ((kind, partitions) for kind in kinds for partitions in (1, 2)):
+    with_sinks = (False, True) if namespace == CUSTOM else (False,)
+    for kind, partitions, sinks in itertools.product(kinds, (1, 2), with_sinks):
         group = group_of(kind)
-        shape = AttentionShape(6, 2, 64, 0.125, group.window, 0.0, writes=True)
+        shape = AttentionShape(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
         device.check_attention(shape)
         cache = torch.zeros(device.cache_shape(group, 3, 1024))
         for step in steps(kind, partitions):
@@ -176,7 +178,8 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
             tokens = plan.rows * plan.query_len
             query, key = torch.randn((tokens, 6, 64)), torch.randn((tokens, 2, 64))
             with Recorder() as recorder:
-                device.attend(shape, query, key, key, cache, plan, torch.empty_like(query))
+                output = torch.empty_like(query)
+                device.attend(shape, query, key, key, cache, plan, output, torch.zeros(6) if sinks else None)
             ((used, operator, arguments),) = recorder.calls
             assert used == namespace
             emitted.add(operator)
@@ -193,7 +196,10 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
                     assert given[role].dtype == (torch.int32 if namespace == TRITON else torch.int64)
             if kind is GroupKind.PAGED_WINDOW:
                 assert given["window_size"] == 256
-            for role in ("sinks", "attn_mask", "k_quantize_scale", "v_quantize_scale", "cache_dtype"):
+            # With sinks, the plugin never takes the kernels for one block.
+            assert not (sinks and operator.startswith("causal_"))
+            assert (given["sinks"].shape == (6, 1)) if sinks else given.get("sinks") is None
+            for role in ("attn_mask", "k_quantize_scale", "v_quantize_scale", "cache_dtype"):
                 assert given.get(role) is None
     masked = {name for name in calls if "mask" in roles_of(name, calls[name].arguments)}
     assert emitted == set(calls) - masked

@@ -1,10 +1,12 @@
 """The CPU's compiled attention and the gathered attention in plain PyTorch agree, and neither reads behind a window."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
+from worker_svc.capture import Recorder
 from worker_svc.devices import gathered
 from worker_svc.devices.base import AttentionInput, AttentionShape
 from worker_svc.devices.cpu import CpuDevice
@@ -105,3 +107,124 @@ def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionI
         assert all(torch.equal(*pair) for pair in zip(before, run(table), strict=True))
     plain[others] = torch.nan
     assert torch.equal(before[1], run(step)[1])
+
+
+def naive(
+    shape: AttentionShape,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One token's attention [heads, size] over all keys and values [tokens, kv_heads, size] up to its own, head by head."""
+    first = max(0, len(keys) - shape.window) if shape.window else 0
+    heads = []
+    for head in range(shape.num_heads):
+        shared = head // (shape.num_heads // shape.num_kv_heads)
+        scores = keys[first:, shared].double() @ query[head].double() * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        weights = scores.exp()
+        total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+        heads.append(weights / total @ values[first:, shared].double())
+    return torch.stack(heads).to(query.dtype)
+
+
+class Conversation:
+    """One sequence on one device's attention: a padded prompt in chunks, then decode steps beside a padded row."""
+
+    def __init__(self, dtype: torch.dtype, shape: AttentionShape, sinks: torch.Tensor | None) -> None:
+        self.dtype, self.shape, self.sinks = dtype, shape, sinks
+        self.group = KvGroup(0, (AttentionLayer("a", HEADS, KV_HEADS, SIZE, shape.window, dtype),))
+        self.generator = torch.Generator().manual_seed(0)
+        self.keys, self.values = torch.empty((2, 0, KV_HEADS, SIZE), dtype=dtype)
+
+    def steps(self) -> Sequence[tuple[AttentionInput, int]]:
+        """Each with its real tokens."""
+        decode = [decode_step([position]) for position in (81, 82)]
+        table = prefill_step(0, 1, 1).block_table[0]
+        for step, position in zip(decode, (81, 82), strict=True):
+            step.block_table[0] = table
+            step.slot_mapping[0] = int(table[position // BLOCK]) * BLOCK + position % BLOCK
+        return [
+            (prefill_step(0, 64, 64), 64),
+            (prefill_step(64, 17, 64), 17),
+            *((step, 1) for step in decode),
+        ]
+
+    def random(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn((tokens, heads, SIZE), generator=self.generator).to(self.dtype)
+
+    def expected(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """The naive result of a step's real tokens."""
+        before = len(self.keys)
+        self.keys, self.values = torch.cat((self.keys, key[:count])), torch.cat((self.values, value[:count]))
+        rows = [
+            naive(
+                self.shape,
+                query[at],
+                self.keys[: before + at + 1],
+                self.values[: before + at + 1],
+                self.sinks,
+            )
+            for at in range(count)
+        ]
+        return torch.stack(rows)
+
+
+KINDS = [(window, softcap, sinks) for window in (0, 40) for softcap in (0.0, 3.0) for sinks in (False, True)]
+
+
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_every_kind_against_a_naive_one(
+    device: CpuDevice, window: int, softcap: float, with_sinks: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Windows, soft caps and sinks in every combination, with the compiled kernels, bound to their tensors or not, and gathered."""
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, window, softcap, writes=True, sinks=with_sinks)
+    sinks = torch.linspace(-2, 3, HEADS) if with_sinks else None
+    talk = Conversation(dtype, shape, sinks)
+    cache_shape = device.cache_shape(talk.group, BLOCKS, BLOCK)
+    compiled, bound = (device.allocate(cache_shape, dtype) for _ in range(2))
+    plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE), dtype=dtype)
+    for step, count in talk.steps():
+        tokens = step.slot_mapping.shape[0]
+        query, key, value = (talk.random(tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        expected = talk.expected(query, key, value, count)
+        outputs = [torch.full_like(query, torch.nan) for _ in range(3)]
+        plan = device.plan(talk.group, BLOCK, step)
+        device.attend(shape, query, key, value, compiled, plan, outputs[0], sinks)
+        device.bind_attention(shape, query, key, value, bound, outputs[1], sinks)(plan)
+        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), outputs[2], sinks)
+        for output in outputs:
+            torch.testing.assert_close(output[:count], expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
+    """They are read when the weights are there, and go along in a step and in a recorded one."""
+    from worker_svc.vllm_adapter.attention import RecordedAttention, StepAttention, TriptychAttention
+
+    weight = torch.nn.Parameter(torch.zeros(HEADS, dtype=torch.bfloat16), requires_grad=False)
+    layer = TriptychAttention(HEADS, SIZE, 0.3, KV_HEADS, sinks=weight)
+    assert layer.shape.sinks
+    weight.copy_(torch.linspace(-2, 3, HEADS))
+    layer.process_weights_after_loading(torch.float32)
+    talk = Conversation(torch.float32, layer.shape, weight)
+    cache = device.allocate(device.cache_shape(talk.group, BLOCKS, BLOCK), torch.float32)
+    step, count = talk.steps()[0]
+    query, key, value = (talk.random(64, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    expected = talk.expected(query, key, value, count)
+    output = torch.empty_like(query)
+    plan = StepAttention(device, device.plan(talk.group, BLOCK, step))
+    module = torch.nn.Module()
+    layer.forward(module, query, key, value, cache, plan, output)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    recorder = Recorder()
+    with torch.inference_mode(), recorder:
+        recorded = layer.forward(
+            module, query, key, value, cache, RecordedAttention(recorder, "a"), torch.empty_like(query)
+        )
+    graph = recorder.graph(device, (query,), recorded)
+    torch.testing.assert_close(graph.replay((query,), {"a": plan}), expected, atol=1e-5, rtol=1e-5)

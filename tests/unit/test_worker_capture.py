@@ -19,7 +19,7 @@ WEIGHT = torch.linspace(-1, 1, 16).view(4, 4)
 
 
 class Adder(CudaDevice):
-    """A device whose attention adds the plan to the query and counts in the cache."""
+    """A device whose attention adds the plan and the sinks to the query and counts in the cache."""
 
     torch_device: ClassVar[torch.device] = torch.device("cpu")
 
@@ -35,6 +35,8 @@ class Adder(CudaDevice):
         sinks: torch.Tensor | None = None,
     ) -> None:
         torch.add(query, plan, out=output)
+        if sinks is not None:
+            output += sinks
         cache += 1
 
 
@@ -140,6 +142,24 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
         result = graph.replay((query,), plans)
         assert (result == (2 + first + 1) * 2 + second + 1).all()
     assert cache.item() == 4
+
+
+def test_attention_gets_its_sinks_in_each_replay() -> None:
+    """Whether they are a weight or made of one."""
+    sinks = torch.arange(4, dtype=torch.bfloat16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(x)
+        recorder.attend("a", SHAPE, x * 2, x, x, torch.zeros(1), output, sinks.float())
+        return output * 3
+
+    recorder = Recorder()
+    static = torch.zeros(2, 4)
+    with torch.inference_mode(), recorder:
+        output = step(static)
+    graph = recorder.graph(Adder(), (static,), output)
+    for x in (torch.ones(2, 4), torch.full((2, 4), 5.0)):
+        assert torch.equal(graph.replay((x,), {"a": Metadata(10.0)}), (x * 2 + 10 + sinks) * 3)
 
 
 def test_state_outside_is_changed_by_each_replay() -> None:

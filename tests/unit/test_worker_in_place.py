@@ -38,12 +38,13 @@ def lengths(
 class Rig:
     """A cache whose null block and unused blocks are poisoned, and the steps that run on it."""
 
-    def __init__(self, softcap: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, softcap: float = 0.0, seed: int = 0, *, sinks: bool = False) -> None:
         self.shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)
         self.device = CpuDevice()
         self.cache = self.device.allocate(self.device.cache_shape(GROUP, BLOCKS, 32), torch.float32)
         self.cache.fill_(torch.nan)
         self._generator = torch.Generator().manual_seed(seed)
+        self.sinks = torch.randn(HEADS, generator=self._generator) if sinks else None
 
     def admit(self, block: int) -> History:
         """A sequence in a fresh block."""
@@ -66,7 +67,9 @@ class Rig:
         plan = self.device.plan(GROUP, 32, lengths(before, after, blocks, query_len))
         flat_query, flat_key, flat_value = (tensor.flatten(0, 1) for tensor in (query, key, value))
         flat_output = output.view(-1, HEADS, SIZE)
-        self.device.attend(self.shape, flat_query, flat_key, flat_value, self.cache, plan, flat_output)
+        self.device.attend(
+            self.shape, flat_query, flat_key, flat_value, self.cache, plan, flat_output, self.sinks
+        )
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             for token in range(count):
                 sequence.keys.append(key[row, token])
@@ -93,15 +96,17 @@ class Rig:
             scores = keys[:, shared] @ query[head] * self.shape.scale
             if self.shape.softcap:
                 scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
-            heads.append(scores.softmax(dim=0) @ values[:, shared])
+            weights = scores.exp()
+            total = weights.sum() + (0 if self.sinks is None else self.sinks[head].exp())
+            heads.append(weights / total @ values[:, shared])
         return torch.stack(heads)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.0, False), (0.0, True), (2.0, True)])
 @pytest.mark.parametrize("chunk", [1, 3, 5, 8, 13, 16, 32])
-def test_a_prompt_in_chunks_then_decode(chunk: int, softcap: float) -> None:
+def test_a_prompt_in_chunks_then_decode(chunk: int, softcap: float, sinks: bool) -> None:
     """Chunks below, at and above the window, dividing it or not, the last of them padded; then decode steps past the window."""
-    rig = Rig(softcap, seed=chunk)
+    rig = Rig(softcap, seed=chunk, sinks=sinks)
     for prompt in (1, 2, 7, 8, 9, 15, 21, 40):
         sequence = rig.admit(3)
         for start in range(0, prompt, chunk):

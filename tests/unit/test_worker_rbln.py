@@ -142,30 +142,43 @@ def paged_steps(partitions: int) -> list[AttentionInput]:
     return [chunk(0, 32), chunk(32, 17), decode]
 
 
-def compiled_attend(device: RblnDevice, shape: AttentionShape) -> Callable[..., torch.Tensor]:
+def compiled_attend(
+    device: RblnDevice, shape: AttentionShape, sinks: torch.Tensor | None = None
+) -> Callable[..., torch.Tensor]:
     """Attention as one graph."""
 
     def attend(query: Any, key: Any, value: Any, cache: Any, plan: Any) -> torch.Tensor:
         output = torch.empty_like(query)
-        device.attend(shape, query, key, value, cache, plan, output)
+        device.attend(shape, query, key, value, cache, plan, output, sinks)
         return output
 
     return device.compile(attend)
 
 
+def sinks_of(shape: AttentionShape) -> torch.Tensor | None:
+    return torch.linspace(-1, 2, HEADS) if shape.sinks else None
+
+
 @pytest.mark.parametrize("partitions", [1, 3])
 @pytest.mark.parametrize(
-    ("kind", "triton"),
-    [(GroupKind.FULL, False), (GroupKind.FULL, True), (GroupKind.PAGED_WINDOW, False)],
+    ("kind", "triton", "with_sinks"),
+    [
+        (GroupKind.FULL, False, False),
+        (GroupKind.FULL, True, False),
+        (GroupKind.PAGED_WINDOW, False, False),
+        (GroupKind.FULL, False, True),
+        (GroupKind.PAGED_WINDOW, False, True),
+    ],
 )
 def test_graphs_over_paged_blocks_give_what_other_devices_give(
-    kind: GroupKind, triton: bool, partitions: int
+    kind: GroupKind, triton: bool, with_sinks: bool, partitions: int
 ) -> None:
-    """Whole graphs through the stand-in, against the gathered attention of GPUs; one graph a shape."""
+    """Whole graphs through the stand-in, against the gathered attention; one graph a shape."""
     device, group = open_stand_in(triton=triton), group_of(kind)
-    shape = shape_of(group)
+    shape = shape_of(group, sinks=with_sinks)
     device.check_attention(shape)
-    attend = compiled_attend(device, shape)
+    sinks = sinks_of(shape)
+    attend = compiled_attend(device, shape, sinks)
     (cache,) = KvCache(device, [group], BLOCK, [5]).by_layer().values()
     device.memory.resolve(cache).fill_(torch.nan)
     plain = torch.zeros((5, 2, BLOCK, KV_HEADS, SIZE))
@@ -175,20 +188,22 @@ def test_graphs_over_paged_blocks_give_what_other_devices_give(
         query = torch.randn((tokens, HEADS, SIZE), generator=generator)
         key, value = torch.randn((2, tokens, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
-        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), expected)
+        plan = gathered.GatheredPlan.of(step)
+        gathered.attend(shape, query, key, value, plain, plan, expected, sinks)
         real = step.num_tokens if tokens > 2 else 1  # the second row of the decode step is padding
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:real], expected[:real], atol=1e-5, rtol=1e-5)
     assert len(device.backend.graphs) == 2
 
 
-@pytest.mark.parametrize("triton", [False, True])
-def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool) -> None:
+@pytest.mark.parametrize(("triton", "with_sinks"), [(False, False), (True, False), (False, True)])
+def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool, with_sinks: bool) -> None:
     """The same for the window that slides in place."""
     device, group = open_stand_in(triton=triton), group_of(GroupKind.IN_PLACE_WINDOW)
-    shape = shape_of(group)
+    shape = shape_of(group, sinks=with_sinks)
     device.check_attention(shape)
-    attend = compiled_attend(device, shape)
+    sinks = sinks_of(shape)
+    attend = compiled_attend(device, shape, sinks)
     (cache,) = KvCache(device, [group], BLOCK, [3]).by_layer().values()
     device.memory.resolve(cache).fill_(torch.nan)
     plain = torch.zeros(in_place.cache_shape(group, 3))
@@ -205,7 +220,8 @@ def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool)
         query = torch.randn((rows * query_len, HEADS, SIZE), generator=generator)
         key, value = torch.randn((2, rows * query_len, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
-        in_place.attend(shape, query, key, value, plain, in_place.InPlacePlan.of(group, step), expected)
+        plan = in_place.InPlacePlan.of(group, step)
+        in_place.attend(shape, query, key, value, plain, plan, expected, sinks)
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:count], expected[:count], atol=1e-5, rtol=1e-5)
     assert len(device.backend.graphs) == 2
@@ -224,6 +240,14 @@ def test_layers_that_no_kernel_serves_are_refused(changed: dict[str, Any], messa
     """In one line, when the model is built."""
     with pytest.raises(ConfigurationRefused, match=message):
         open_stand_in().check_attention(shape_of(group_of(GroupKind.FULL), **changed))
+
+
+def test_sinks_need_the_compiler_s_kernels() -> None:
+    """Triton's have no such argument."""
+    shape = shape_of(group_of(GroupKind.FULL), sinks=True)
+    open_stand_in().check_attention(shape)
+    with pytest.raises(ConfigurationRefused, match="sinks with RBLN_USE_CUSTOM_KERNEL=1"):
+        open_stand_in(triton=True).check_attention(shape)
 
 
 def test_paged_windows_need_the_compiler_s_kernels() -> None:

@@ -1,7 +1,12 @@
 """The Triton kernels against the gathered attention, on a GPU or in Triton's interpreter."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,6 +262,20 @@ def test_launches_do_not_follow_lengths(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(list(launches))
         launches.clear()
     assert seen[0] == seen[1]
+
+
+def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
+    """For a GPU that need not be there: the interpreter lets pass what it refuses, and knows nothing of a GPU's memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_peer"], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shared = json.loads(done.stdout)
+    assert len(shared) == 8
+    assert max(shared.values()) <= 227 * 1024
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs are a GPU's")

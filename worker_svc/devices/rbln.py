@@ -269,6 +269,9 @@ class RblnDevice(Device):
         rows, query_len, kv_heads = plan.rows, plan.query_len, shape.num_kv_heads
         groups = shape.num_heads // kv_heads
         scale = self._scales[shape.scale]
+        # The kernels for one block are not used with sinks; those for many serve one as well.
+        of_one_block = plan.operator.startswith("causal_")
+        operator = f"flash_{plan.operator}" if of_one_block and sinks is not None else plan.operator
 
         def by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
             """[tokens, kv_heads * heads, head_size] as [rows, kv_heads, heads, query_len, head_size]."""
@@ -277,7 +280,7 @@ class RblnDevice(Device):
 
         attended = rbln_ops.emit(
             self.namespace,
-            plan.operator,
+            operator,
             {
                 "q": by_head(query, groups),
                 "k": by_head(key, 1),

@@ -18,7 +18,7 @@ _MAX_SPLITS = 64
 # Bytes of keys that a program reads at a time, and as much again of values.
 _TILE_BYTES = 16384
 # How far ahead loads begin, in turns of the loop: half of it the table's, whose entries say where to load keys and values from.
-_STAGES = 5
+STAGES = 5
 # Rows of a tile's matrices: the fewest that the matrix units take, and as many as registers hold.
 _DECODE_ROWS = 16
 _CHUNK_ROWS = (128, 64)
@@ -55,9 +55,15 @@ def attend(
 
     Padded rows get zeros like padded tokens.
     """
-    if shape.writes and key is not None and value is not None:
-        _write(key, value, cache, plan)
     tokens, rows = query.shape[0], plan.seq_lens.shape[0]
+    key_strides: tuple[int, ...] = (0, 0)
+    value_strides = key_strides
+    if shape.writes and key is not None and value is not None:
+        key_strides, value_strides = key.stride()[:2], value.stride()[:2]
+        if tokens > rows:
+            _write(key, value, cache, plan)
+    # Where each row has one token, the program that has it to attend to writes it on the way.
+    writes = shape.writes and tokens == rows
     launch = _launch(
         shape, rows, tokens // rows, cache.shape[2], plan.block_table.shape[1], query.element_size(),
         processors(query.device),
@@ -68,13 +74,14 @@ def attend(
         maxima, sums = torch.empty((2, *parts), dtype=torch.float32, device=query.device)
         partial = torch.empty((*parts, launch.head_elements), dtype=torch.float32, device=query.device)
     kernels.attend_kernel[launch.grid](
-        query, cache, output, partial, maxima, sums, plan.seq_lens, plan.query_start, plan.block_table,
-        plan.slot_mapping, sinks, shape.scale, shape.softcap,
-        *query.stride()[:2], *output.stride()[:2], *cache.stride()[:4], plan.block_table.stride(0),
+        query, key if writes else None, value if writes else None, cache, output, partial, maxima, sums,
+        plan.seq_lens, plan.query_start, plan.block_table, plan.slot_mapping, sinks, shape.scale, shape.softcap,
+        *query.stride()[:2], *key_strides, *value_strides, *output.stride()[:2], *cache.stride()[:4],
+        plan.block_table.stride(0),
         HEADS=shape.num_heads, GROUP=shape.num_heads // shape.num_kv_heads, HEAD_SIZE=shape.head_size,
         BLOCK_SIZE=cache.shape[2], QUERY_LEN=tokens // rows, WINDOW=shape.window, SOFTCAP=shape.softcap > 0,
-        SINKS=sinks is not None, QUERIES=launch.queries, M=launch.tile_rows, N=launch.keys,
-        D=launch.head_elements, SPLITS=launch.splits, num_warps=launch.warps, num_stages=_STAGES,
+        SINKS=sinks is not None, WRITES=writes, QUERIES=launch.queries, M=launch.tile_rows, N=launch.keys,
+        D=launch.head_elements, SPLITS=launch.splits, num_warps=launch.warps, num_stages=STAGES,
     )  # fmt: skip
     if launch.splits > 1:
         kernels.combine_kernel[(tokens, shape.num_heads)](

@@ -19,7 +19,7 @@ def write_kernel(
     key, value, cache, slots, key_token, key_head, value_token, value_head, cache_block, cache_half, cache_token, cache_head,
     HEAD_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Puts one token's keys and values, those of all heads, in its slot. Grid: tokens."""
+    """Puts one token's keys and values, those of all heads, in its slot. Grid: tokens. Decode steps do without."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     element = tl.arange(0, ELEMENTS)
@@ -34,19 +34,31 @@ def write_kernel(
     tl.store(target + cache_half, values, mask=there)
 
 
+@triton.jit
+def _score(products, scale, softcap, SOFTCAP: tl.constexpr):
+    """Of products of queries and keys, in powers of two."""
+    scores = products * scale
+    if SOFTCAP:
+        # tanh(x) is 1 - 2 / (exp(2 x) + 1).
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / softcap)) + 1.0))
+    return scores * _LOG2E
+
+
 @triton.jit(do_not_specialize_on_alignment=["seq_lens", "query_start", "table", "slots"])
 def attend_kernel(
-    query, cache, output, partial, maxima, sums, seq_lens, query_start, table, slots, sinks, scale, softcap,
-    query_token, query_head, output_token, output_head, cache_block, cache_half, cache_token, cache_head, table_row,
+    query, key, value, cache, output, partial, maxima, sums, seq_lens, query_start, table, slots, sinks, scale, softcap,
+    query_token, query_head, key_token, key_head, value_token, value_head, output_token, output_head,
+    cache_block, cache_half, cache_token, cache_head, table_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WRITES: tl.constexpr,
     QUERIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of queries over one split of what they see. Grid: rows * tiles, kv_heads, SPLITS.
 
     Row r of a tile's matrices is head ``r % GROUP`` of query ``r // GROUP``, of QUERIES queries; the rest of the M rows is empty. Keys
     come N at a time; D is HEAD_SIZE rounded up. With one split the result goes to ``output``, else sums go to ``partial``
-    [tokens, HEADS, SPLITS, D], ``maxima`` and ``sums`` [tokens, HEADS, SPLITS], all float32.
+    [tokens, HEADS, SPLITS, D], ``maxima`` and ``sums`` [tokens, HEADS, SPLITS], all float32. With WRITES, which wants one token a row,
+    that token's key and value are not in the cache yet: they are taken from ``key`` and ``value``, and put there.
     """
     TILES: tl.constexpr = (QUERY_LEN + QUERIES - 1) // QUERIES  # noqa: N806 - a constant
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -58,9 +70,9 @@ def attend_kernel(
     # A row that is written to the null block is padding altogether.
     count = tl.where(tl.load(slots + row * QUERY_LEN) < BLOCK_SIZE, 0, count)
 
-    place = tl.arange(0, M)
-    index, head = first + place // GROUP, kv_head * GROUP + place % GROUP
-    inside = (place < QUERIES * GROUP) & (index < QUERY_LEN)
+    line = tl.arange(0, M)
+    index, head = first + line // GROUP, kv_head * GROUP + line % GROUP
+    inside = (line < QUERIES * GROUP) & (index < QUERY_LEN)
     real = inside & (index < count)
     dim = tl.arange(0, D)
     token = (row * QUERY_LEN + index).to(tl.int64)
@@ -76,6 +88,9 @@ def attend_kernel(
     if WINDOW:
         begin = tl.maximum(start + first - WINDOW + 1, 0)
     end = tl.where(first < count, start + tl.minimum(first + QUERIES, count), 0)
+    last = position
+    if WRITES:
+        end, last = tl.maximum(end - 1, 0), position - 1
     first_tile = begin // N
     share = tl.cdiv(tl.cdiv(end, N) - first_tile, SPLITS)
     low = (first_tile + split * share) * N
@@ -91,12 +106,31 @@ def attend_kernel(
     sum_ = tl.zeros([M, D], tl.float32)
     lane = tl.arange(0, N)
     states = cache + kv_head * cache_head
+    if WRITES:
+        # The first split attends to the row's own token.
+        own = (dim < HEAD_SIZE) & (count > 0) & (split == 0)
+        own_key = tl.load(key + row.to(tl.int64) * key_token + kv_head * key_head + dim, mask=own, other=0.0)
+        own_value = tl.load(
+            value + row.to(tl.int64) * value_token + kv_head * value_head + dim, mask=own, other=0.0
+        )
+        slot = tl.load(slots + row)
+        target = states + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + dim
+        tl.store(target, own_key, mask=own)
+        tl.store(target + cache_half, own_value, mask=own)
+        own_products = tl.sum(queries.to(tl.float32) * own_key.to(tl.float32)[None, :], 1)
+        score = tl.where(split == 0, _score(own_products, scale, softcap, SOFTCAP), float("-inf"))
+        larger = tl.maximum(largest, score)
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(score - shift)
+        total = total * tl.exp2(largest - shift) + weight
+        sum_ = weight[:, None] * own_value.to(tl.float32)[None, :]
+        largest = larger
     blocks = table + row * table_row
-    for key in range(low, high, N):
-        at = key + lane
+    for place in range(low, high, N):
+        at = place + lane
         if BLOCK_SIZE % N == 0:
-            block = tl.load(blocks + key // BLOCK_SIZE).to(tl.int64)
-            offset = block * cache_block + (key % BLOCK_SIZE + lane) * cache_token
+            block = tl.load(blocks + place // BLOCK_SIZE).to(tl.int64)
+            offset = block * cache_block + (place % BLOCK_SIZE + lane) * cache_token
         else:
             block = tl.load(blocks + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
             offset = block * cache_block + at % BLOCK_SIZE * cache_token
@@ -106,14 +140,11 @@ def attend_kernel(
             there = there & (dim < HEAD_SIZE)[None, :]
         source = states + offset[:, None] + dim[None, :]
         keys = tl.load(source, mask=there, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        if SOFTCAP:
-            # tanh(x) is 1 - 2 / (exp(2 x) + 1).
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / softcap)) + 1.0))
-        seen = at[None, :] <= position[:, None]
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        seen = at[None, :] <= last[:, None]
         if WINDOW:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores * _LOG2E, float("-inf"))
+        scores = tl.where(seen, _score(products, scale, softcap, SOFTCAP), float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         # A query behind whose window the whole tile lies has seen nothing yet.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -134,7 +165,7 @@ def attend_kernel(
         )
     else:
         part = (token * HEADS + head) * SPLITS + split
-        worked = real & (low < high)
+        worked = real & ((low < high) | (WRITES & (split == 0)))
         tl.store(maxima + part, tl.where(worked, largest, float("-inf")), mask=inside)
         tl.store(sums + part, tl.where(worked, total, 0.0), mask=inside)
         tl.store(partial + part[:, None] * D + dim[None, :], sum_, mask=worked[:, None])
