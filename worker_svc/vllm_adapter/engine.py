@@ -84,6 +84,8 @@ def prepare(device: Device) -> None:
 
         current_platform.import_kernels()
         check_kernels()
+    else:
+        import worker_svc.vllm_adapter.static_moe  # noqa: F401 - registers on import
 
 
 class VllmModel:
@@ -148,12 +150,14 @@ class VllmModel:
                 set_default_torch_dtype(model_config.dtype),
                 device.torch_device,
             ):
-                _init_parallel_groups()
+                _init_parallel_groups(experts=model_config.is_moe)
                 self._model: Any = initialize_model(vllm_config=self._config)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         for layer in self._layers.values():
             if (shape := getattr(getattr(layer, "impl", None), "shape", None)) is not None:
                 device.check_attention(shape)
+            if _is_experts(layer):
+                layer.device = device
         model = self._model
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
@@ -300,17 +304,17 @@ def _init_single_process() -> None:
         torch.distributed.init_process_group(backend="gloo", store=HashStore(), rank=0, world_size=1)
 
 
-def _init_parallel_groups() -> None:
-    from vllm.distributed.parallel_state import (
-        init_distributed_environment,
-        initialize_model_parallel,
-        model_parallel_is_initialized,
-    )
+def _init_parallel_groups(*, experts: bool) -> None:
+    from vllm.distributed import parallel_state
 
-    if not model_parallel_is_initialized():
-        # The process group exists already; the method is only looked at where it does not.
-        init_distributed_environment(1, 0, "file:///", 0, "gloo")
-        initialize_model_parallel(1, 1, backend="gloo")
+    if parallel_state.model_parallel_is_initialized():
+        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - asking for a group that is not there raises
+            return
+        # An earlier model of this process had no experts, so nobody made the group that they want.
+        parallel_state.destroy_model_parallel()
+    # The process group exists already; the method is only looked at where it does not.
+    parallel_state.init_distributed_environment(1, 0, "file:///", 0, "gloo")
+    parallel_state.initialize_model_parallel(1, 1, backend="gloo")
 
 
 def _is_full_precision_pooling(model_config: Any) -> bool:
@@ -323,6 +327,13 @@ def _is_full_precision_pooling(model_config: Any) -> bool:
         model_config.hf_config, model_config.model, None, "hf"
     )
     return bool(saved == torch.float32)
+
+
+def _is_experts(layer: Any) -> bool:
+    """Whether one of the layers that vLLM knows by name has experts, and so nothing to cache."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+
+    return isinstance(layer, MoERunnerInterface)
 
 
 def _describe_pooling(
@@ -358,6 +369,8 @@ def _describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescriptio
     model_config = config.model_config
     attention = []
     for name, layer in layers.items():
+        if _is_experts(layer):
+            continue
         if not hasattr(layer, "kv_cache_torch_dtype"):
             raise ConfigurationRefused(f"layers like {name} ({type(layer).__name__}) are not served yet")
         attention.append(
