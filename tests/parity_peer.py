@@ -101,9 +101,7 @@ def _open(job: Job) -> Device:
 def _answer(outputs: Sequence[Output]) -> Answer:
     tokens = [token for output in outputs for token in output.token_ids]
     reports = [report for output in outputs for report in output.logprobs]
-    top = [
-        dict(zip(map(str, report.top_token_ids), report.top_logprobs, strict=True)) for report in reports
-    ]
+    top = [dict(zip(map(str, report.top_token_ids), report.top_logprobs, strict=True)) for report in reports]
     return Answer(tokens, top)
 
 

@@ -54,7 +54,10 @@ def _gemma3() -> Any:
 
     kinds = ["sliding_attention", "full_attention"]
     return Gemma3TextConfig(
-        **_COMMON | {"tie_word_embeddings": True}, layer_types=kinds, sliding_window=64, query_pre_attn_scalar=32
+        **_COMMON | {"tie_word_embeddings": True},
+        layer_types=kinds,
+        sliding_window=64,
+        query_pre_attn_scalar=32,
     )
 
 

@@ -19,6 +19,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
         "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
+        "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
+        "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
     }
 
     model: str = Field(
@@ -56,6 +58,14 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     rbln_use_custom_kernel: bool = Field(
         False,
         description="Attention on an NPU in Triton kernels (rbln_triton_ops) instead of the compiler's own (rbln_custom_ops).",
+    )
+    rbln_moe_use_opt_kernel: bool | None = Field(
+        None,
+        description="Expert layers on an NPU in one operator of the vendor's. Default: yes, unless --rbln-backend has none; else see the next.",
+    )
+    rbln_moe_custom_kernel: bool = Field(
+        False,
+        description="The same operator, for those who switch the former off; with both off, experts run in plain operators.",
     )
     rbln_backend: Literal["rbln", "rbln-check"] = Field(
         "rbln",

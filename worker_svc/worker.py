@@ -89,7 +89,12 @@ class Worker:
         name = self._settings.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        options = DeviceOptions(self._settings.rbln_backend, self._settings.rbln_use_custom_kernel)
+        options = DeviceOptions(
+            self._settings.rbln_backend,
+            self._settings.rbln_use_custom_kernel,
+            self._settings.rbln_moe_use_opt_kernel,
+            self._settings.rbln_moe_custom_kernel,
+        )
         self.device = open_device(name, options)
         from worker_svc.vllm_adapter import engine
 

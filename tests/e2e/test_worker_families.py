@@ -1,6 +1,5 @@
 """Every served family says what transformers says of the same weights, at every decode bucket, whatever padding holds."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -93,6 +93,10 @@ class DeviceOptions:
     """Who compiles an NPU's graphs; see the setting of that name."""
     rbln_use_custom_kernel: bool = False
     """Whether an NPU's attention runs in Triton kernels."""
+    rbln_moe_use_opt_kernel: bool | None = None
+    """Whether an NPU's expert layers run in the vendor's operator; ``None``: where there is one."""
+    rbln_moe_custom_kernel: bool = False
+    """The same, asked before falling back to plain operators."""
 
 
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh"]
