@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
 
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
 # What a compiler is called in vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
@@ -24,7 +25,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     }
 
     model: str = Field(
-        min_length=1, description="A Hugging Face id or a folder with config.json and safetensors."
+        min_length=1,
+        description="A Hugging Face id, a folder with config.json and safetensors, or a .gguf file.",
     )
     revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub model.")
     device: Literal["auto", "cpu", "cuda", "rbln"] = Field(
@@ -33,8 +35,12 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and activations; auto is what the model was saved in."
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = Field(
-        "auto", description="How weights are stored; dummy makes them up (for measuring)."
+    load_format: LoadFormat = Field(
+        "auto",
+        description="How weights are stored; auto takes safetensors, else a GGUF file; dummy makes them up (for measuring).",
+    )
+    trust_remote_code: bool = Field(
+        False, description="Whether Python code that comes with a model may run in this process."
     )
     kv_memory: float | None = Field(
         None,

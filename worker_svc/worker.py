@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from protos.errors import ConfigurationRefused, Internal
 from protos.logs import get_logger
 from worker_svc import loader
+from worker_svc.checkpoint import Checkpoint
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
 from worker_svc.kv_cache import count_blocks
@@ -81,7 +82,15 @@ class Worker:
             ConfigurationRefused: if a setting cannot be met, in one line.
         """
         started = time.monotonic()
-        self.folder = loader.resolve(self._settings.model, self._settings.revision)
+        settings = self._settings
+        self.folder = loader.resolve(
+            settings.model,
+            settings.revision,
+            load_format=settings.load_format,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        if settings.load_format != "dummy":
+            Checkpoint.open(self.folder)  # told now rather than after the seconds that come
         import torch
 
         if self._settings.cpu_threads is not None:
@@ -100,13 +109,13 @@ class Worker:
 
         engine.prepare(self.device)
         imported = time.monotonic()
-        settings = self._settings
         self._model = engine.VllmModel(
             self.folder,
             self.device,
             dtype=settings.dtype,
             load_format=settings.load_format,
             seed=settings.seed,
+            trust_remote_code=settings.trust_remote_code,
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
@@ -146,7 +155,7 @@ class Worker:
         self._asked, self._ready, self._runner = None, None, None
         if not self._loaded:
             progress("load", 0, 0, f"weights of {loader.display_name(self._settings.model)}")
-            model.load_weights()
+            model.load_weights(lambda done, total, what: progress("load", done, total, what))
             self._loaded = True
         lap("load")
         runner: Runner | PoolRunner

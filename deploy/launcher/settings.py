@@ -24,7 +24,10 @@ class LaunchSettings(ServiceSettings):
 
     model: Annotated[
         str,
-        Field(min_length=1, description="smollm2, gemma3-270m, minilm, a Hugging Face id or a local folder."),
+        Field(
+            min_length=1,
+            description="smollm2, gemma3-270m, minilm, a Hugging Face id, a local folder or a .gguf file.",
+        ),
     ] = "smollm2"
     served_model_name: Annotated[
         str | None, Field(min_length=1, description="What clients call the model (default: --model).")
@@ -43,6 +46,12 @@ class LaunchSettings(ServiceSettings):
     run_dir: Annotated[Path, Field(description="Folder for pid files and logs.")] = Path("run")
     dtype: Annotated[
         str | None, Field(description="auto, bfloat16, float16 or float32: weights and activations.")
+    ] = None
+    load_format: Annotated[
+        str | None, Field(description="auto, safetensors, gguf or dummy (made up weights, for measuring).")
+    ] = None
+    trust_remote_code: Annotated[
+        bool | None, Field(description="Let Python code that comes with the model run in the workers.")
     ] = None
     max_model_len: Annotated[OptionalCount, Field(description="Longest prompt plus output, tokens.")] = None
     max_num_seqs: Annotated[OptionalCount, Field(description="Sequences that run at once.")] = None
@@ -98,6 +107,8 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
         *_value("--dtype", settings.dtype),
+        *_value("--load-format", settings.load_format),
+        *_switch("--trust-remote-code", settings.trust_remote_code),
         *_value("--seed", settings.seed),
         *_value("--cpu-threads", _share_of_cores(settings.workers)),
         *_logging(settings),

@@ -45,6 +45,9 @@ def test_each_service_gets_its_own_settings() -> None:
             "0.0.0.0",
             "--seed",
             "7",
+            "--load-format",
+            "dummy",
+            "--trust-remote-code",
             "--no-enable-prefix-caching",
         ],
     )
@@ -73,6 +76,8 @@ def test_each_service_gets_its_own_settings() -> None:
         "--port": "8",
         "--scheduler-address": "127.0.0.1:9",
         "--dtype": "float32",
+        "--load-format": "dummy",
+        "--trust-remote-code": "--seed",
         "--seed": "7",
     }
 

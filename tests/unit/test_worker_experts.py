@@ -85,7 +85,7 @@ def operator() -> Iterator[list[tuple[Any, ...]]]:
         hidden: torch.Tensor = arguments[0]
         return torch.zeros_like(hidden)
 
-    library = torch.library.Library("rbln_custom_ops", "FRAGMENT")
+    library: Any = torch.library.Library("rbln_custom_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
     names = [f"a{index}" for index in range(len(ARGUMENTS))]
     types = ["Tensor"] * 5 + ["str"] + ["Tensor?"] * 4
     schema = ", ".join(f"{kind} {name}" for kind, name in zip(types, names, strict=True))

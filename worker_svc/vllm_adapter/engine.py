@@ -17,7 +17,13 @@ from worker_svc.capture import Graph, Recorder
 from worker_svc.devices.base import Device, RowsInput
 from worker_svc.geometry import AttentionLayer
 from worker_svc.pooling import PoolingDescription
+from worker_svc.settings import LoadFormat
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
+
+# Said of a model whose classes are its own, and how to allow them.
+_NEEDS_CODE = (
+    "it needs Python code of its own (auto_map in config.json); pass --trust-remote-code if you trust it"
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -97,15 +103,25 @@ class VllmModel:
         description: what the model is.
     """
 
-    def __init__(self, folder: Path, device: Device, *, dtype: Dtype, load_format: str, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: Device,
+        *,
+        dtype: Dtype,
+        load_format: LoadFormat,
+        seed: int,
+        trust_remote_code: bool = False,
+    ) -> None:
         """Reads the configuration and builds the layers, with whatever the memory holds as weights.
 
         Args:
             folder: a Hugging Face folder.
             device: where the weights go.
             dtype: of weights and activations; "auto" takes the configuration's.
-            load_format: vLLM's name of how weights are stored, "auto" for safetensors.
+            load_format: where weights come from: "dummy" makes them up, everything else reads safetensors.
             seed: of the random generators of torch, numpy and Python.
+            trust_remote_code: whether Python code of the folder's may run.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -118,15 +134,16 @@ class VllmModel:
 
         self._device = device
         with _one_line(f"cannot serve {folder}"):
-            _register_model_class(folder)
+            _register_model_class(folder, trust_remote_code=trust_remote_code)
 
             def configured(dtype: str) -> Any:
                 return EngineArgs(
                     model=str(folder),
                     skip_tokenizer_init=True,
                     dtype=dtype,
-                    load_format=load_format,
+                    load_format="dummy" if load_format == "dummy" else "safetensors",
                     seed=seed,
+                    trust_remote_code=trust_remote_code,
                     use_tqdm_on_load=False,
                     enforce_eager=True,
                     block_size=device.default_block_size,
@@ -174,25 +191,34 @@ class VllmModel:
         # One context for the life of the model: a step only exchanges its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
-    def load_weights(self) -> None:
-        """Reads the weights and packs them for the device's kernels.
+    def load_weights(self, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
+        """Reads the weights, or makes them up, and packs them for the device's kernels.
+
+        Args:
+            progress: told of files read, files in total, and the name of the file that is read next.
 
         Raises:
-            ConfigurationRefused: if they are missing or do not fit the configuration.
+            ConfigurationRefused: if they are missing, damaged or do not fit the configuration.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        model_config = self._config.model_config
+        from worker_svc.vllm_adapter.weights import ShardLoader
+
+        model_config, load_config = self._config.model_config, self._config.load_config
         with (
             _one_line(f"cannot load the weights of {model_config.model}"),
             set_current_vllm_config(self._config),
             set_default_torch_dtype(model_config.dtype),
         ):
             # The loader's own load_model() also empties the cache of an accelerator, which a CPU has not.
-            loader = get_model_loader(self._config.load_config)
+            loader: Any = (
+                get_model_loader(load_config)
+                if load_config.load_format == "dummy"
+                else ShardLoader(load_config, progress)
+            )
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)
         self._model.eval()
@@ -286,14 +312,22 @@ class VllmModel:
         return projected
 
 
-def _register_model_class(folder: Path) -> None:
-    """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it."""
+def _register_model_class(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it.
+
+    Raises:
+        ConfigurationRefused: if nobody has such a class, or only the model itself has, and its code is not trusted.
+    """
     from vllm.model_executor.models import ModelRegistry
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for architecture in config.get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is None:
+            if config.get("auto_map"):
+                if trust_remote_code:
+                    continue  # vLLM makes a class of the model's own code
+                raise ConfigurationRefused(f"cannot serve {folder}: {_NEEDS_CODE}")
             raise ConfigurationRefused(f"the architecture {architecture} is not one that vLLM knows")
         ModelRegistry.register_model(architecture, known.load_model_cls())
 
@@ -418,6 +452,8 @@ class _one_line:  # noqa: N801 - reads as a clause
         if isinstance(
             error, (ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError)
         ):
+            if "trust_remote_code" in str(error):
+                raise ConfigurationRefused(f"{self._what}: {_NEEDS_CODE}") from error
             # pydantic puts the reason on the third line, behind where it was found.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = next(

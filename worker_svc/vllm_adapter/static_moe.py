@@ -21,8 +21,8 @@ _ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
 }
 
 
-@MoERunner.register_oot  # type: ignore[untyped-decorator]
-class StaticMoeRunner(MoERunner):  # type: ignore[misc]
+@MoERunner.register_oot
+class StaticMoeRunner(MoERunner):
     """One expert layer: a router's softmax over the chosen few, and their gated MLPs, summed.
 
     Attributes:
