@@ -125,10 +125,15 @@ class Graphs:
             made = [graph for graph in self._graphs.values() if graph is not None]
             self._log.info(
                 "graphs_made", graphs=len(made), total_s=round(sum(self._seconds.values()), 2),
-                memory_mib=round(sum(graph.num_bytes for graph in made) / 2**20, 1),
+                memory_mib=round(self.num_bytes / 2**20, 1),
                 kernels=max((graph.num_kernels for graph in made), default=0),
                 seconds={str(signature): round(took, 2) for signature, took in self._seconds.items()},
             )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all graphs have for themselves."""
+        return sum(graph.num_bytes for graph in self._graphs.values() if graph is not None)
 
     def _late(self, signature: Signature) -> None:
         self.num_late += 1

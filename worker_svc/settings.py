@@ -45,7 +45,13 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     kv_memory: float | None = Field(
         None,
         gt=0,
-        description="Memory for the KV cache, GiB. Default: 40% of what is free after the weights.",
+        description="Memory for the KV cache, GiB. Default: --kv-share of what is free.",
+    )
+    kv_share: float = Field(
+        0.4,
+        gt=0,
+        le=1,
+        description="Share of the memory that weights and graphs leave free which the KV cache takes; the rest stays free.",
     )
     window_kv: Literal["auto", "paged", "in-place"] = Field(
         "auto",

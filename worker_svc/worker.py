@@ -13,7 +13,7 @@ from worker_svc import loader
 from worker_svc.checkpoint import Checkpoint
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
-from worker_svc.kv_cache import count_blocks
+from worker_svc.memory import Budget, check_weights
 from worker_svc.plan import Output, Plan
 from worker_svc.pool_runner import PoolRunner
 from worker_svc.runner import Runner
@@ -27,8 +27,6 @@ Progress = Callable[[Phase, int, int, str], None]
 """Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
 
 _WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE_WINDOW}
-# Of the memory that is free once the weights are loaded, how much the KV cache takes unless it is said.
-_KV_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ class Worker:
             load_format=settings.load_format,
             trust_remote_code=settings.trust_remote_code,
         )
-        if settings.load_format != "dummy":
-            Checkpoint.open(self.folder)  # told now rather than after the seconds that come
+        # Told now rather than after the seconds that come.
+        checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
         import torch
 
         if self._settings.cpu_threads is not None:
@@ -105,6 +103,8 @@ class Worker:
             self._settings.rbln_moe_custom_kernel,
         )
         self.device = open_device(name, options)
+        if checkpoint is not None:
+            check_weights(checkpoint, settings.dtype, self.device)
         from worker_svc.vllm_adapter import engine
 
         engine.prepare(self.device)
@@ -161,13 +161,11 @@ class Worker:
         runner: Runner | PoolRunner
         if isinstance(geometry, PoolGeometry):
             assert self.description.pooling is not None
+            self._budget(model).fit_pool(geometry)
             runner = PoolRunner(model, self.device, self.description.pooling, geometry)
             bytes_per_block: tuple[int, ...] = ()
         else:
-            if not geometry.num_blocks:
-                geometry = replace(
-                    geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget())
-                )
+            geometry = self._budget(model).fit(geometry, self.groups)
             progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
             runner = Runner(
                 model, self.device, self.groups, geometry,
@@ -224,8 +222,7 @@ class Worker:
         if self._runner is not None:
             self._runner.reset()
 
-    def _kv_budget(self) -> int:
-        """Bytes for the KV cache."""
-        if self._settings.kv_memory is not None:
-            return int(self._settings.kv_memory * 2**30)
-        return int(self.device.free_memory() * _KV_SHARE)
+    def _budget(self, model: "VllmModel") -> Budget:
+        settings = self._settings
+        recorded = self.device.compiles and settings.backend != "eager"
+        return Budget(self.device, model.size, recorded, settings.kv_memory, settings.kv_share)

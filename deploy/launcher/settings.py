@@ -60,6 +60,15 @@ class LaunchSettings(ServiceSettings):
         Field(description="Tokens of one prefill chunk; it and --block-size divide one another."),
     ] = None
     block_size: Annotated[OptionalCount, Field(description="Tokens of one block of KV memory.")] = None
+    num_blocks: Annotated[
+        OptionalCount, Field(description="Blocks of KV memory (default: as many as it holds).")
+    ] = None
+    kv_memory: Annotated[
+        float | None, Field(gt=0, description="Memory for KV, GiB (default: --kv-share of what is free).")
+    ] = None
+    kv_share: Annotated[
+        float | None, Field(gt=0, le=1, description="Share of the free memory that KV takes.")
+    ] = None
     enable_prefix_caching: Annotated[
         bool | None, Field(description="Keep the KV of prompts for later ones that begin alike.")
     ] = None
@@ -93,6 +102,7 @@ def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
         *_value("--max-num-seqs", settings.max_num_seqs),
         *_value("--max-num-batched-tokens", settings.max_num_batched_tokens),
         *_value("--block-size", settings.block_size),
+        *_value("--num-blocks", settings.num_blocks),
         *_switch("--enable-prefix-caching", settings.enable_prefix_caching),
         *_value("--pool-batch-sizes", settings.pool_batch_sizes),
         *_value("--pool-prompt-lens", settings.pool_prompt_lens),
@@ -109,6 +119,8 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
         *_value("--dtype", settings.dtype),
         *_value("--load-format", settings.load_format),
         *_switch("--trust-remote-code", settings.trust_remote_code),
+        *_value("--kv-memory", settings.kv_memory),
+        *_value("--kv-share", settings.kv_share),
         *_value("--seed", settings.seed),
         *_value("--cpu-threads", _share_of_cores(settings.workers)),
         *_logging(settings),

@@ -9,6 +9,9 @@ import torch
 from tests import parity_peer, tiny_models
 from tests.parity_peer import Answer, Job
 from tests.reference import Reference
+from tests.worker_harness import Harness, load
+from worker_svc.checkpoint import Checkpoint
+from worker_svc.memory import working_bytes
 from worker_svc.settings import Backend
 
 pytestmark = [
@@ -88,6 +91,22 @@ def test_npu(
 ) -> None:
     """In float32, the graphs that an NPU would get."""
     assert differences(references[family], prompts, on_npu[family]) == []
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
+    """What graphs really have for themselves is at most what was computed from shapes, and not much less; weights are exact."""
+    model = load(folders[family], "float32")
+    harness = Harness(model, max_num_seqs=8, decode_buckets=parity_peer.BUCKETS)
+    taken = harness.runner.graphs.num_bytes
+    estimated = working_bytes(model.size, (harness.geometry.chunk, *parity_peer.BUCKETS), 0, recorded=True)
+    # The CPU's kernels keep what single experts compute to themselves.
+    assert taken <= estimated <= (6 if family == "mixtral" else 3) * taken
+    # Beside what is stored there are tables of rotary embeddings, one a kind of layers.
+    table = 4 * 32 * tiny_models.CONTEXT
+    beside = model.size.weight_bytes - Checkpoint.open(folders[family]).num_bytes()
+    assert beside // table == (2 if family == "gemma3" else 1)
+    assert beside % table < 100
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from protos.errors import ConfigurationRefused
 from tests import tiny_models
 from tests.worker_harness import Harness, tokens_of
 from worker_svc.devices import open_device
+from worker_svc.devices.cpu import CpuDevice
 from worker_svc.geometry import Geometry
 from worker_svc.settings import LoadFormat, Settings
 from worker_svc.vllm_adapter import engine
@@ -107,6 +109,25 @@ def test_dummy_weights_need_no_file(single: Path, tmp_path: Path) -> None:
     assert [event for event in configure(tmp_path, load_format="dummy") if event[0] == "compile"]
     with pytest.raises(ConfigurationRefused, match=r"has no weights .* use --load-format dummy"):
         configure(tmp_path)
+
+
+def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights while the worker prepares, the cache while it is configured; a worker can be configured again then."""
+    worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1, kv_memory=10_000))
+    worker.prepare()
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 8 << 20)
+    many = replace(GEOMETRY, max_num_seqs=4096, decode_buckets=(1, 4096))
+    with pytest.raises(ConfigurationRefused, match=r"graphs need [\d.]+ GiB; --max-num-seqs \d+ would fit"):
+        worker.configure(many, lambda *_: None)
+    with pytest.raises(ConfigurationRefused, match=r"do not fit; --num-blocks \d+ would"):
+        worker.configure(replace(GEOMETRY, num_blocks=(1000,)), lambda *_: None)
+    ready = worker.configure(GEOMETRY, lambda *_: None)
+    assert ready.geometry.num_blocks == (5,)  # all that two slots can use
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 100_000)
+    with pytest.raises(
+        ConfigurationRefused, match=r"the weights need .* device cpu has .* free; use a smaller"
+    ):
+        Worker(Settings(model=str(single), device="cpu")).prepare()
 
 
 class _Payload:

@@ -48,6 +48,10 @@ def test_each_service_gets_its_own_settings() -> None:
             "--load-format",
             "dummy",
             "--trust-remote-code",
+            "--num-blocks",
+            "99",
+            "--kv-memory",
+            "1.5",
             "--no-enable-prefix-caching",
         ],
     )
@@ -67,6 +71,7 @@ def test_each_service_gets_its_own_settings() -> None:
         "--max-num-seqs": "4",
         "--max-num-batched-tokens": "64",
         "--block-size": "128",
+        "--num-blocks": "99",
         "--no-enable-prefix-caching": "--log-level",
     }
     assert pairs(flags.worker_flags(settings, 8, 9)) == common | {
@@ -77,7 +82,8 @@ def test_each_service_gets_its_own_settings() -> None:
         "--scheduler-address": "127.0.0.1:9",
         "--dtype": "float32",
         "--load-format": "dummy",
-        "--trust-remote-code": "--seed",
+        "--trust-remote-code": "--kv-memory",
+        "--kv-memory": "1.5",
         "--seed": "7",
     }
 

@@ -2,8 +2,10 @@
 
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,12 @@ from protos.errors import ConfigurationRefused
 from worker_svc.capture import Graph, Recorder
 from worker_svc.devices.base import Device, RowsInput
 from worker_svc.geometry import AttentionLayer
+from worker_svc.memory import ModelSize
 from worker_svc.pooling import PoolingDescription
 from worker_svc.settings import LoadFormat
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
+_MATRIX = 2  # dimensions
 # Said of a model whose classes are its own, and how to allow them.
 _NEEDS_CODE = (
     "it needs Python code of its own (auto_map in config.json); pass --trust-remote-code if you trust it"
@@ -101,6 +105,7 @@ class VllmModel:
 
     Attributes:
         description: what the model is.
+        size: what its memory depends on.
     """
 
     def __init__(
@@ -188,6 +193,10 @@ class VllmModel:
         if self._config.model_config.runner_type == "pooling":
             pooling, self._projector = _describe_pooling(self._config, self._model, self._layers)
         self.description = _describe(self._config, {} if pooling else self._layers, pooling)
+        # Now, while matrices have the shapes that they are stored in: kernels pack them.
+        self.size = _measure(
+            self._config.model_config, self._model, 0 if pooling else self.description.vocab_size
+        )
         # One context for the life of the model: a step only exchanges its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
@@ -433,6 +442,25 @@ def _describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescriptio
         layers=tuple(attention),
         pooling=pooling,
         default_sampling={name: generation[name] for name in names if generation.get(name) is not None},
+    )
+
+
+def _measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    widths: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is None or parameter.dim() < _MATRIX:
+            continue
+        experts = parameter.shape[:-_MATRIX].numel()
+        widths[layer[1]] = widths.get(layer[1], 0) + experts * sum(parameter.shape[-_MATRIX:])
+    return ModelSize(
+        weight_bytes=sum(storage.nbytes() for storage in storages.values()),
+        width=max(widths.values(), default=0),
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=vocab_size,
+        itemsize=model_config.dtype.itemsize,
     )
 
 
