@@ -16,6 +16,7 @@ import torch
 
 from tests.worker_harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
+from worker_svc.devices.rbln import RblnDevice
 from worker_svc.geometry import GroupKind
 from worker_svc.plan import Output, Sampling
 from worker_svc.settings import Backend
@@ -56,12 +57,12 @@ def run(job: Job) -> list[Answer]:
     """Prefills every prompt, then takes a few decode steps in every bucket. All memory holds NaN before."""
     device = _open(job)
     harness = Harness(
-        load(Path(job.folder), "float32", device=device),
+        load(Path(job.folder), "float32", device=device, compiled=job.backend != "eager"),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
     )  # fmt: skip
     for cache in harness.runner.cache.by_layer().values():
-        memory = device.memory.resolve(cache) if hasattr(device, "memory") else cache
+        memory = device.memory.resolve(cache) if isinstance(device, RblnDevice) else cache
         memory.fill_(torch.nan)
     # The row that padding reads, and those of slots that nobody has: some token of the vocabulary, whichever.
     harness.runner._batch._tokens.fill_(77)
@@ -76,6 +77,8 @@ def run(job: Job) -> list[Answer]:
             for slot, output in zip(active, harness.decode(active, bucket), strict=True):
                 outputs[slot].append(output)
     assert harness.runner.graphs.num_late == 0
+    if isinstance(device, RblnDevice):
+        assert bool(device.backend.graphs) == (job.backend != "eager")
     return [_answer(outputs[slot]) for slot in slots]
 
 

@@ -78,7 +78,7 @@ class Runner:
         Raises:
             ConfigurationRefused: if the cache does not fit into memory, or the device does not compile and is asked to.
         """
-        if backend == "compiled" and not device.compiles:
+        if backend == "compiled" and not (device.compiles or device.compiles_itself):
             raise ConfigurationRefused(f"nothing compiles for device {device.name} yet; use --backend eager")
         self._model = model
         self._device = device

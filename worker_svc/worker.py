@@ -116,6 +116,7 @@ class Worker:
             load_format=settings.load_format,
             seed=settings.seed,
             trust_remote_code=settings.trust_remote_code,
+            compiled=settings.backend != "eager",
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
 ]
 
+BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
 # On both sides of the windows of 64 tokens and of the chunks of 128.
 LENGTHS = (3, 63, 64, 130, 200)
 # Between float32 results of two orders of summation.
@@ -45,13 +46,15 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 
 
 @pytest.fixture(scope="module")
-def on_npu(folders: dict[str, Path], prompts: list[list[int]]) -> dict[str, list[Answer]]:
+def on_npu(folders: dict[str, Path], prompts: list[list[int]]) -> dict[tuple[str, Backend], list[Answer]]:
     """What the stand-in for an NPU says of all families; hybrid ones keep their windows in place there."""
     jobs = {
-        family: Job(
-            str(folder), prompts, device="rbln", window_kind="in_place_window", block_size=1024, max_model_len=1536
+        (family, backend): Job(
+            str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
+            max_model_len=1536,
         )
         for family, folder in folders.items()
+        for backend in BACKENDS
     }  # fmt: skip
     return dict(zip(jobs, parity_peer.run_apart(list(jobs.values())), strict=True))
 
@@ -74,7 +77,7 @@ def differences(
     return found
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_cpu(
     folders: dict[str, Path], references: dict[str, Reference], prompts: list[list[int]], family: str,
@@ -85,12 +88,14 @@ def test_cpu(
     assert differences(references[family], prompts, answers) == []
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_npu(
-    references: dict[str, Reference], on_npu: dict[str, list[Answer]], prompts: list[list[int]], family: str
-) -> None:
-    """In float32, the graphs that an NPU would get."""
-    assert differences(references[family], prompts, on_npu[family]) == []
+    references: dict[str, Reference], on_npu: dict[tuple[str, Backend], list[Answer]], prompts: list[list[int]],
+    family: str, backend: Backend,
+) -> None:  # fmt: skip
+    """In float32, in the operators of an NPU: as they come, and in the graphs that it would get."""
+    assert differences(references[family], prompts, on_npu[family, backend]) == []
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -110,7 +115,7 @@ def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_answers_vary(on_npu: dict[str, list[Answer]], family: str) -> None:
+def test_answers_vary(on_npu: dict[tuple[str, Backend], list[Answer]], family: str) -> None:
     """The random models do not say the same whatever they are asked."""
-    tokens = [tuple(answer.tokens[-4:]) for answer in on_npu[family]]
+    tokens = [tuple(answer.tokens[-4:]) for answer in on_npu[family, "compiled"]]
     assert len(set(tokens)) == len(tokens)

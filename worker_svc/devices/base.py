@@ -124,7 +124,9 @@ class Device(abc.ABC):
     window_kind: ClassVar[GroupKind]
     """How the device's own kernels keep a window."""
     compiles: ClassVar[bool] = False
-    """Whether steps run as static graphs on it, or only as the model's own Python code."""
+    """Whether steps are recorded as static graphs for it."""
+    compiles_itself: ClassVar[bool] = False
+    """Whether :meth:`compile` makes static graphs, so that nothing is to be recorded."""
 
     @abc.abstractmethod
     def check_available(self) -> None:

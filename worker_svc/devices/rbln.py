@@ -66,6 +66,7 @@ class RblnDevice(Device):
     default_max_num_seqs: ClassVar[int] = 1
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
+    compiles_itself: ClassVar[bool] = True
 
     def __init__(self, options: DeviceOptions | None = None) -> None:
         """Without options, the vendor's backend and the compiler's own kernels."""
@@ -243,7 +244,17 @@ class RblnDevice(Device):
         plan: RblnPlan,
         output: torch.Tensor,
     ) -> None:
-        """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph."""
+        """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph.
+
+        Raises:
+            ConfigurationRefused: on an NPU, if this is not part of a graph that is being made.
+        """
+        if not torch.compiler.is_compiling():
+            if not self._stands_in:
+                raise ConfigurationRefused(
+                    "an NPU runs graphs alone; leave --backend eager to --rbln-backend rbln-check"
+                )
+            cache = self.memory.resolve(cache)
         assert key is not None
         assert value is not None
         rows, query_len, kv_heads = plan.rows, plan.query_len, shape.num_kv_heads

@@ -117,6 +117,7 @@ class VllmModel:
         load_format: LoadFormat,
         seed: int,
         trust_remote_code: bool = False,
+        compiled: bool = True,
     ) -> None:
         """Reads the configuration and builds the layers, with whatever the memory holds as weights.
 
@@ -127,6 +128,7 @@ class VllmModel:
             load_format: where weights come from: "dummy" makes them up, everything else reads safetensors.
             seed: of the random generators of torch, numpy and Python.
             trust_remote_code: whether Python code of the folder's may run.
+            compiled: whether a device that compiles by itself may; else the model's own code runs.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -186,7 +188,7 @@ class VllmModel:
             logits: torch.Tensor = model.compute_logits(hidden)
             return logits
 
-        self._run, self._head = device.compile(model), device.compile(head)
+        self._run, self._head = (device.compile(model), device.compile(head)) if compiled else (model, head)
         self._caches: Mapping[str, torch.Tensor] = {}
         self._projector: Any = None
         pooling = None
