@@ -19,7 +19,10 @@ class Reference:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        # Models that were made up have none.
+        self.tokenizer: Any = (
+            AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
+        )
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def encode(self, text: str) -> list[int]:

@@ -15,7 +15,7 @@ from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import engine
 
 GREEDY = Sampling(temperature=0.0)
-_MODELS: dict[tuple[Path, engine.Dtype], engine.VllmModel] = {}
+_MODELS: dict[tuple[Path, engine.Dtype, bool], engine.VllmModel] = {}
 
 
 def load(
@@ -23,6 +23,8 @@ def load(
     dtype: engine.Dtype,
     device_name: DeviceName = "cpu",
     device: Device | None = None,
+    *,
+    compiled: bool = True,
 ) -> engine.VllmModel:
     """The model with its weights, once per process.
 
@@ -30,12 +32,13 @@ def load(
     """
     torch.set_num_threads(1)
     device = device or open_device(device_name)
-    if (folder, dtype) not in _MODELS:
+    key = folder, dtype, compiled
+    if key not in _MODELS:
         engine.prepare(device)
-        model = engine.VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0)
+        model = engine.VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0, compiled=compiled)
         model.load_weights()
-        _MODELS[folder, dtype] = model
-    return _MODELS[folder, dtype]
+        _MODELS[key] = model
+    return _MODELS[key]
 
 
 class Harness:

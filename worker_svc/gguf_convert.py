@@ -1,7 +1,8 @@
 """Turns a GGUF file of the Llama or the Gemma 3 family into a Hugging Face folder, dequantized to bfloat16.
 
-Used for the packaged demo models alone, as a script with the arguments FILE and FOLDER, in a process of its own: its memory (the
-weights in float32) is given back when it ends.
+Used as a script with the arguments FILE and FOLDER, in a process of its own: its memory (the
+weights in float32) is given back when it ends. What the packaged demo models do not need is refused rather than guessed: other
+families, scaled rotary embeddings, other ways to split text before merging.
 
 Weights come out bit for bit as transformers' own converter makes them, in a fifth of its time. Its tokenizers are not used: for
 Gemma it builds a unigram model out of what are ranks of merges ("capital" becomes four tokens, and no beginning-of-sequence token is
@@ -47,6 +48,8 @@ _NORMS = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
+# How byte-level tokenizers split text before merging: all of these by GPT-2's rule, SmolLM's behind another one.
+_SPLITS = ("gpt-2", "smollm")
 # ggml's kinds of tokens.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -57,11 +60,13 @@ def convert(source: Path, folder: Path) -> None:
     Raises:
         ValueError: for another family of models.
     """
-    reader = gguf.GGUFReader(source)
+    try:
+        reader = gguf.GGUFReader(source)
+    except (ValueError, IndexError, OSError) as error:
+        raise ValueError("it is no whole GGUF file") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     family = fields["general.architecture"]
-    if family not in _NORMS:
-        raise ValueError(f"GGUF files of the architecture {family} are not converted here")
+    _check(family, fields)
     weights = dict(_weights(reader, family, fields))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # the library makes it private; a shared cache is not
@@ -74,6 +79,7 @@ def convert(source: Path, folder: Path) -> None:
     special = {
         f"{short}_token_id": int(fields[f"tokenizer.ggml.{name}_token_id"])
         for short, name in _SPECIAL.items()
+        if f"tokenizer.ggml.{name}_token_id" in fields
     }
     _write(folder / "config.json", config | special)
     _write(folder / "generation_config.json", {k: v for k, v in special.items() if k != "unk_token_id"})
@@ -86,7 +92,7 @@ def convert(source: Path, folder: Path) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
-            **{f"{short}_token": tokens[special[f"{short}_token_id"]] for short in _SPECIAL},
+            **{name.removesuffix("_id"): tokens[token_id] for name, token_id in special.items()},
         },
     )
     template = fields.get("tokenizer.chat_template")
@@ -95,6 +101,27 @@ def convert(source: Path, folder: Path) -> None:
 
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+
+
+def _check(family: str, fields: dict[str, Any]) -> None:
+    """Refuses what is not converted here.
+
+    Raises:
+        ValueError: saying what, and what to do instead.
+    """
+    instead = "use the model's safetensors instead"
+    if family not in _NORMS:
+        raise ValueError(
+            f"GGUF files of the architecture {family} are not converted, only {' and '.join(_NORMS)}; {instead}"
+        )
+    scaling = fields.get(f"{family}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"rotary embeddings with {scaling} scaling are not converted; {instead}")
+    kind = fields["tokenizer.ggml.model"]
+    split = fields.get("tokenizer.ggml.pre", "none")
+    known = split in _SPLITS if kind == "gpt2" else kind == "llama" and family == "gemma3"
+    if not known:
+        raise ValueError(f"tokenizers of the kind {kind} ({split}) are not converted; {instead}")
 
 
 def _weights(
@@ -118,7 +145,7 @@ def _hugging_face_name(name: str, family: str) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     part = ({**_IN_LAYER, **_NORMS[family]}).get(match[2]) if match else None
     if match is None or part is None:
-        raise ValueError(f"unexpected tensor {name}")
+        raise ValueError(f"tensors like {name} are not converted; use the model's safetensors instead")
     return f"model.layers.{match[1]}.{part}.weight"
 
 
@@ -150,7 +177,9 @@ def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
     return common | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "head_dim": common["hidden_size"] // common["num_attention_heads"],
+        "head_dim": fields.get(
+            "llama.attention.key_length", common["hidden_size"] // common["num_attention_heads"]
+        ),
         "hidden_act": "silu",
         "mlp_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},

@@ -186,13 +186,18 @@ class Graphs:
                 compile_s=round(sum(each.compile for each in took), 2),
                 first_run_s=round(sum(each.first_run for each in took), 2),
                 structures=self._compiler.num_structures, compiled=self._compiler.num_misses,
-                memory_mib=round(sum(graph.num_bytes for graph in made) / 2**20, 1),
+                memory_mib=round(self.num_bytes / 2**20, 1),
                 kernels=max(graph.num_kernels for graph in made),
                 signatures={
                     str(signature): [round(each.capture, 2), round(each.compile, 2), round(each.first_run, 2)]
                     for signature, each in self.took.items()
                 },
             )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all graphs have for themselves."""
+        return sum(graph.num_bytes for graph in self._graphs.values() if graph is not None)
 
     def _lower(self, signature: Signature, recording: Recording) -> Graph:
         """Raises ConfigurationRefused: if the compiler fails."""

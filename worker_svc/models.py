@@ -1,11 +1,12 @@
-"""Demo models that come inside Python packages, for machines that reach a package index and no model hub.
+"""Demo models that come inside Python packages, for machines that reach a package index and no model hub; and GGUF files.
 
-A fetched model is an ordinary Hugging Face folder. It appears in the cache in one rename, so it is complete whenever it is there, and
+A fetched or converted model is an ordinary Hugging Face folder. It appears in the cache in one rename, so it is complete whenever it is there, and
 whoever fetches the same model at the same time waits for the first.
 """
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import os
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,19 +79,36 @@ def fetch(name: str, cache_dir: Path | None = None) -> Path:
     if packaged is None:
         raise FetchError(f"unknown model {name!r}; known are {', '.join(NAMES)}")
     cache = (cache_dir or default_cache_dir()).absolute()
-    target = cache / name
     stamp = f"{_RECIPE} {' '.join(packaged.packages)}\n"
-    if _is_complete(target, stamp):
-        return target
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f".{name}.lock", name):
-            if _is_complete(target, stamp):  # somebody else was faster
-                return target
-            _make(name, packaged, target, stamp)
+        return _once(cache, name, stamp, lambda work, folder: _unpack(packaged, work, folder))
     except OSError as error:
         raise FetchError(f"cannot write the model cache {cache}: {error.strerror or error}") from error
-    return target
+
+
+def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
+    """Makes a GGUF file into a Hugging Face folder of the cache, unless it is there already. Progress goes to standard error.
+
+    Args:
+        gguf: the file; it is known again by its place, size and time.
+        cache_dir: where models are kept; ``None`` for :func:`default_cache_dir`.
+
+    Returns:
+        The model's folder, complete.
+
+    Raises:
+        FetchError: if the file is none of the families that can be converted, or the cache cannot be written.
+    """
+    gguf = gguf.resolve()
+    # Apart from the packaged models, whose names files may have too.
+    cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
+    try:
+        status = gguf.stat()
+        stamp = f"{_RECIPE} {gguf} {status.st_size} {status.st_mtime_ns}\n"
+        name = f"{gguf.stem}-{hashlib.sha256(str(gguf).encode()).hexdigest()[:12]}"
+        return _once(cache, name, stamp, lambda _, folder: _convert(gguf, folder))
+    except OSError as error:
+        raise FetchError(f"cannot write the model cache {cache}: {error.strerror or error}") from error
 
 
 def _is_complete(target: Path, stamp: str) -> bool:
@@ -111,28 +129,50 @@ def _lock(path: Path, name: str) -> Iterator[None]:
         yield
 
 
-def _make(name: str, packaged: _Packaged, target: Path, stamp: str) -> None:
+def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]) -> Path:
+    """The folder ``name`` of the cache: as it is if it has this stamp, else made anew by whoever comes first.
+
+    Args:
+        cache: made if it is missing.
+        name: of the folder.
+        stamp: what the folder is made of.
+        fill: called with a folder for what is of no use afterwards, and the path of the one to make.
+    """
+    target = cache / name
+    if _is_complete(target, stamp):
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache / f".{name}.lock", name):
+        if not _is_complete(target, stamp):  # else somebody was faster
+            _make(target, stamp, fill)
+    return target
+
+
+def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
     """Fills a folder beside ``target`` and renames it; what an interrupted run left is removed first."""
-    prefix = f".{name}-"
-    for leftover in target.parent.glob(f"{prefix}*"):
+    prefix = f".{target.name}-"
+    for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
-        folder = work / name
-        sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
-        if sources[0].is_dir():
-            shutil.copytree(sources[0], folder)
-        else:
-            _say(f"converting {name} to a Hugging Face folder")
-            folder.mkdir()
-            _convert(_join(sources, work / "model.gguf", packaged.sha256), folder)
+        folder = work / target.name
+        fill(work, folder)
         (folder / _STAMP).write_text(stamp, encoding="utf-8")
         if target.exists():
             shutil.rmtree(target)  # of an older recipe
         folder.rename(target)
-        _say(f"{name} is ready")
+        _say(f"{target.name} is ready")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _unpack(packaged: _Packaged, work: Path, folder: Path) -> None:
+    """Makes a packaged model's folder."""
+    sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
+    if sources[0].is_dir():
+        shutil.copytree(sources[0], folder)
+    else:
+        _convert(_join(sources, work / "model.gguf", packaged.sha256), folder)
 
 
 def _locate(packaged: _Packaged, scratch: Path) -> Path:
@@ -171,13 +211,17 @@ def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
 
 
 def _convert(source: Path, folder: Path) -> None:
+    _say(f"converting {source.name} to a Hugging Face folder")
+    folder.mkdir()
     # By its path, as nothing says that this package can be imported from here; -P keeps our folder's names off the import path.
     script = Path(__file__).with_name("gguf_convert.py")
     command = [sys.executable, "-P", str(script), str(source), str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise FetchError(f"the conversion failed: {lines[-1] if lines else 'no message'}")
+        # A traceback ends with the name of the error and its text.
+        reason = lines[-1].removeprefix("ValueError: ") if lines else "no message"
+        raise FetchError(f"cannot convert {source}: {reason}")
 
 
 def _say(text: str) -> None:

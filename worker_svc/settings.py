@@ -9,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
 
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
 # What a compiler is called in vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
@@ -39,10 +40,13 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         "disable_compile_cache": "VLLM_DISABLE_COMPILE_CACHE",
         "require_precompiled": "VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS",
         "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
+        "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
+        "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
     }
 
     model: str = Field(
-        min_length=1, description="A Hugging Face id or a folder with config.json and safetensors."
+        min_length=1,
+        description="A Hugging Face id, a folder with config.json and safetensors, or a .gguf file.",
     )
     revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub model.")
     device: Literal["auto", "cpu", "cuda", "rbln"] = Field(
@@ -51,13 +55,23 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and activations; auto is what the model was saved in."
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = Field(
-        "auto", description="How weights are stored; dummy makes them up (for measuring)."
+    load_format: LoadFormat = Field(
+        "auto",
+        description="How weights are stored; auto takes safetensors, else a GGUF file; dummy makes them up (for measuring).",
+    )
+    trust_remote_code: bool = Field(
+        False, description="Whether Python code that comes with a model may run in this process."
     )
     kv_memory: float | None = Field(
         None,
         gt=0,
-        description="Memory for the KV cache, GiB. Default: 40% of what is free after the weights.",
+        description="Memory for the KV cache, GiB. Default: --kv-share of what is free.",
+    )
+    kv_share: float = Field(
+        0.4,
+        gt=0,
+        le=1,
+        description="Share of the memory that weights and graphs leave free which the KV cache takes; the rest stays free.",
     )
     window_kv: Literal["auto", "paged", "in-place"] = Field(
         "auto",
@@ -106,6 +120,14 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     rbln_use_custom_kernel: bool = Field(
         False,
         description="Attention on an NPU in Triton kernels (rbln_triton_ops) instead of the compiler's own (rbln_custom_ops).",
+    )
+    rbln_moe_use_opt_kernel: bool | None = Field(
+        None,
+        description="Expert layers on an NPU in one operator of the vendor's. Default: yes, unless --rbln-backend has none; else see the next.",
+    )
+    rbln_moe_custom_kernel: bool = Field(
+        False,
+        description="The same operator, for those who switch the former off; with both off, experts run in plain operators.",
     )
     rbln_backend: Literal["rbln", "rbln-check"] = Field(
         "rbln",

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Literal
 from protos.errors import ConfigurationRefused, Internal
 from protos.logs import get_logger
 from worker_svc import loader
+from worker_svc.checkpoint import Checkpoint
 from worker_svc.compile_cache import CompileCache
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.fingerprint import code_fields
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
 from worker_svc.graphs import GENERATED, GraphOptions
-from worker_svc.kv_cache import count_blocks
+from worker_svc.memory import Budget, check_weights
 from worker_svc.plan import Output, Plan
 from worker_svc.pool_runner import PoolRunner
 from worker_svc.precompiled import CompiledCode
@@ -30,8 +31,6 @@ Progress = Callable[[Phase, int, int, str], None]
 """Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
 
 _WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE_WINDOW}
-# Of the memory that is free once the weights are loaded, how much the KV cache takes unless it is said.
-_KV_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,15 @@ class Worker:
             ConfigurationRefused: if a setting cannot be met, in one line.
         """
         started = time.monotonic()
-        self.folder = loader.resolve(self._settings.model, self._settings.revision)
+        settings = self._settings
+        self.folder = loader.resolve(
+            settings.model,
+            settings.revision,
+            load_format=settings.load_format,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        # Told now rather than after the seconds that come.
+        checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
         import torch
 
         if self._settings.cpu_threads is not None:
@@ -109,19 +116,24 @@ class Worker:
             rbln_use_custom_kernel=self._settings.rbln_use_custom_kernel,
             compile_only=self._settings.compile_only,
             compile_strict=self._settings.compile_strict,
+            rbln_moe_use_opt_kernel=self._settings.rbln_moe_use_opt_kernel,
+            rbln_moe_custom_kernel=self._settings.rbln_moe_custom_kernel,
         )
         self.device = open_device(name, options)
+        if checkpoint is not None:
+            check_weights(checkpoint, settings.dtype, self.device)
         from worker_svc.vllm_adapter import engine
 
         engine.prepare(self.device)
         imported = time.monotonic()
-        settings = self._settings
         self._model = engine.VllmModel(
             self.folder,
             self.device,
             dtype=settings.dtype,
             load_format=settings.load_format,
             seed=settings.seed,
+            trust_remote_code=settings.trust_remote_code,
+            compiled=settings.backend != "eager",
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
@@ -152,7 +164,7 @@ class Worker:
         self._code = code = None
         if isinstance(geometry, Geometry):
             if self.device.caches_are_inputs and not geometry.num_blocks:
-                geometry = self._with_blocks(geometry)
+                geometry = self._budget(model).fit(geometry, self.groups)
             self._code = code = self._find_code(geometry, options)
         seconds: dict[Phase, float] = {}
         clock = time.monotonic()
@@ -167,17 +179,17 @@ class Worker:
         self._asked, self._ready, self._runner = None, None, None
         if not self._loaded:
             progress("load", 0, 0, f"weights of {loader.display_name(self._settings.model)}")
-            model.load_weights()
+            model.load_weights(lambda done, total, what: progress("load", done, total, what))
             self._loaded = True
         lap("load")
         runner: Runner | PoolRunner
         if isinstance(geometry, PoolGeometry):
             assert self.description.pooling is not None
+            self._budget(model).fit_pool(geometry)
             runner = PoolRunner(model, self.device, self.description.pooling, geometry)
             bytes_per_block: tuple[int, ...] = ()
         else:
-            if not geometry.num_blocks:
-                geometry = self._with_blocks(geometry)
+            geometry = self._budget(model).fit(geometry, self.groups)
             progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
             runner = Runner(model, self.device, self.groups, geometry, options=options)
             bytes_per_block = runner.cache.bytes_per_block
@@ -237,7 +249,8 @@ class Worker:
         Raises:
             ConfigurationRefused: if it is to be precompiled and is not.
         """
-        if options.level < GENERATED and not self.device.has_own_compiler:
+        compiles = self.device.has_own_compiler and self._settings.backend != "eager"
+        if options.level < GENERATED and not compiles:
             if self._settings.require_precompiled:
                 self._log.info("nothing_to_precompile", level=options.level)
             return None
@@ -257,9 +270,6 @@ class Worker:
         )
         cache = CompileCache(folder) if folder else None
         return CompiledCode(cache, fields, required=self._settings.require_precompiled)
-
-    def _with_blocks(self, geometry: Geometry) -> Geometry:
-        return replace(geometry, num_blocks=count_blocks(self.groups, geometry, self._kv_budget()))
 
     def _checked(self, geometry: Geometry | PoolGeometry) -> Geometry | PoolGeometry:
         """The geometry, complete but for counted blocks.
@@ -298,8 +308,7 @@ class Worker:
         if self._runner is not None:
             self._runner.reset()
 
-    def _kv_budget(self) -> int:
-        """Bytes for the KV cache."""
-        if self._settings.kv_memory is not None:
-            return int(self._settings.kv_memory * 2**30)
-        return int(self.device.free_memory() * _KV_SHARE)
+    def _budget(self, model: "VllmModel") -> Budget:
+        settings = self._settings
+        recorded = self._graph_options().level > 0
+        return Budget(self.device, model.size, recorded, settings.kv_memory, settings.kv_share)

@@ -24,7 +24,10 @@ class LaunchSettings(ServiceSettings):
 
     model: Annotated[
         str,
-        Field(min_length=1, description="smollm2, gemma3-270m, minilm, a Hugging Face id or a local folder."),
+        Field(
+            min_length=1,
+            description="smollm2, gemma3-270m, minilm, a Hugging Face id, a local folder or a .gguf file.",
+        ),
     ] = "smollm2"
     served_model_name: Annotated[
         str | None, Field(min_length=1, description="What clients call the model (default: --model).")
@@ -44,6 +47,12 @@ class LaunchSettings(ServiceSettings):
     dtype: Annotated[
         str | None, Field(description="auto, bfloat16, float16 or float32: weights and activations.")
     ] = None
+    load_format: Annotated[
+        str | None, Field(description="auto, safetensors, gguf or dummy (made up weights, for measuring).")
+    ] = None
+    trust_remote_code: Annotated[
+        bool | None, Field(description="Let Python code that comes with the model run in the workers.")
+    ] = None
     max_model_len: Annotated[OptionalCount, Field(description="Longest prompt plus output, tokens.")] = None
     max_num_seqs: Annotated[OptionalCount, Field(description="Sequences that run at once.")] = None
     max_num_batched_tokens: Annotated[
@@ -51,6 +60,15 @@ class LaunchSettings(ServiceSettings):
         Field(description="Tokens of one prefill chunk; it and --block-size divide one another."),
     ] = None
     block_size: Annotated[OptionalCount, Field(description="Tokens of one block of KV memory.")] = None
+    num_blocks: Annotated[
+        OptionalCount, Field(description="Blocks of KV memory (default: as many as it holds).")
+    ] = None
+    kv_memory: Annotated[
+        float | None, Field(gt=0, description="Memory for KV, GiB (default: --kv-share of what is free).")
+    ] = None
+    kv_share: Annotated[
+        float | None, Field(gt=0, le=1, description="Share of the free memory that KV takes.")
+    ] = None
     enable_prefix_caching: Annotated[
         bool | None, Field(description="Keep the KV of prompts for later ones that begin alike.")
     ] = None
@@ -94,6 +112,7 @@ def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
         *_value("--max-num-seqs", settings.max_num_seqs),
         *_value("--max-num-batched-tokens", settings.max_num_batched_tokens),
         *_value("--block-size", settings.block_size),
+        *_value("--num-blocks", settings.num_blocks),
         *_switch("--enable-prefix-caching", settings.enable_prefix_caching),
         *_value("--pool-batch-sizes", settings.pool_batch_sizes),
         *_value("--pool-prompt-lens", settings.pool_prompt_lens),
@@ -108,6 +127,10 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
         *_value("--dtype", settings.dtype),
+        *_value("--load-format", settings.load_format),
+        *_switch("--trust-remote-code", settings.trust_remote_code),
+        *_value("--kv-memory", settings.kv_memory),
+        *_value("--kv-share", settings.kv_share),
         *_value("--seed", settings.seed),
         *_value("--optimization-level", settings.optimization_level),
         *_value("--compilation-config", settings.compilation_config),

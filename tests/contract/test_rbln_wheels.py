@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rbln_wheels import WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices import DeviceOptions, rbln
 from worker_svc.devices.base import AttentionInput, AttentionShape, InPlaceInput, StepInput
+from worker_svc.devices.rbln_ops import experts
 from worker_svc.devices.rbln_ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 from worker_svc.geometry import AttentionLayer, GroupKind, KvGroup
 
@@ -122,6 +123,13 @@ def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None
 
     name = Settings.reference_names["rbln_use_custom_kernel"]
     assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.modules["vllm_rbln/envs.py"])
+
+
+def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:
+    """One operator, with the same arguments in the same order wherever it is called."""
+    calls = [call for call in wheel.calls(CUSTOM) if call.operator == experts.OPERATOR]
+    assert calls
+    assert all(call.arguments == experts.ARGUMENTS and not call.keywords for call in calls)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from worker_svc.devices import gathered
 from worker_svc.devices.base import AttentionInput, AttentionShape
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.geometry import AttentionLayer, KvGroup
+from worker_svc.replay import kernels_of
 from worker_svc.vllm_adapter import engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # importing vLLM
@@ -226,5 +227,5 @@ def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
         recorded = layer.forward(
             module, query, key, value, cache, RecordedAttention(recorder, "a"), torch.empty_like(query)
         )
-    graph = recorder.graph(device, (query,), recorded)
+    graph = kernels_of(recorder.finish((query,), recorded), device)
     torch.testing.assert_close(graph.replay((query,), {"a": plan}), expected, atol=1e-5, rtol=1e-5)

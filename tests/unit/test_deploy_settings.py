@@ -45,6 +45,13 @@ def test_each_service_gets_its_own_settings() -> None:
             "0.0.0.0",
             "--seed",
             "7",
+            "--load-format",
+            "dummy",
+            "--trust-remote-code",
+            "--num-blocks",
+            "99",
+            "--kv-memory",
+            "1.5",
             "--no-enable-prefix-caching",
         ],
     )
@@ -64,6 +71,7 @@ def test_each_service_gets_its_own_settings() -> None:
         "--max-num-seqs": "4",
         "--max-num-batched-tokens": "64",
         "--block-size": "128",
+        "--num-blocks": "99",
         "--no-enable-prefix-caching": "--log-level",
     }
     assert pairs(flags.worker_flags(settings, 8, 9)) == common | {
@@ -73,6 +81,9 @@ def test_each_service_gets_its_own_settings() -> None:
         "--port": "8",
         "--scheduler-address": "127.0.0.1:9",
         "--dtype": "float32",
+        "--load-format": "dummy",
+        "--trust-remote-code": "--kv-memory",
+        "--kv-memory": "1.5",
         "--seed": "7",
     }
 

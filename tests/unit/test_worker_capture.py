@@ -157,7 +157,7 @@ def test_attention_gets_its_sinks_in_each_replay() -> None:
     static = torch.zeros(2, 4)
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = recorder.graph(Adder(), (static,), output)
+    graph = kernels_of(recorder.finish((static,), output), Adder())
     for x in (torch.ones(2, 4), torch.full((2, 4), 5.0)):
         assert torch.equal(graph.replay((x,), {"a": Metadata(10.0)}), (x * 2 + 10 + sinks) * 3)
 

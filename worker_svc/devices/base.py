@@ -5,6 +5,7 @@ and, whichever it is, the shapes it sees are static: prefill is one row of ``chu
 """
 
 import abc
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -112,6 +113,19 @@ class DeviceOptions:
     """Compile for a device that this machine does not have."""
     compile_strict: bool = False
     """Tell the device's own compiler to refuse what it would otherwise run in parts."""
+    rbln_moe_use_opt_kernel: bool | None = None
+    """Whether an NPU's expert layers run in the vendor's operator; ``None``: where there is one."""
+    rbln_moe_custom_kernel: bool = False
+    """The same, asked before falling back to plain operators."""
+
+
+ExpertActivation = Literal["silu", "gelu", "gelu_tanh"]
+"""What an expert does to its gate; the names are those of NPU kernels, too."""
+_ACTIVATIONS: dict[ExpertActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+}
 
 
 class Device(abc.ABC):
@@ -277,6 +291,35 @@ class Device(abc.ABC):
             self.attend(shape, query, key, value, cache, plan, output, sinks)
 
         return attend
+
+    def run_experts(
+        self,
+        hidden: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        activation: ExpertActivation,
+    ) -> torch.Tensor:
+        """The gated MLPs of an expert layer, summed as the router weighs them.
+
+        All experts compute all tokens, as which of them a token needs is not known when a graph is made: two batched products of
+        static shape. Twice the arithmetic or more of what is asked for, but the weights are read once, which is what decoding costs.
+
+        Args:
+            hidden: [tokens, hidden].
+            gate_up: [experts, 2 * inner, hidden]: each expert's gate, then its other factor.
+            down: [experts, hidden, inner].
+            weights: [tokens, experts]; 0 where an expert is not asked.
+            activation: of the gates.
+
+        Returns:
+            [tokens, hidden].
+        """
+        gate, up = torch.matmul(hidden, gate_up.transpose(1, 2)).chunk(2, dim=-1)
+        each = torch.matmul(_ACTIVATIONS[activation](gate) * up, down.transpose(1, 2))
+        shares = weights.t().unsqueeze(-1)
+        # An expert that nobody asked may overflow; 0 times that would be NaN.
+        return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)
 
     def attend_rows(
         self,

@@ -23,10 +23,12 @@ from worker_svc.devices.base import (
     AttentionShape,
     Device,
     DeviceOptions,
+    ExpertActivation,
     InPlaceInput,
     StepInput,
 )
 from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
+from worker_svc.devices.rbln_ops.experts import emit_experts
 from worker_svc.geometry import NULL_BLOCK, GroupKind, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
@@ -81,6 +83,9 @@ class RblnDevice(Device):
             rbln_ops.TRITON if options.rbln_use_custom_kernel else rbln_ops.CUSTOM
         )
         self.block_dim = 1 if self.namespace == rbln_ops.TRITON else 0
+        optimized = options.rbln_moe_use_opt_kernel
+        self._wants_expert_kernel = bool(optimized or options.rbln_moe_custom_kernel)
+        self._has_expert_kernel = self._wants_expert_kernel or (optimized is None and not self._stands_in)
         self._integers = torch.int32 if self.namespace == rbln_ops.TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
@@ -92,6 +97,11 @@ class RblnDevice(Device):
     def check_available(self) -> None:
         """See the base class."""
         if self._stands_in:
+            if self._wants_expert_kernel:
+                raise ConfigurationRefused(
+                    "rbln-check has no kernels for expert layers, which are the vendor's runtime's;"
+                    " leave --rbln-moe-use-opt-kernel and --rbln-moe-custom-kernel off"
+                )
             rbln_ops.register()
             return
         missing = [name for name in _VENDOR_PACKAGES if importlib.util.find_spec(name) is None]
@@ -221,6 +231,19 @@ class RblnDevice(Device):
                 options["cache_dir"] = str(self._code_folder)
         return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
+    def run_experts(
+        self,
+        hidden: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        activation: ExpertActivation,
+    ) -> torch.Tensor:
+        """See the base class. In the vendor's operator, unless that is switched off."""
+        if self._has_expert_kernel:
+            return emit_experts(hidden, gate_up, down, weights, activation)
+        return super().run_experts(hidden, gate_up, down, weights, activation)
+
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002 - the interface's
         """See the base class."""
         table = step.block_table.to(self._integers)
@@ -263,7 +286,17 @@ class RblnDevice(Device):
         output: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph."""
+        """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph.
+
+        Raises:
+            ConfigurationRefused: on an NPU, if this is not part of a graph that is being made.
+        """
+        if not torch.compiler.is_compiling():
+            if not self._stands_in:
+                raise ConfigurationRefused(
+                    "an NPU runs graphs alone; leave --backend eager to --rbln-backend rbln-check"
+                )
+            cache = self.memory.resolve(cache)
         assert key is not None
         assert value is not None
         rows, query_len, kv_heads = plan.rows, plan.query_len, shape.num_kv_heads

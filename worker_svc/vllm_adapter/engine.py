@@ -2,8 +2,10 @@
 
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,16 @@ from protos.errors import ConfigurationRefused
 from worker_svc.capture import Recorder, Recording
 from worker_svc.devices.base import Device, RowsInput
 from worker_svc.geometry import AttentionLayer
+from worker_svc.memory import ModelSize
 from worker_svc.pooling import PoolingDescription
+from worker_svc.settings import LoadFormat
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
+
+_MATRIX = 2  # dimensions
+# Said of a model whose classes are its own, and how to allow them.
+_NEEDS_CODE = (
+    "it needs Python code of its own (auto_map in config.json); pass --trust-remote-code if you trust it"
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -86,6 +96,8 @@ def prepare(device: Device) -> None:
 
         current_platform.import_kernels()
         check_kernels()
+    else:
+        import worker_svc.vllm_adapter.static_moe  # noqa: F401 - registers on import
 
 
 class VllmModel:
@@ -95,17 +107,30 @@ class VllmModel:
 
     Attributes:
         description: what the model is.
+        size: what its memory depends on.
     """
 
-    def __init__(self, folder: Path, device: Device, *, dtype: Dtype, load_format: str, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: Device,
+        *,
+        dtype: Dtype,
+        load_format: LoadFormat,
+        seed: int,
+        trust_remote_code: bool = False,
+        compiled: bool = True,
+    ) -> None:
         """Reads the configuration and builds the layers, with whatever the memory holds as weights.
 
         Args:
             folder: a Hugging Face folder.
             device: where the weights go.
             dtype: of weights and activations; "auto" takes the configuration's.
-            load_format: vLLM's name of how weights are stored, "auto" for safetensors.
+            load_format: where weights come from: "dummy" makes them up, everything else reads safetensors.
             seed: of the random generators of torch, numpy and Python.
+            trust_remote_code: whether Python code of the folder's may run.
+            compiled: whether a device that compiles by itself may; else the model's own code runs.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -118,15 +143,16 @@ class VllmModel:
 
         self._device = device
         with _one_line(f"cannot serve {folder}"):
-            _register_model_class(folder)
+            _register_model_class(folder, trust_remote_code=trust_remote_code)
 
             def configured(dtype: str) -> Any:
                 return EngineArgs(
                     model=str(folder),
                     skip_tokenizer_init=True,
                     dtype=dtype,
-                    load_format=load_format,
+                    load_format="dummy" if load_format == "dummy" else "safetensors",
                     seed=seed,
+                    trust_remote_code=trust_remote_code,
                     use_tqdm_on_load=False,
                     enforce_eager=True,
                     block_size=device.default_block_size,
@@ -150,47 +176,63 @@ class VllmModel:
                 set_default_torch_dtype(model_config.dtype),
                 device.torch_device,
             ):
-                _init_parallel_groups()
+                _init_parallel_groups(experts=model_config.is_moe)
                 self._model: Any = initialize_model(vllm_config=self._config)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         for layer in self._layers.values():
             if (shape := getattr(getattr(layer, "impl", None), "shape", None)) is not None:
                 device.check_attention(shape)
+            if _is_experts(layer):
+                layer.device = device
         model = self._model
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = model.compute_logits(hidden)
             return logits
 
-        self._run, self._head = device.compile(model), device.compile(head)
+        self._run: Callable[..., torch.Tensor] = device.compile(model) if compiled else model
+        self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
         self._caches: Mapping[str, torch.Tensor] = {}
         self._projector: Any = None
         pooling = None
         if self._config.model_config.runner_type == "pooling":
             pooling, self._projector = _describe_pooling(self._config, self._model, self._layers)
         self.description = _describe(self._config, {} if pooling else self._layers, pooling)
+        # Now, while matrices have the shapes that they are stored in: kernels pack them.
+        self.size = _measure(
+            self._config.model_config, self._model, 0 if pooling else self.description.vocab_size
+        )
         # One context for the life of the model: a step only exchanges its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
-    def load_weights(self) -> None:
-        """Reads the weights and packs them for the device's kernels.
+    def load_weights(self, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
+        """Reads the weights, or makes them up, and packs them for the device's kernels.
+
+        Args:
+            progress: told of files read, files in total, and the name of the file that is read next.
 
         Raises:
-            ConfigurationRefused: if they are missing or do not fit the configuration.
+            ConfigurationRefused: if they are missing, damaged or do not fit the configuration.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        model_config = self._config.model_config
+        from worker_svc.vllm_adapter.weights import ShardLoader
+
+        model_config, load_config = self._config.model_config, self._config.load_config
         with (
             _one_line(f"cannot load the weights of {model_config.model}"),
             set_current_vllm_config(self._config),
             set_default_torch_dtype(model_config.dtype),
         ):
             # The loader's own load_model() also empties the cache of an accelerator, which a CPU has not.
-            loader = get_model_loader(self._config.load_config)
+            loader: Any = (
+                get_model_loader(load_config)
+                if load_config.load_format == "dummy"
+                else ShardLoader(load_config, progress)
+            )
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)
         self._model.eval()
@@ -283,14 +325,22 @@ class VllmModel:
         return projected
 
 
-def _register_model_class(folder: Path) -> None:
-    """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it."""
+def _register_model_class(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it.
+
+    Raises:
+        ConfigurationRefused: if nobody has such a class, or only the model itself has, and its code is not trusted.
+    """
     from vllm.model_executor.models import ModelRegistry
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for architecture in config.get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is None:
+            if config.get("auto_map"):
+                if trust_remote_code:
+                    continue  # vLLM makes a class of the model's own code
+                raise ConfigurationRefused(f"cannot serve {folder}: {_NEEDS_CODE}")
             raise ConfigurationRefused(f"the architecture {architecture} is not one that vLLM knows")
         ModelRegistry.register_model(architecture, known.load_model_cls())
 
@@ -301,17 +351,17 @@ def _init_single_process() -> None:
         torch.distributed.init_process_group(backend="gloo", store=HashStore(), rank=0, world_size=1)
 
 
-def _init_parallel_groups() -> None:
-    from vllm.distributed.parallel_state import (
-        init_distributed_environment,
-        initialize_model_parallel,
-        model_parallel_is_initialized,
-    )
+def _init_parallel_groups(*, experts: bool) -> None:
+    from vllm.distributed import parallel_state
 
-    if not model_parallel_is_initialized():
-        # The process group exists already; the method is only looked at where it does not.
-        init_distributed_environment(1, 0, "file:///", 0, "gloo")
-        initialize_model_parallel(1, 1, backend="gloo")
+    if parallel_state.model_parallel_is_initialized():
+        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - asking for a group that is not there raises
+            return
+        # An earlier model of this process had no experts, so nobody made the group that they want.
+        parallel_state.destroy_model_parallel()
+    # The process group exists already; the method is only looked at where it does not.
+    parallel_state.init_distributed_environment(1, 0, "file:///", 0, "gloo")
+    parallel_state.initialize_model_parallel(1, 1, backend="gloo")
 
 
 def _is_full_precision_pooling(model_config: Any) -> bool:
@@ -324,6 +374,13 @@ def _is_full_precision_pooling(model_config: Any) -> bool:
         model_config.hf_config, model_config.model, None, "hf"
     )
     return bool(saved == torch.float32)
+
+
+def _is_experts(layer: Any) -> bool:
+    """Whether one of the layers that vLLM knows by name has experts, and so nothing to cache."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+
+    return isinstance(layer, MoERunnerInterface)
 
 
 def _describe_pooling(
@@ -359,6 +416,8 @@ def _describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescriptio
     model_config = config.model_config
     attention = []
     for name, layer in layers.items():
+        if _is_experts(layer):
+            continue
         if not hasattr(layer, "kv_cache_torch_dtype"):
             raise ConfigurationRefused(f"layers like {name} ({type(layer).__name__}) are not served yet")
         attention.append(
@@ -391,6 +450,25 @@ def _describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescriptio
     )
 
 
+def _measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    widths: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is None or parameter.dim() < _MATRIX:
+            continue
+        experts = parameter.shape[:-_MATRIX].numel()
+        widths[layer[1]] = widths.get(layer[1], 0) + experts * sum(parameter.shape[-_MATRIX:])
+    return ModelSize(
+        weight_bytes=sum(storage.nbytes() for storage in storages.values()),
+        width=max(widths.values(), default=0),
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=vocab_size,
+        itemsize=model_config.dtype.itemsize,
+    )
+
+
 class _one_line:  # noqa: N801 - reads as a clause
     """Turns what vLLM raises on a model or setting it cannot serve into a refusal of one line."""
 
@@ -407,6 +485,8 @@ class _one_line:  # noqa: N801 - reads as a clause
         if isinstance(
             error, (ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError)
         ):
+            if "trust_remote_code" in str(error):
+                raise ConfigurationRefused(f"{self._what}: {_NEEDS_CODE}") from error
             # pydantic puts the reason on the third line, behind where it was found.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = next(

@@ -1,0 +1,99 @@
+"""Small models of each served family with random weights, written as Hugging Face folders within moments."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 256
+CONTEXT = 2048
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_COMMON)
+
+
+def _qwen2() -> Any:
+    from transformers import Qwen2Config
+
+    # Qwen 2 has no size of a head of its own: it follows from the hidden size.
+    return Qwen2Config(**{**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_COMMON)
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3TextConfig(
+        **_COMMON | {"tie_word_embeddings": True},
+        layer_types=kinds,
+        sliding_window=64,
+        query_pre_attn_scalar=32,
+    )
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "gemma3": _gemma3,
+}
+"""By the name that tests give it, what makes a family's configuration."""
+
+
+def write(family: str, folder: Path, **save: Any) -> Path:
+    """Saves a model of the family.
+
+    Args:
+        family: one of :data:`FAMILIES`.
+        folder: made if it is missing.
+        save: for transformers' ``save_pretrained``.
+
+    Returns:
+        ``folder``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # As they come, weights are so small that all logits are alike, and biases are zero.
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                # Gemma multiplies embeddings, and its last layer takes them for weights.
+                parameter.normal_(std=0.05 if "embed" in name else 0.15)
+    model.save_pretrained(folder, **save)
+    return folder

@@ -1,0 +1,154 @@
+"""What a folder's safetensors files hold, told from their headers, and whether they are whole. No weights are read."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from protos.errors import ConfigurationRefused
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+# Longer headers are a file of another kind; safetensors itself refuses them.
+_LONGEST_HEADER = 100_000_000
+# Floating-point types that a model may be asked to hold in another one, with their bytes.
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file."""
+
+    kind: str
+    """Element type, as safetensors names it: for example "BF16"."""
+    num_elements: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file, checked to be as long as its header says."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Reads the header.
+
+        Raises:
+            ConfigurationRefused: if the file is not what it should be, in one line.
+        """
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                length = int.from_bytes(file.read(8), "little")
+                if size < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                    raise _Damaged("its header is cut off or of no safetensors file")
+                header = json.loads(file.read(length))
+            return cls(path, _tensors(header, size - 8 - length))
+        except OSError as error:
+            raise ConfigurationRefused(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error) if isinstance(error, _Damaged) else "its header cannot be read"
+            raise ConfigurationRefused(f"{path} is damaged: {reason}; fetch it again") from error
+
+
+class _Damaged(ValueError):  # noqa: N818 - reads as what the file is
+    """Says how."""
+
+
+def _tensors(header: dict[str, Any], num_bytes: int) -> dict[str, Tensor]:
+    """The tensors of a header.
+
+    Args:
+        header: parsed.
+        num_bytes: of the file behind its header.
+
+    Raises:
+        _Damaged: if they do not fill the file exactly.
+    """
+    found, end = {}, 0
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        first, last = entry["data_offsets"]
+        if first != end or last < first:
+            raise _Damaged(f"tensor {name} does not begin where the one before it ends")
+        count = math.prod(map(int, entry["shape"]))
+        if entry["dtype"] in _FLOATS and count * _FLOATS[entry["dtype"]] != last - first:
+            raise _Damaged(f"tensor {name} has another size than its shape says")
+        found[name] = Tensor(entry["dtype"], count, last - first)
+        end = last
+    if end > num_bytes:
+        raise _Damaged(f"{end - num_bytes} of {end} bytes of weights are missing")
+    if end < num_bytes:
+        raise _Damaged(f"{num_bytes - end} bytes follow its last tensor")
+    return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's weights."""
+
+    shards: tuple[Shard, ...]
+    """In the order of their names; at least one."""
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Finds a folder's weights and checks that all of them are there.
+
+        Raises:
+            ConfigurationRefused: in one line, if there are none, only pickled ones, or not all of them.
+        """
+        index = folder / _INDEX
+        if index.is_file():
+            return cls._of_index(folder, index)
+        paths = sorted(folder.glob("*.safetensors"))
+        # Some folders hold the same weights again under their authors' own names.
+        paths = [path for path in paths if not path.name.startswith("consolidated")] or paths
+        if paths:
+            return cls(tuple(Shard.open(path) for path in paths))
+        pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        if pickled:
+            raise ConfigurationRefused(
+                f"{folder} has its weights in {pickled[0]} alone, and unpickling runs code; convert them to safetensors"
+            )
+        raise ConfigurationRefused(
+            f"{folder} has no weights (*.safetensors); use --load-format dummy to make some up"
+        )
+
+    @classmethod
+    def _of_index(cls, folder: Path, index: Path) -> Self:
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
+            # Only files of this folder: an index is data, and may come from anywhere.
+            foreign = [name for name in names if Path(name).name != name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationRefused(f"{index} cannot be read; fetch it again") from error
+        if not names or foreign:
+            raise ConfigurationRefused(
+                f"{index} names {f'{foreign[0]}, which is outside of its folder' if foreign else 'no files'}; fetch it again"
+            )
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ConfigurationRefused(
+                f"{len(missing)} of {len(names)} files that {index.name} names are not in {folder}, first {missing[0]}; fetch them"
+            )
+        shards = {name: Shard.open(folder / name) for name in names}
+        for tensor, name in weight_map.items():
+            if tensor not in shards[name].tensors:
+                raise ConfigurationRefused(
+                    f"{folder / name} has no tensor {tensor}, which {index.name} places there; fetch both again"
+                )
+        return cls(tuple(shards.values()))
+
+    def num_bytes(self, itemsize: int | None = None) -> int:
+        """Bytes of all weights, as stored, or with ``itemsize`` bytes for each floating-point element."""
+        return sum(
+            tensor.num_elements * itemsize if itemsize and tensor.kind in _FLOATS else tensor.num_bytes
+            for shard in self.shards
+            for tensor in shard.tensors.values()
+        )

@@ -1,0 +1,95 @@
+"""Expert layers as static graphs, for the devices for which vLLM has no kernels: routing in plain operators, experts by the device.
+
+Registered through the door that vLLM leaves open for out-of-tree layers. On CPUs vLLM's own expert kernels stay in place: they write to
+tensors of static shape, so that they are recorded like everything else.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device, ExpertActivation
+
+_ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
+    MoEActivation.SILU: "silu",
+    MoEActivation.GELU: "gelu",
+    MoEActivation.GELU_TANH: "gelu_tanh",
+}
+
+
+@MoERunner.register_oot
+class StaticMoeRunner(MoERunner):
+    """One expert layer: a router's softmax over the chosen few, and their gated MLPs, summed.
+
+    Attributes:
+        device: computes the experts; set once the model is built.
+    """
+
+    device: Device
+
+    def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        """Arguments are vLLM's.
+
+        Raises:
+            ConfigurationRefused: for a kind of expert layer that is not served on this device yet.
+        """
+        super().__init__(layer_name, *args, **kwargs)
+        router, experts = self.router, self.routed_experts
+        unserved = {
+            "shared experts": self._shared_experts is not None,
+            "quantized experts": not isinstance(experts.quant_method, UnquantizedFusedMoEMethod),
+            "biased experts": self.moe_config.has_bias,
+            "grouped or biased routing": type(router).__name__ != "FusedTopKRouter",
+            "routing without a softmax": getattr(router, "scoring_func", "softmax") != "softmax",
+            "weights on the experts' inputs": experts.apply_router_weight_on_input,
+            "transformed inputs": self.routed_input_transform is not None
+            or self.routed_output_transform is not None,
+            f"experts with {experts.activation.value}": experts.activation not in _ACTIVATIONS,
+        }
+        for what, asked in unserved.items():
+            if asked:
+                raise ConfigurationRefused(
+                    f"models with {what} are served on device cpu alone yet; use it or choose another model"
+                )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Maps hidden states [tokens, hidden] and router logits [tokens, experts] to [tokens, hidden]."""
+        del input_ids, shared_experts_input  # of kinds of layers that are refused
+        if self.gate is not None:
+            router_logits, _ = self.gate(hidden_states)
+        weights = routing_weights(router_logits, self.router.top_k, renormalize=self.router.renormalize)
+        experts = self.routed_experts
+        mixed = self.device.run_experts(
+            hidden_states,
+            experts.w13_weight,
+            experts.w2_weight,
+            weights.to(hidden_states.dtype),
+            _ACTIVATIONS[experts.activation],
+        )
+        scale = self.routed_scaling_factor
+        return mixed if scale == 1.0 else mixed * scale
+
+
+def routing_weights(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> torch.Tensor:
+    """How much each expert counts for each token, float32 [tokens, experts]: 0 for all but ``top_k`` of them.
+
+    Args:
+        logits: the router's [tokens, experts].
+        top_k: experts of a token.
+        renormalize: whether the weights of a token add up to 1.
+    """
+    probabilities = logits.float().softmax(dim=-1)
+    chosen, experts = probabilities.topk(top_k, dim=-1)
+    if renormalize:
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(probabilities).scatter(1, experts, chosen)

@@ -1,0 +1,47 @@
+"""vLLM's loader with our reading of files: safetensors alone, one shard after the other, with progress."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from protos.errors import ConfigurationRefused
+from worker_svc.checkpoint import Checkpoint
+
+ShardProgress = Callable[[int, int, str], None]
+"""Told of shards read, shards in total, and the name of the file that is read next."""
+
+
+class ShardLoader(DefaultModelLoader):
+    """Gives a model its weights; what it makes of them, and whether any is missing, stays vLLM's business."""
+
+    def __init__(self, load_config: Any, progress: ShardProgress) -> None:
+        """With whom to tell."""
+        super().__init__(load_config)
+        self._progress = progress
+
+    def get_all_weights(
+        self, model_config: Any, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of all files.
+
+        Raises:
+            ConfigurationRefused: if a file is missing or damaged, or the model wants weights from elsewhere too.
+        """
+        if getattr(model, "secondary_weights", ()):
+            raise ConfigurationRefused(
+                f"{model_config.model} keeps weights outside of its folder, which is not served"
+            )
+        shards = Checkpoint.open(Path(model_config.model)).shards
+        for done, shard in enumerate(shards):
+            self._progress(done, len(shards), shard.path.name)
+            try:
+                with safe_open(shard.path, framework="pt") as file:
+                    for name in shard.tensors:
+                        yield name, file.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise ConfigurationRefused(f"cannot read {shard.path}: {error}") from error
+        self._progress(len(shards), len(shards), "done")
