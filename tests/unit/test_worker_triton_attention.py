@@ -17,12 +17,12 @@ from worker_svc.devices.cuda import CudaDevice
 from worker_svc.geometry import AttentionLayer, KvGroup
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, its cache and how many splits its launches should have."""
+    """A layer and its cache."""
 
     heads: int = 4
     kv_heads: int = 2
