@@ -4,7 +4,6 @@ The shapes are those that a scheduler with the same flags would ask for.
 """
 
 import sys
-import warnings
 
 from pydantic_settings import SettingsConfigDict
 
@@ -13,6 +12,7 @@ from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
 from protos.settings import load
 from protos.triptych.v1 import worker_pb2
+from worker_svc.libraries import quiet_libraries
 
 
 class CompileSettings(LaunchSettings):
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(CompileSettings, argv)
         configure("compile", level=settings.log_level, log_format="console")
+        quiet_libraries()
         return _compile(settings)
     except ConfigurationRefused as error:
         print(f"triptych compile: {error}", file=sys.stderr)
@@ -47,7 +48,6 @@ def _compile(settings: CompileSettings) -> int:
     from worker_svc.worker import Worker
 
     scheduler_settings = load(SchedulerSettings, scheduler_flags(settings, 0))
-    warnings.filterwarnings("ignore", module=r"(vllm|transformers|torch)\b")
     worker = Worker(load(WorkerSettings, worker_flags(settings, 0, 0)))
     worker.prepare()
     description = convert.description_to_proto(worker, worker_id="compile", model=settings.model)

@@ -1,27 +1,16 @@
 """The worker's command: reads its settings, serves, and says in one line what is wrong with them."""
 
 import asyncio
-import logging
 import os
 import sys
 import threading
-import warnings
 
 from protos.errors import ConfigurationRefused
 from protos.logs import configure
 from protos.settings import load
+from worker_svc.libraries import quiet_libraries
 from worker_svc.model_thread import MODEL_THREAD
 from worker_svc.settings import Settings
-
-
-def _quiet_libraries() -> None:
-    """Keeps what vLLM and transformers tell about themselves out of our logs; their errors stay."""
-    for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", module=r"(vllm|transformers|torch)\b")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
         configure("worker", level=settings.log_level, log_format=settings.log_format)
-        _quiet_libraries()
+        quiet_libraries()
         # Only now: a mistake in a flag is told without the seconds that importing torch takes.
         from worker_svc.service import serve
 

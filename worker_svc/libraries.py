@@ -1,0 +1,15 @@
+"""Keeps what the libraries that we use tell about themselves out of our output; their errors stay."""
+
+import logging
+import os
+import warnings
+
+
+def quiet_libraries() -> None:
+    """Call it before vLLM and transformers are imported."""
+    for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", module=r"(vllm|transformers|torch)\b")
