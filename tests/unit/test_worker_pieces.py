@@ -68,7 +68,7 @@ class Layers:
         for index, (weight, norm) in enumerate(zip(self.weights, self.norms, strict=True)):
             residual = residual + x
             normed = functional.rms_norm(residual, (4,), norm)
-            query, key, value = (normed @ weight).split(4, dim=-1)
+            query, key, value = torch.split(normed @ weight, 4, dim=-1)
             output = torch.empty_like(query)
             self.recorder.attend(f"layer{index}", SHAPE, query, key, value, self.caches[index], output)
             x = functional.silu(output.view(-1, 4)).mul_(2)
