@@ -188,7 +188,8 @@ class VllmModel:
             logits: torch.Tensor = model.compute_logits(hidden)
             return logits
 
-        self._run, self._head = (device.compile(model), device.compile(head)) if compiled else (model, head)
+        self._run: Callable[..., torch.Tensor] = device.compile(model) if compiled else model
+        self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
         self._caches: Mapping[str, torch.Tensor] = {}
         self._projector: Any = None
         pooling = None
