@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tests.reference import Reference
 from tests.worker_harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.devices.rbln import RblnDevice
@@ -26,6 +27,8 @@ ROWS = {1: 1, 2: 1, 4: 3, 8: 5}
 """Real rows of each bucket's steps; but for the first one, some of every bucket are padding."""
 STEPS = 2
 REPORTED = Sampling(temperature=0.0, logprobs=20)
+# Between float32 results of two orders of summation.
+TOLERANCE = 1e-3
 _ROOT = Path(__file__).parents[1]
 
 
@@ -57,7 +60,7 @@ def run(job: Job) -> list[Answer]:
     """Prefills every prompt, then takes a few decode steps in every bucket. All memory holds NaN before."""
     device = _open(job)
     harness = Harness(
-        load(Path(job.folder), "float32", device=device, compiled=job.backend != "eager"),
+        load(Path(job.folder), "float32", device=device, compiled=job.device == "cpu" or job.backend != "eager"),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
     )  # fmt: skip
@@ -80,6 +83,24 @@ def run(job: Job) -> list[Answer]:
     if isinstance(device, RblnDevice):
         assert bool(device.backend.graphs) == (job.backend != "eager")
     return [_answer(outputs[slot]) for slot in slots]
+
+
+def differences(
+    reference: Reference, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]
+) -> list[str]:
+    """What is not as the reference says."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if mismatch := reference.greedy_mismatch(prompt, answer.tokens):
+            found.append(mismatch)
+        expected = reference.logprobs(prompt, answer.tokens)
+        assert len(answer.top) == len(answer.tokens)
+        for row, top in zip(expected, answer.top, strict=True):
+            ours = torch.tensor(list(top.values()))
+            worst = float((row[list(map(int, top))] - ours).abs().max())
+            if not worst <= TOLERANCE:  # true of NaN
+                found.append(f"log-probabilities after {len(prompt)} differ by {worst:.2g}")
+    return found
 
 
 def run_apart(jobs: Sequence[Job]) -> list[list[Answer]]:

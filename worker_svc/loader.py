@@ -80,8 +80,8 @@ def _of_folder(folder: Path, load_format: LoadFormat) -> Path:
     if load_format == "gguf" or (load_format == "auto" and gguf and not is_complete):
         if len(gguf) == 1:
             return _converted(gguf[0])
-        some = f"{len(gguf)} GGUF files; name the one to load" if gguf else "no GGUF file; check"
-        raise ConfigurationRefused(f"the folder {folder} has {some} as --model")
+        some = f"{len(gguf)} GGUF files; name one of them as" if gguf else "no GGUF file; check"
+        raise ConfigurationRefused(f"the folder {folder} has {some} --model")
     if not is_complete:
         raise ConfigurationRefused(
             f"the folder {folder} has no config.json; --model wants a Hugging Face folder"

@@ -177,8 +177,10 @@ class Worker:
 
         # The old cache goes before the new one comes: both might not fit.
         self._asked, self._ready, self._runner = None, None, None
+        model.release_caches()
         if not self._loaded:
-            progress("load", 0, 0, f"weights of {loader.display_name(self._settings.model)}")
+            if self._settings.load_format == "dummy":
+                progress("load", 0, 0, "made up weights")
             model.load_weights(lambda done, total, what: progress("load", done, total, what))
             self._loaded = True
         lap("load")

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.worker_harness import Harness, tokens_of
 from worker_svc.devices import open_device
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.geometry import Geometry
+from worker_svc.runner import Runner
 from worker_svc.settings import LoadFormat, Settings
 from worker_svc.vllm_adapter import engine
 from worker_svc.worker import Worker
@@ -68,12 +70,12 @@ def test_shards_are_counted(single: Path, sharded: Path) -> None:
     """Each by its name before it is read, a single one too; and they make the same model."""
     files = sorted(path.name for path in sharded.glob("*.safetensors"))
     assert len(files) > 2
-    loads = [event for event in configure(sharded) if event[0] == "load"][1:]
+    loads = [event for event in configure(sharded) if event[0] == "load"]
     assert loads == [
         *(("load", done, len(files), name) for done, name in enumerate(files)),
         ("load", len(files), len(files), "done"),
     ]
-    loads = [event for event in configure(single) if event[0] == "load"][1:]
+    loads = [event for event in configure(single) if event[0] == "load"]
     assert loads == [("load", 0, 1, "model.safetensors"), ("load", 1, 1, "done")]
     tokens = []
     for folder in (single, sharded):
@@ -104,9 +106,11 @@ def test_weights_that_do_not_suit_the_model(single: Path, tmp_path: Path) -> Non
 
 
 def test_dummy_weights_need_no_file(single: Path, tmp_path: Path) -> None:
-    """A configuration alone, without tokenizer; the made up weights are finite and not all the same."""
+    """A configuration alone, without tokenizer."""
     (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
-    assert [event for event in configure(tmp_path, load_format="dummy") if event[0] == "compile"]
+    told = configure(tmp_path, load_format="dummy")
+    assert [event for event in told if event[0] == "load"] == [("load", 0, 0, "made up weights")]
+    assert [event for event in told if event[0] == "compile"]
     with pytest.raises(ConfigurationRefused, match=r"has no weights .* use --load-format dummy"):
         configure(tmp_path)
 
@@ -122,13 +126,29 @@ def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationRefused, match=r"do not fit; --num-blocks \d+ would"):
         worker.configure(replace(GEOMETRY, num_blocks=(1000,)), lambda *_: None)
     ready = worker.configure(GEOMETRY, lambda *_: None)
-    assert isinstance(ready.geometry, Geometry)
-    assert ready.geometry.num_blocks == (5,)  # all that two slots can use
+    assert ready.geometry == replace(GEOMETRY, num_blocks=(5,))  # all that two slots can use
     monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 100_000)
     with pytest.raises(
         ConfigurationRefused, match=r"the weights need .* device cpu has .* free; use a smaller"
     ):
         Worker(Settings(model=str(single), device="cpu")).prepare()
+
+
+def test_an_old_cache_is_free_when_the_new_one_is_computed(single: Path) -> None:
+    """Or a worker that is configured anew would have less memory than before."""
+    worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
+    worker.prepare()
+    worker.configure(GEOMETRY, lambda *_: None)
+    assert isinstance(worker._runner, Runner)
+    old = [weakref.ref(cache) for tensors in worker._runner.cache._tensors for cache in tensors]
+    held: list[bool] = []
+
+    def look(phase: str, *_: object) -> None:
+        if phase == "allocate":
+            held.extend(reference() is not None for reference in old)
+
+    worker.configure(replace(GEOMETRY, max_model_len=128), look)
+    assert held == [False]
 
 
 class _Payload:

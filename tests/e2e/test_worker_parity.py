@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import parity_peer
+from tests.parity_peer import Job, differences
 from tests.prompts import PROMPTS
 from tests.reference import Reference, open_reference
 from tests.worker_harness import Harness, load, tokens_of
 from worker_svc.geometry import GroupKind
 from worker_svc.models import fetch
 from worker_svc.plan import Sampling
+from worker_svc.settings import Backend
 
 pytestmark = [
     pytest.mark.e2e,
@@ -120,6 +123,18 @@ def test_hybrid_model_equals_reference() -> None:
         harness.runner.cache.by_layer()[name][1 : 1 + behind] = torch.nan
     tokens = [harness.decode([0])[0].token_ids[0] for _ in range(8)]
     assert tokens == results[-1][1:9]
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
+def test_every_bucket_equals_reference(model: str, backend: Backend) -> None:
+    """In float32, whatever padding holds: tokens, and log-probabilities of the likeliest ones."""
+    folder = fetch(model)
+    reference = open_reference(folder, torch.float32)
+    text = reference.encode(PROMPTS[19])
+    prompts = [text[:length] for length in (5, 12, 20, 40, 140)]
+    job = Job(str(folder), prompts, backend=backend, max_model_len=256)
+    assert differences(reference, prompts, parity_peer.run(job)) == []
 
 
 def test_windows_in_place_give_the_tokens_of_paged_ones() -> None:

@@ -146,8 +146,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> Non
     ("make", "load_format", "expected"),
     [
         (["x.txt"], "auto", "has no config.json"),
-        (["a.gguf", "b.gguf"], "auto", "has 2 GGUF files; name the one to load"),
-        (["config.json", "a.safetensors"], "gguf", "has no GGUF file"),
+        (["a.gguf", "b.gguf"], "auto", "has 2 GGUF files; name one of them as --model"),
+        (["config.json", "a.safetensors"], "gguf", "has no GGUF file; check --model"),
         ([], "dummy", "has no config.json"),
     ],
 )

@@ -313,3 +313,12 @@ def test_what_is_accepted_runs_as_it_is() -> None:
         for node in graph.graph.nodes
         if node.op == "call_function"
     }
+
+
+def test_an_npu_has_no_eager_mode() -> None:
+    """Its operators run in graphs alone; the line says where they run one by one."""
+    group = group_of(GroupKind.FULL)
+    npu = RblnDevice(DeviceOptions("rbln"))
+    states = torch.zeros(1, HEADS, SIZE)
+    with pytest.raises(ConfigurationRefused, match="leave --backend eager to --rbln-backend rbln-check"):
+        npu.attend(shape_of(group), states, states, states, torch.zeros(1), None, states)  # type: ignore[arg-type]

@@ -249,6 +249,12 @@ class VllmModel:
         for layer in self.description.layers:
             self._layers[layer.name].kv_cache = caches[layer.shares_with or layer.name]
 
+    def release_caches(self) -> None:
+        """Forgets the KV caches, so that their memory is free once nobody else holds them."""
+        self._caches = {}
+        for layer in self.description.layers:
+            self._layers[layer.name].kv_cache = torch.empty(0)
+
     @torch.inference_mode()
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
