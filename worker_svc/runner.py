@@ -92,6 +92,8 @@ class Runner:
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
+        self._last_slots: list[int] = []
+        self._last_rows = torch.empty(0, dtype=torch.int64)
         self._decode_steps: dict[int, _DecodeStep] = {}
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
@@ -216,8 +218,7 @@ class Runner:
         return hidden
 
     def _decode(self, work: DecodeWork) -> list[Output]:
-        padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
-        rows = torch.tensor([*work.slots, *padding], device=self._device.torch_device)
+        rows = self._rows_of(work)
         step = self._decode_step(work.bucket, rows)
         logits, chosen, positions = step.choose(rows)
         sampling = self._batch.sampling.gather(work.slots, rows)
@@ -226,6 +227,15 @@ class Runner:
         step.advance(rows, chosen)
         self._batch.advance_decode(work.slots)
         return list(_outputs(work.slots, chosen, logits, sampling))
+
+    def _rows_of(self, work: DecodeWork) -> torch.Tensor:
+        """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
+        padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
+        slots = [*work.slots, *padding]
+        if slots != self._last_slots:
+            self._last_slots = slots
+            self._last_rows = torch.tensor(slots, device=self._device.torch_device)
+        return self._last_rows
 
     def _decode_step(self, bucket: int, rows: torch.Tensor) -> "_DecodeStep":
         """The two halves of a decode step, captured if steps run as graphs."""
