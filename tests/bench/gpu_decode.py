@@ -169,15 +169,21 @@ def through_services(
         process.wait(60)
 
 
-def model_folder(parent: Path, tokenizer: Path | None) -> Path:
-    """A folder with the configuration and, for the gateway, some tokenizer."""
+def model_folder(parent: Path) -> Path:
+    """A folder with the configuration and, for the gateway, a tokenizer of as many words as the model knows."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     folder = parent / "llama-1b-dummy"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    if tokenizer is not None:
-        for path in tokenizer.glob("*token*"):
-            (folder / path.name).write_bytes(path.read_bytes())
-        (folder / "generation_config.json").write_text('{"eos_token_id": 128001}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 128001}')
+    words = {f"w{index}": index for index in range(128256)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))  # noqa: S106 - a word
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w128001"}'
+    )
     return folder
 
 
@@ -185,16 +191,11 @@ def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--services",
-        type=Path,
-        metavar="TOKENIZER",
-        help="also through the services, with this folder's tokenizer",
-    )
+    parser.add_argument("--no-services", action="store_true", help="in-process alone")
     arguments = parser.parse_args()
     batches: Sequence[int] = (1, 32) if arguments.quick else BATCHES
     with tempfile.TemporaryDirectory() as scratch:
-        folder = model_folder(Path(scratch), arguments.services)
+        folder = model_folder(Path(scratch))
         speed = bandwidth()
         torch.cuda.empty_cache()
         inside = in_process(folder, batches, CONTEXTS, 20 if arguments.quick else 60)
@@ -203,9 +204,11 @@ def main() -> None:
             for batch in batches
             for context in CONTEXTS
         }
+        for name, step in inside.items():
+            print(f"{name}: {step:.2f} ms a step in-process, floor {floors[name]:.2f} ms", flush=True)
         torch.cuda.empty_cache()
         outside: dict[str, float] = {}
-        if arguments.services is not None:
+        if not arguments.no_services:
             outside = through_services(folder, batches, CONTEXTS, 40 if arguments.quick else 120)
     print(f"{'':12}{'floor':>10}{'step':>10}{'floor/step':>12}{'served':>10}{'served/step':>12}")
     ratios: dict[str, float] = {}
