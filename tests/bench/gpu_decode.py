@@ -106,9 +106,10 @@ async def _stream(base: str, prompt: list[int], count: int, arrivals: list[float
         client.stream("POST", f"{base}/v1/completions", json=body) as response,
     ):
         response.raise_for_status()
-        arrivals.extend(
-            [time.perf_counter() async for line in response.aiter_lines() if line.startswith("data: {")]
-        )
+        lines = [(time.perf_counter(), line) async for line in response.aiter_lines()]
+    arrivals.extend(at for at, line in lines if line.startswith("data: {"))
+    if len(arrivals) < count // 2:
+        raise RuntimeError(f"{len(arrivals)} of {count} tokens came: {lines[:3]}")
 
 
 async def _load(base: str, batch: int, context: int, count: int) -> float:
