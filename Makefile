@@ -31,10 +31,11 @@ serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run every test but those of the containers
-	@$(BIN)/python -m pytest -m "not compose" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property tests/contract $(ARGS)
+	@$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
-	@$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
 	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)

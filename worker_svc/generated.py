@@ -29,7 +29,10 @@ class Compiler:
         Args:
             level: 2, or 3 to also try variants of each matrix product and keep the fastest.
         """
-        self._patches = {"max_autotune": True, "coordinate_descent_tuning": True} if level > _PLAIN else {}
+        # Small kernels that do not depend on one another, such as the rotations of queries and keys, run as one.
+        self._patches = {"combo_kernels": True}
+        if level > _PLAIN:
+            self._patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
         self._by_structure: dict[str, Compiled] = {}
         self.num_misses = 0
 

@@ -170,6 +170,11 @@ class Runner:
         """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
         self._batch.release_all()
 
+    def close(self) -> None:
+        """Lets go of the captured steps, which hold the runner and with it the cache: their memory is free at once."""
+        self._decode_steps.clear()
+        self._captured_prefill = None
+
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)
         for group_id, block_ids in request.blocks.items():

@@ -176,13 +176,11 @@ class Worker:
             clock = now
 
         # The old cache goes before the new one comes: both might not fit.
+        if isinstance(self._runner, Runner):
+            self._runner.close()
         self._asked, self._ready, self._runner = None, None, None
         model.release_caches()
-        if not self._loaded:
-            if self._settings.load_format == "dummy":
-                progress("load", 0, 0, "made up weights")
-            model.load_weights(lambda done, total, what: progress("load", done, total, what))
-            self._loaded = True
+        self._load_once(model, progress)
         lap("load")
         runner: Runner | PoolRunner
         if isinstance(geometry, PoolGeometry):
@@ -208,6 +206,14 @@ class Worker:
         self._runner, self._asked = runner, asked
         self._ready = Ready(geometry, bytes_per_block, seconds)
         return self._ready
+
+    def _load_once(self, model: "VllmModel", progress: Progress) -> None:
+        if self._loaded:
+            return
+        if self._settings.load_format == "dummy":
+            progress("load", 0, 0, "made up weights")
+        model.load_weights(lambda done, total, what: progress("load", done, total, what))
+        self._loaded = True
 
     def _make_ready(
         self,

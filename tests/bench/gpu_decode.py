@@ -3,7 +3,8 @@
 ``python -m tests.bench.gpu_decode [--quick] [--no-services]``, on a machine with a CUDA GPU. The shape is Llama 3.2 1B's, the weights are
 made up. For each batch (1, 8, 32, 128) and context (200 and 2,000 tokens): the median time of a decode step from the plan to the tokens on
 the host, and the floor, which is what reading the weights and the batch's keys and values takes at the bandwidth that this GPU is measured
-to have. Through the services the same batch is asked for over HTTP, streamed, and a step is the time between two of a stream's tokens.
+to have. Through the services the same batch is asked for over HTTP, streamed, and a step is the time between two of a stream's tokens while
+all streams run; by then they are longer by the steps that ran while the others' prompts came in.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from worker_svc.settings import Settings
 from worker_svc.worker import Worker
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
-BLOCK, MAX_LEN, CHUNK = 128, 2560, 512
+BLOCK, MAX_LEN, CHUNK = 128, 3072, 512
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -133,7 +134,7 @@ async def _load(base: str, batch: int, context: int, count: int) -> float:
 
 
 def through_services(
-    folder: Path, batches: Sequence[int], contexts: Sequence[int], count: int
+    folder: Path, batches: Sequence[int], contexts: Sequence[int], together: int
 ) -> dict[str, float]:
     """The same through gateway, scheduler and worker."""
     port, run_dir = 18000, folder / "run"
@@ -161,7 +162,10 @@ def through_services(
         base = f"http://127.0.0.1:{port}"
         asyncio.run(_load(base, 1, 200, 16))
         return {
-            f"b{batch}_c{context}": asyncio.run(_load(base, batch, context, count))
+            # While prompts come in, there is a decode step between two chunks: this long until all of them decode, and then some.
+            f"b{batch}_c{context}": asyncio.run(
+                _load(base, batch, context, batch * -(-context // CHUNK) + together)
+            )
             for batch in batches
             for context in contexts
         }
