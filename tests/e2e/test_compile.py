@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker_harness import Harness, load, tokens_of
 from worker_svc.compile_cache import CompileCache
+from worker_svc.plan import Sampling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -108,3 +110,50 @@ def test_a_graph_that_does_not_compile_names_its_signature(tiny: Path, tmp_path:
     assert "-O 1 does without a compiler" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(cache.iterdir()) == []
+
+
+def test_an_npus_graphs_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
+    """The stand-in leaves each graph as text; the catalog knows the entry, and finds it again."""
+    arguments = (
+        "compile", "--model", str(tiny), "--device", "rbln", "--compile-cache-dir", str(tmp_path / "rbln"),
+        "--max-num-seqs", "1", "--block-size", "1024", "--max-model-len", "128",
+    )  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRIPTYCH_RBLN_BACKEND": "rbln-check",
+        "TRIPTYCH_KV_MEMORY": "0.1",
+    }
+    for expected in ("[PRECOMPILED_WARN] nothing is precompiled", "precompiled "):
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", *arguments],
+            env=environment, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert expected in done.stdout + done.stderr
+    (key,) = CompileCache(tmp_path / "rbln").entries()
+    manifest = CompileCache(tmp_path / "rbln").verify(key)
+    assert manifest is not None
+    assert sum(name.startswith("graph-") for name in manifest.files) == 4
+    assert manifest.fields["num_blocks"].isdigit()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generated_code_says_what_the_kernels_say(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32: the same tokens, and log-probabilities that round in other places; two prompts of two chunks, three rows."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = load(tiny, "float32")
+    prompts = [[5 + index * 7 % 100 for index in range(40)], [3, 1, 4, 1, 5]]
+    said = []
+    for level in (1, 2):
+        harness = Harness(
+            model, max_model_len=64, max_num_seqs=3, chunk=32, block_size=32, decode_buckets=(3,), level=level
+        )
+        said.append(harness.generate(prompts, 8, Sampling(temperature=0.0, logprobs=1)))
+        assert harness.runner.graphs.num_late == 0
+    for kernels, code in zip(*said, strict=True):
+        assert tokens_of(kernels) == tokens_of(code)
+        for mine, theirs in zip(kernels, code, strict=True):
+            assert mine.logprobs[0].logprob == pytest.approx(theirs.logprobs[0].logprob, abs=1e-4)

@@ -11,6 +11,7 @@ from protos.settings import load
 from worker_svc.capture import NotStatic, Recorder, Recording
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.graphs import GraphOptions, Graphs, Signature
+from worker_svc.replay import KernelGraph, kernels_of
 from worker_svc.settings import Settings
 
 DECODE = Signature("decode", 4, 1)
@@ -116,6 +117,49 @@ def test_what_is_not_static_is_refused_where_graphs_are_asked_for(
         ConfigurationRefused, match=r"decode of 4 rows: .*depends on.* data; use --backend eager"
     ):
         made(model, required=required, strict=strict)
+
+
+class Small(Tripler):
+    """The smallest step that there is code to generate for."""
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+        inputs, recorder = (token_ids.clone(), positions.clone()), Recorder()
+        with torch.inference_mode(), recorder:
+            output = self.forward(*inputs, {})
+        return recorder.finish(inputs, output)
+
+
+def test_code_is_generated_for_the_sizes_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other buckets replay kernels; a chunk has no size to be named by."""
+    lowered: list[str] = []
+
+    def generate(recording: Recording, *_: Any) -> KernelGraph:
+        lowered.append(str(len(recording.inputs[0])))
+        return kernels_of(recording, CpuDevice())
+
+    monkeypatch.setattr("worker_svc.graphs.GeneratedGraph", generate)
+    graphs = Graphs(Small(), CpuDevice(), GraphOptions(level=2, sizes=(2, 8)))
+    for bucket in (1, 2, 4, 8):
+        tokens = torch.arange(bucket)
+        graphs.make(Signature("decode", bucket, 1), tokens, tokens, {})
+    graphs.make(Signature("prefill", 1, 16), torch.arange(16), torch.arange(16), {})
+    assert lowered == ["2", "8", "16"]
+    assert all(graphs.has(Signature("decode", bucket, 1)) for bucket in (1, 2, 4, 8))
+
+
+def test_a_compiler_that_fails_is_told_with_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line of what it said, and the way out."""
+
+    def fail(*_: Any) -> KernelGraph:
+        raise RuntimeError("no registers left\nand a long dump")
+
+    monkeypatch.setattr("worker_svc.graphs.GeneratedGraph", fail)
+    graphs = Graphs(Small(), CpuDevice(), GraphOptions(level=2))
+    with pytest.raises(ConfigurationRefused) as caught:
+        graphs.make(DECODE, TOKENS, POSITIONS, {})
+    assert caught.value.message == (
+        "the graph for decode of 4 rows does not compile (RuntimeError: no registers left); -O 1 does without a compiler"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,3 +323,45 @@ def test_an_npu_has_no_eager_mode() -> None:
     states = torch.zeros(1, HEADS, SIZE)
     with pytest.raises(ConfigurationRefused, match="leave --backend eager to --rbln-backend rbln-check"):
         npu.attend(shape_of(group), states, states, states, torch.zeros(1), None, states)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        (DeviceOptions(), []),
+        (DeviceOptions(compile_only=True), ["compile_only"]),
+        (DeviceOptions(compile_only=True, compile_strict=True), ["strict", "compile_only"]),
+    ],
+)
+def test_the_vendors_compiler_is_told_where_and_how(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: DeviceOptions, mode: list[str]
+) -> None:
+    """Once the first graph is made, as only then the folder is known."""
+    asked: list[dict[str, Any]] = []
+
+    def compile_(function: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
+        asked.append(how)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    device = RblnDevice(options)
+    run = device.compile(lambda x: x + 1)
+    assert not asked
+    device.use_code_folder(tmp_path)
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
+    run(torch.ones(2))
+    (how,) = asked
+    assert (how["backend"], how["dynamic"], how["fullgraph"]) == ("rbln", False, True)
+    assert (how["options"]["mode"], how["options"]["cache_dir"]) == (mode, str(tmp_path))
+
+
+def test_compiling_without_an_npu_needs_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no device to ask."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.delenv("RBLN_TARGET_SOC", raising=False)
+    device = RblnDevice(DeviceOptions(compile_only=True))
+    with pytest.raises(ConfigurationRefused, match="RBLN_TARGET_SOC"):
+        device.check_available()
+    monkeypatch.setenv("RBLN_TARGET_SOC", "RBLN-CA25")
+    device.check_available()
+    assert "RBLN-CA25" in device.code_target()

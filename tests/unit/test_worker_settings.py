@@ -1,0 +1,88 @@
+"""The worker's settings: levels, the compile cache, and the names that other stacks give them."""
+
+from pathlib import Path
+
+import pytest
+
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+from worker_svc.settings import Settings
+
+
+def settings(*flags: str) -> Settings:
+    return load(Settings, ["--model", "m", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ((), 1),
+        (("-O", "2"), 2),
+        (("-O3",), 3),
+        (("--optimization-level", "0"), 0),
+        (("--compilation-config", '{"level": 2}'), 2),
+        (("--compilation-config", '{"level": 2}', "-O", "2"), 2),
+        (("--compilation-config", '{"candidate_compile_sizes": [1, 8]}'), 1),
+        (("--backend", "eager"), 0),
+        (("--backend", "eager", "-O", "2"), 0),
+    ],
+)
+def test_levels(flags: tuple[str, ...], level: int) -> None:
+    """-O, vLLM's JSON, or what the device does by default."""
+    assert settings(*flags).level_for(1) == level
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("-O", "4"), "--optimization-level"),
+        (("-O", "fast"), "--optimization-level"),
+        (("-O", "1", "--compilation-config", '{"level": 2}'), "set one of them"),
+        (("--backend", "compiled", "-O", "0"), "contradict"),
+        (("--compilation-config", '{"cudagraph_mode": "FULL"}'), "--compilation-config"),
+        (("--compilation-config", "not json"), "compilation"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) -> None:
+    """In one line that names the setting."""
+    with pytest.raises(ConfigurationRefused, match=message) as caught:
+        settings(*flags)
+    assert "\n" not in caught.value.message
+
+
+def test_the_cache_has_a_folder_a_device() -> None:
+    """Unless it is named itself, or switched off."""
+    assert settings().cache_folder("cuda") == Path("~/.cache/triptych/compiled/cuda").expanduser()
+    assert settings("--compile-cache-dir", "/x").cache_folder("cuda") == Path("/x")
+    assert settings("--no-compile-cache").cache_folder("cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field", "expected"),
+    [
+        ("VLLM_CACHE_ROOT", "/c", "compile_cache_root", Path("/c")),
+        ("TORCH_SENDNN_CACHE_DIR", "/d", "compile_cache_dir", Path("/d")),
+        ("TORCH_SENDNN_CACHE_ENABLE", "0", "compile_cache", False),
+        ("VLLM_DISABLE_COMPILE_CACHE", "1", "disable_compile_cache", True),
+        ("VLLM_RBLN_COMPILE_STRICT_MODE", "True", "compile_strict", True),
+        ("VLLM_RBLN_COMPILE_ONLY", "1", "compile_only", True),
+        ("VLLM_RBLN_ENABLE_WARM_UP", "0", "enable_warm_up", False),
+        ("VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS", "1", "require_precompiled", True),
+        ("VLLM_SPYRE_DYNAMO_BACKEND", "eager", "backend", "eager"),
+        ("RBLN_USE_CUSTOM_KERNEL", "1", "rbln_use_custom_kernel", True),
+    ],
+)
+def test_variables_of_other_stacks(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str, expected: object
+) -> None:
+    """With exactly their meaning; ours come first."""
+    monkeypatch.setenv(variable, value)
+    assert getattr(settings(), field) == expected
+
+
+def test_vllms_cache_root_holds_a_folder_for_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM-RBLN has it; its variable for no cache counts, too."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/c")
+    assert settings().cache_folder("rbln") == Path("/c/rbln")
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    assert settings().cache_folder("rbln") is None
