@@ -72,20 +72,21 @@ def _caches(folder: Path | None) -> list[CompileCache]:
 
 
 def _list(caches: list[CompileCache], *, as_json: bool) -> int:
-    entries = []
+    entries, damaged = [], 0
     for cache in caches:
         for key in cache.entries():
             try:
                 manifest = cache.read(key)
             except DamagedEntry as error:
                 print(f"triptych catalog: {error}", file=sys.stderr)
+                damaged += 1
                 continue
             if manifest is not None:
                 entries.append((cache.root / key, manifest))
     if as_json:
         print(json.dumps([_described(folder, manifest) for folder, manifest in entries], indent=2))
-        return 0
-    if not entries:
+        return 1 if damaged else 0
+    if not entries and not damaged:
         print("no entries; triptych compile makes them")
     for folder, manifest in entries:
         fields = manifest.fields
@@ -97,7 +98,7 @@ def _list(caches: list[CompileCache], *, as_json: bool) -> int:
             f"  {fields.get('model')} {fields.get('dtype')} -O {fields.get('level')} on {fields.get('device')}"
         )
         print(f"  {', '.join(manifest.graphs)}")
-    return 0
+    return 1 if damaged else 0
 
 
 def _described(folder: Path, manifest: Manifest) -> dict[str, object]:
@@ -162,6 +163,8 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
         raise ConfigurationRefused(
             f"there is no entry {', '.join(sorted(missing))}; triptych catalog list shows them"
         )
+    if not found:
+        print("no entries; triptych compile makes them")
     damaged = 0
     for cache, key in found:
         try:
@@ -170,7 +173,7 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
             damaged += 1
             print(f"{key} left out: {error}", file=sys.stderr)
             continue
-        if manifest is None or CompileCache(target).read(key) is not None:
+        if manifest is None or _is_whole(CompileCache(target), key):
             continue
         filling = CompileCache(target).fill(manifest.fields)
         for name in manifest.files:
@@ -179,3 +182,10 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
         filling.commit(manifest.graphs, manifest.seconds)
         print(f"{key} exported to {target}")
     return 1 if damaged else 0
+
+
+def _is_whole(cache: CompileCache, key: str) -> bool:
+    try:
+        return cache.verify(key) is not None
+    except DamagedEntry:
+        return False

@@ -4,6 +4,7 @@ The shapes are those that a scheduler with the same flags would ask for.
 """
 
 import sys
+from pathlib import Path
 
 from pydantic_settings import SettingsConfigDict
 
@@ -48,7 +49,12 @@ def _compile(settings: CompileSettings) -> int:
     from worker_svc.worker import Worker
 
     scheduler_settings = load(SchedulerSettings, scheduler_flags(settings, 0))
-    worker = Worker(load(WorkerSettings, worker_flags(settings, 0, 0)))
+    worker_settings = load(WorkerSettings, worker_flags(settings, 0, 0))
+    if not worker_settings.enable_warm_up:
+        raise ConfigurationRefused("compiling is what warm-up does; drop --no-enable-warm-up")
+    if worker_settings.cache_folder("any") is None:
+        raise ConfigurationRefused("the compile cache is off, so nothing would be kept; switch it on")
+    worker = Worker(worker_settings)
     worker.prepare()
     description = convert.description_to_proto(worker, worker_id="compile", model=settings.model)
     if description.pool_tasks:
@@ -73,12 +79,15 @@ def _compile(settings: CompileSettings) -> int:
         ready = worker.configure(convert.geometry_from_proto(request), progress)
     except TriptychError as error:
         raise ConfigurationRefused(error.message) from error
+    except (OSError, RuntimeError) as error:  # a full disk, a device without memory, a compiler
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise ConfigurationRefused(f"{type(error).__name__}: {reason}") from error
     took = sum(ready.phase_seconds.get(phase, 0.0) for phase in ("compile", "warm_up"))
     print(_outcome(worker.code_folder, worker.num_compiled, took))
     return 0
 
 
-def _outcome(folder: object, compiled: int, seconds: float) -> str:
+def _outcome(folder: Path | None, compiled: int, seconds: float) -> str:
     if folder is None:
         return "nothing to keep: at this level the graphs are made of the device's own kernels (-O 2 generates code)"
     return f"{compiled} pieces compiled in {seconds:.1f} s; kept in {folder}"

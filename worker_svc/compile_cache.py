@@ -7,9 +7,11 @@ entry the first one wins. A folder holds no absolute path that matters, so it ma
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -24,8 +26,9 @@ MANIFEST: Final = "manifest.json"
 # Left by whoever was killed while filling an entry; nobody compiles for longer.
 _ABANDONED_S: Final = 6 * 3600.0
 _FILLING: Final = ".filling-"
+_KEY: Final = re.compile(r"[0-9a-f]{32}")
 # What a compiler keeps beside its results, and what differs from run to run.
-_TRANSIENT: Final = ("locks", ".lock", ".tmp", ".pid")
+_TRANSIENT: Final = (".lock", ".tmp", ".pid")
 # Where compilers look for their cache.
 _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -81,13 +84,11 @@ class CompileCache:
         self.root = root
 
     def entries(self) -> list[str]:
-        """The complete entries' names."""
+        """The entries' names, damaged ones included."""
         if not self.root.is_dir():
             return []
         return sorted(
-            path.parent.name
-            for path in self.root.glob(f"*/{MANIFEST}")
-            if not path.parent.name.startswith(".")
+            path.name for path in self.root.iterdir() if path.is_dir() and _KEY.fullmatch(path.name)
         )
 
     def read(self, key: str) -> Manifest | None:
@@ -105,6 +106,8 @@ class CompileCache:
             if manifest.key != key:
                 raise DamagedEntry(f"{path} is that of another entry, {manifest.key}")
         except FileNotFoundError:
+            if path.parent.is_dir():
+                raise DamagedEntry(f"{path} is missing") from None
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedEntry(f"{path} cannot be read ({type(error).__name__}: {error})") from error
@@ -192,7 +195,7 @@ class Filling:
         files = {
             path.relative_to(self.folder).as_posix(): _sha256(path)
             for path in sorted(self.folder.rglob("*"))
-            if path.is_file() and not any(mark in path.name or mark in path.parts for mark in _TRANSIENT)
+            if path.is_file() and path.suffix not in _TRANSIENT and "locks" not in path.parts
         }
         manifest = {
             "fields": self._fields, "graphs": list(graphs), "seconds": seconds, "created": time.time(), "files": files,
@@ -202,11 +205,22 @@ class Filling:
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        target = self._cache.root / key_of(self._fields)
+        key = key_of(self._fields)
+        target = self._cache.root / key
         try:
-            self.folder.rename(target)
-        except OSError:  # somebody else's is there
+            there = self._cache.verify(key) is not None
+        except DamagedEntry:
+            there = False
+            self._cache.remove(key)
+        if there:
             self.discard()
+        else:
+            try:
+                self.folder.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                self.discard()  # somebody else's came in this moment
         self.folder = target
 
     def discard(self) -> None:

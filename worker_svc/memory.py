@@ -102,13 +102,19 @@ class Budget:
     kv_share: float
     """The setting: share of what is left beside weights and graphs."""
 
+    def _free(self) -> int | None:
+        free = free_memory(self.device)
+        if free is not None and self.device.weights_come_later:
+            free -= self.size.weight_bytes
+        return free
+
     def fit_pool(self, geometry: PoolGeometry) -> None:
         """Refuses shapes of a pooling model that are too large.
 
         Raises:
             ConfigurationRefused: with the numbers.
         """
-        free = free_memory(self.device)
+        free = self._free()
         steps = [shape.batch * shape.prompt_len for shape in geometry.shapes]
         working = working_bytes(self.size, steps, 0, recorded=False)
         if free is not None and working > free:
@@ -127,7 +133,7 @@ class Budget:
         Raises:
             ConfigurationRefused: if it needs more than is free: with the numbers, and the setting that would fit.
         """
-        free = free_memory(self.device)
+        free = self._free()
         if free is None and self.kv_memory is None and not geometry.num_blocks:
             self.device.free_memory()  # says what to do about it
         working = self._working(geometry)
@@ -148,12 +154,14 @@ class Budget:
             left = free - working
             if geometry.num_blocks:
                 # One number for all groups, as the setting has it.
-                setting = f"--num-blocks {left // sum(sizes)}"
+                setting = f"--num-blocks {left // sum(sizes)} would"
             else:
-                setting = f"--kv-memory {left * 100 // _GIB / 100:g}"
+                setting = f"--kv-memory {left * 100 // _GIB / 100:g} would"
+            if left // sum(sizes) <= geometry.table_width:
+                setting = "not even one sequence would; lower --max-model-len or use a smaller model"
             raise ConfigurationRefused(
                 f"{self._beside(free)}, and {_gib(cache)} of KV cache and {_gib(working)} of graphs do not fit;"
-                f" {setting} would"
+                f" {setting}"
             )
         return counted
 

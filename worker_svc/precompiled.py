@@ -73,6 +73,7 @@ class CompiledCode:
             self._log.warning(f"[PRECOMPILED_WARN] {reason}")
         self._filling = cache.fill(fields)
         self.folder = self._filling.folder
+        atexit.register(self.discard)
 
     def use(self) -> None:
         """From now on compilers find and leave their files there."""

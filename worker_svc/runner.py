@@ -95,6 +95,7 @@ class Runner:
         self._last_slots: list[int] = []
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._decode_steps: dict[int, _DecodeStep] = {}
+        self._made: set[Signature] = set()
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
@@ -112,8 +113,7 @@ class Runner:
         signatures = self.signatures()
         for done, signature in enumerate(signatures):
             progress(done, len(signatures), str(signature))
-            tokens, positions, inputs = self._padding(signature)
-            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            self._make(signature)
         progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
@@ -123,13 +123,10 @@ class Runner:
         for done, signature in enumerate(signatures):
             progress(done, len(signatures), str(signature))
             if signature.kind == "prefill":
-                tokens, positions, inputs = self._padding(signature)
-                self._model.logits(self._prefill_hidden(tokens, positions, inputs)[:1])
+                self._model.logits(self._prefill_hidden(*self._batch.prefill_inputs(None))[:1])
             else:
-                rows = torch.full(
-                    (signature.batch,), self._batch.padding_row, device=self._device.torch_device
-                )
-                self._decode_step(signature.batch, rows).choose(rows)
+                rows = self._padding_rows(signature.batch)
+                self._decode_step(signature.batch).choose(rows)
         progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
@@ -173,6 +170,7 @@ class Runner:
     def close(self) -> None:
         """Lets go of the captured steps, which hold the runner and with it the cache: their memory is free at once."""
         self._decode_steps.clear()
+        self._made.clear()
         self._captured_prefill = None
 
     def _admit(self, request: Admission) -> None:
@@ -199,32 +197,17 @@ class Runner:
     def _prefill_hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> torch.Tensor:
-        """Hidden states [chunk, hidden], from a captured step where the device captures."""
+        """Hidden states [chunk, hidden]."""
         signature = Signature("prefill", 1, self._geometry.chunk)
-        if not (self._device.captures and self.graphs.has(signature)):
-            return self._forward(signature, tokens, positions, inputs)
-        # How many of a chunk's tokens are real is on the device too: the host's number is no part of a captured step.
-        full = [
-            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
-            for step in inputs
-        ]
-
-        def forward(
-            tokens: torch.Tensor, positions: torch.Tensor, *rest: torch.Tensor
-        ) -> tuple[torch.Tensor]:
-            given = iter(rest)
-            steps = [with_tensors(step, given) for step in full]
-            return (self._forward(signature, tokens, positions, steps),)
-
-        arguments = [tokens, positions, *(tensor for step in inputs for tensor in tensors_of(step))]
+        self._make_late(signature)
         if self._captured_prefill is None:
-            self._captured_prefill = self._device.capture(forward, arguments)
-        (hidden,) = self._captured_prefill(*arguments)
+            return self._forward(signature, tokens, positions, inputs)
+        (hidden,) = self._captured_prefill(tokens, positions, *_tensors_of(inputs))
         return hidden
 
     def _decode(self, work: DecodeWork) -> list[Output]:
         rows = self._rows_of(work)
-        step = self._decode_step(work.bucket, rows)
+        step = self._decode_step(work.bucket)
         logits, chosen, positions = step.choose(rows)
         sampling = self._batch.sampling.gather(work.slots, rows)
         if not sampling.is_greedy:
@@ -242,12 +225,49 @@ class Runner:
             self._last_rows = torch.tensor(slots, device=self._device.torch_device)
         return self._last_rows
 
-    def _decode_step(self, bucket: int, rows: torch.Tensor) -> "_DecodeStep":
-        """The two halves of a decode step, captured if steps run as graphs."""
-        if bucket in self._decode_steps:
-            return self._decode_steps[bucket]
-        signature = Signature("decode", bucket, 1)
+    def _decode_step(self, bucket: int) -> "_DecodeStep":
+        self._make_late(Signature("decode", bucket, 1))
+        return self._decode_steps[bucket]
 
+    def _make_late(self, signature: Signature) -> None:
+        """Makes what is missing for a step, which is a defect once the worker serves."""
+        if signature not in self._made:
+            self.graphs.note_late(signature)
+            self._make(signature)
+
+    def _make(self, signature: Signature) -> None:
+        """Makes a signature's graph, and has the device capture the step around it. On padding, whoever is waiting for it."""
+        if signature.kind == "prefill":
+            tokens, positions, inputs = self._batch.prefill_inputs(None)
+            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            if self._device.captures and self.graphs.has(signature):
+                self._captured_prefill = self._capture_prefill(signature, tokens, positions, inputs)
+        else:
+            rows = self._padding_rows(signature.batch)
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            self._decode_steps[signature.batch] = self._capture_decode(signature, rows)
+        self._made.add(signature)
+
+    def _capture_prefill(
+        self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        # How many of a chunk's tokens are real is on the device too: the host's number is no part of a captured step.
+        full = [
+            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
+            for step in inputs
+        ]
+
+        def forward(
+            tokens: torch.Tensor, positions: torch.Tensor, *rest: torch.Tensor
+        ) -> tuple[torch.Tensor]:
+            given = iter(rest)
+            steps = [with_tensors(step, given) for step in full]
+            return (self._forward(signature, tokens, positions, steps),)
+
+        return self._device.capture(forward, [tokens, positions, *_tensors_of(inputs)])
+
+    def _capture_decode(self, signature: Signature, padding: torch.Tensor) -> "_DecodeStep":
         def choose(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
             logits = self._model.logits(self._forward(signature, tokens, positions, inputs))
@@ -257,22 +277,15 @@ class Runner:
             self._batch.advance_rows(rows, chosen)
             return ()
 
-        step = _DecodeStep(choose, advance)
-        if self.graphs.has(signature):
-            padding = torch.full_like(rows, self._batch.padding_row)
-            step = _DecodeStep(
-                self._device.capture(choose, [padding]),
-                self._device.capture(advance, [padding, torch.zeros_like(rows)]),
-            )
-        self._decode_steps[bucket] = step
-        return step
+        if not (self._device.captures and self.graphs.has(signature)):
+            return _DecodeStep(choose, advance)
+        return _DecodeStep(
+            self._device.capture(choose, [padding]),
+            self._device.capture(advance, [padding, torch.zeros_like(padding)]),
+        )
 
-    def _padding(self, signature: Signature) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """The inputs of a step of padding alone."""
-        if signature.kind == "prefill":
-            return self._batch.prefill_inputs(None)
-        rows = torch.full((signature.batch,), self._batch.padding_row, dtype=torch.int64)
-        return self._batch.decode_inputs(rows.to(self._device.torch_device))
+    def _padding_rows(self, bucket: int) -> torch.Tensor:
+        return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
 
     def _plans(self, inputs: Sequence[StepInput]) -> dict[str, Any]:
         """Each layer's attention metadata."""
@@ -291,6 +304,10 @@ class Runner:
         inputs: Sequence[StepInput],
     ) -> torch.Tensor:
         return self.graphs.run(signature, tokens, positions, self._plans(inputs))
+
+
+def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
+    return [tensor for step in inputs for tensor in tensors_of(step)]
 
 
 def _without(

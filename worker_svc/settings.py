@@ -171,6 +171,10 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         if asked is not None and config is not None and asked != config:
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
+        if self.compile_strict and not self.enable_warm_up:
+            raise ValueError(
+                "--compile-strict allows no graph to be made while serving, and without --enable-warm-up none is made before; drop one"
+            )
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self

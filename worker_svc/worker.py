@@ -61,6 +61,7 @@ class Worker:
         self._runner: Runner | PoolRunner | None = None
         self._loaded = False
         self._code: CompiledCode | None = None
+        self._has_compiled = False
         self._asked: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
         self.device: Device
@@ -74,7 +75,7 @@ class Worker:
 
     @property
     def num_compiled(self) -> int:
-        """Pieces that a compiler was called for."""
+        """What a compiler was called for: pieces of steps, or whole steps."""
         return self._runner.graphs.num_compiled if isinstance(self._runner, Runner) else 0
 
     @property
@@ -133,7 +134,7 @@ class Worker:
             load_format=settings.load_format,
             seed=settings.seed,
             trust_remote_code=settings.trust_remote_code,
-            compiled=settings.backend != "eager",
+            compiled=self._level() > 0,
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
@@ -160,12 +161,6 @@ class Worker:
         if model is None:
             raise Internal("the worker is not prepared yet")
         geometry = self._checked(geometry)
-        options = self._graph_options()
-        self._code = code = None
-        if isinstance(geometry, Geometry):
-            if self.device.caches_are_inputs and not geometry.num_blocks:
-                geometry = self._budget(model).fit(geometry, self.groups)
-            self._code = code = self._find_code(geometry, options)
         seconds: dict[Phase, float] = {}
         clock = time.monotonic()
 
@@ -175,37 +170,47 @@ class Worker:
             seconds[phase] = now - clock
             clock = now
 
-        # The old cache goes before the new one comes: both might not fit.
-        if isinstance(self._runner, Runner):
-            self._runner.close()
-        self._asked, self._ready, self._runner = None, None, None
-        model.release_caches()
-        self._load_once(model, progress)
-        lap("load")
-        runner: Runner | PoolRunner
-        if isinstance(geometry, PoolGeometry):
-            assert self.description.pooling is not None
-            self._budget(model).fit_pool(geometry)
-            runner = PoolRunner(model, self.device, self.description.pooling, geometry)
-            bytes_per_block: tuple[int, ...] = ()
-        else:
-            geometry = self._budget(model).fit(geometry, self.groups)
-            progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
-            runner = Runner(model, self.device, self.groups, geometry, options=options)
-            bytes_per_block = runner.cache.bytes_per_block
-        lap("allocate")
+        self._release(model)
+        runner: Runner | PoolRunner | None = None
         try:
-            self._make_ready(runner, code, progress, lap)
+            if isinstance(geometry, PoolGeometry):
+                assert self.description.pooling is not None
+                self._load_once(model, progress)
+                lap("load")
+                self._budget(model).fit_pool(geometry)
+                runner = PoolRunner(model, self.device, self.description.pooling, geometry)
+            else:
+                if self.device.caches_are_inputs and not geometry.num_blocks:
+                    geometry = self._budget(model).fit(geometry, self.groups)
+                self._code = self._find_code(geometry)
+                self._load_once(model, progress)
+                lap("load")
+                geometry = self._budget(model).fit(geometry, self.groups)
+                progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
+                runner = Runner(model, self.device, self.groups, geometry, options=self._graph_options())
+            lap("allocate")
+            self._make_ready(runner, progress, lap)
         except BaseException:
-            if code is not None:
-                code.discard()
+            self._runner = runner
+            self._release(model)
             raise
-        # What exists now lives as long as the process; collections need not look at it again.
+        # What exists now mostly lives as long as the process; collections need not look at it again.
         gc.collect()
         gc.freeze()
         self._runner, self._asked = runner, asked
+        bytes_per_block = runner.cache.bytes_per_block if isinstance(runner, Runner) else ()
         self._ready = Ready(geometry, bytes_per_block, seconds)
         return self._ready
+
+    def _release(self, model: "VllmModel") -> None:
+        """Lets go of what an earlier configuration made: the old cache goes before the new one comes, as both might not fit."""
+        if isinstance(self._runner, Runner):
+            self._runner.close()
+        if self._code is not None:
+            self._code.discard()
+        self._asked, self._ready, self._runner, self._code = None, None, None, None
+        model.release_caches()
+        self.device.release_unused()
 
     def _load_once(self, model: "VllmModel", progress: Progress) -> None:
         if self._loaded:
@@ -216,56 +221,68 @@ class Worker:
         self._loaded = True
 
     def _make_ready(
-        self,
-        runner: Runner | PoolRunner,
-        code: CompiledCode | None,
-        progress: Progress,
-        lap: Callable[[Phase], None],
+        self, runner: Runner | PoolRunner, progress: Progress, lap: Callable[[Phase], None]
     ) -> None:
         """Makes every graph and runs it once, unless that is left to the first requests."""
         started = time.monotonic()
+        code = self._code
         if code is not None:
             code.use()
             self.device.use_code_folder(code.folder)
-        if isinstance(runner, Runner):
-            if self._settings.enable_warm_up:
+        if self._settings.enable_warm_up:
+            if isinstance(runner, Runner):
                 runner.make_graphs(lambda done, total, what: progress("compile", done, total, what))
                 lap("compile")
-            runner.graphs.finish()
-        if self._settings.enable_warm_up:
             runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
             lap("warm_up")
-            if code is not None and isinstance(runner, Runner):
+        if not isinstance(runner, Runner):
+            return
+        runner.graphs.finish()
+        if code is not None and self._settings.enable_warm_up:
+            if self._has_compiled and not code.is_warm:
+                # What this process has compiled before is in its memory, not in the new folder: the entry would have holes.
+                self._log.info("compiled_code_not_kept", reason="this process was configured before")
+                code.discard()
+            else:
                 code.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
-        elif code is not None:
-            code.discard()
+            self.device.use_code_folder(None)
+        self._has_compiled |= code is not None
+
+    def _level(self) -> int:
+        """Of optimization.
+
+        Raises:
+            ConfigurationRefused: if the device has no such level.
+        """
+        level = self._settings.level_for(self.device.default_level)
+        if level > self.device.highest_level:
+            raise ConfigurationRefused(
+                f"-O {level} generates kernels, and device {self.device.name} has a compiler of its own; use -O 1 or leave it away"
+            )
+        return level
 
     def _graph_options(self) -> GraphOptions:
         settings = self._settings
         config = settings.compilation_config
-        level = settings.level_for(self.device.default_level) if self.device.default_level else 0
         return GraphOptions(
-            level=level,
+            level=self._level(),
             sizes=config.candidate_compile_sizes if config else None,
             required=settings.backend == "compiled",
             strict=settings.compile_strict,
         )
 
-    def _find_code(self, geometry: Geometry, options: GraphOptions) -> CompiledCode | None:
+    def _find_code(self, geometry: Geometry) -> CompiledCode | None:
         """The compiled code of a configuration; ``None`` if it has none.
 
         Raises:
             ConfigurationRefused: if it is to be precompiled and is not.
         """
-        compiles = self.device.has_own_compiler and self._settings.backend != "eager"
-        if options.level < GENERATED and not compiles:
-            if self._settings.require_precompiled:
+        options, settings = self._graph_options(), self._settings
+        if options.level < GENERATED and not (self.device.has_own_compiler and options.level):
+            if settings.require_precompiled:
                 self._log.info("nothing_to_precompile", level=options.level)
             return None
-        folder = self._settings.cache_folder(self.device.name)
-        sizes = geometry.decode_buckets
-        if options.sizes is not None:
-            sizes = tuple(size for size in sizes if size in options.sizes)
+        folder = settings.cache_folder(self.device.name)
         fields = code_fields(
             self.folder,
             device=self.device,
@@ -274,10 +291,11 @@ class Worker:
             quantization=self.description.quantization,
             groups=self.groups,
             geometry=geometry,
-            sizes=sizes,
+            sizes=options.sizes,
+            made_up=settings.seed if settings.load_format == "dummy" else None,
         )
         cache = CompileCache(folder) if folder else None
-        return CompiledCode(cache, fields, required=self._settings.require_precompiled)
+        return CompiledCode(cache, fields, required=settings.require_precompiled)
 
     def _checked(self, geometry: Geometry | PoolGeometry) -> Geometry | PoolGeometry:
         """The geometry, complete but for counted blocks.
@@ -318,5 +336,5 @@ class Worker:
 
     def _budget(self, model: "VllmModel") -> Budget:
         settings = self._settings
-        recorded = self._graph_options().level > 0
+        recorded = self._level() > 0 and not self.device.has_own_compiler
         return Budget(self.device, model.size, recorded, settings.kv_memory, settings.kv_share)

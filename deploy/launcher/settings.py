@@ -78,6 +78,13 @@ class LaunchSettings(ServiceSettings):
     pool_prompt_lens: Annotated[
         str | None, Field(description="Embedding models: tokens per row of the same shapes, as 4096,1024.")
     ] = None
+    revision: Annotated[str | None, Field(description="Branch, tag or commit of a hub model.")] = None
+    window_kv: Annotated[
+        str | None, Field(description="auto, paged or in-place: how sliding windows are kept.")
+    ] = None
+    backend: Annotated[
+        str | None, Field(description="auto, compiled or eager (for debugging): how steps run.")
+    ] = None
     optimization_level: Annotated[
         int | None, Field(ge=0, le=3, description="-O: 0 eager to 3 all that the compiler can do.")
     ] = None
@@ -85,6 +92,16 @@ class LaunchSettings(ServiceSettings):
         str | None, Field(description="vLLM's JSON: level, candidate_compile_sizes.")
     ] = None
     compile_cache_dir: Annotated[Path | None, Field(description="Where compiled code is kept.")] = None
+    compile_cache: Annotated[bool | None, Field(description="Keep compiled code and find it again.")] = None
+    compile_strict: Annotated[
+        bool | None, Field(description="An error, not a warning, if a graph is made while serving.")
+    ] = None
+    enable_warm_up: Annotated[bool | None, Field(description="Make and run every graph before serving.")] = (
+        None
+    )
+    rbln_backend: Annotated[
+        str | None, Field(description="rbln, or rbln-check, which runs an NPU's graphs on this CPU.")
+    ] = None
     require_precompiled: Annotated[bool | None, Field(description="Refuse to start rather than compile.")] = (
         None
     )
@@ -132,6 +149,13 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
         *_value("--kv-memory", settings.kv_memory),
         *_value("--kv-share", settings.kv_share),
         *_value("--seed", settings.seed),
+        *_value("--revision", settings.revision),
+        *_value("--window-kv", settings.window_kv),
+        *_value("--backend", settings.backend),
+        *_value("--rbln-backend", settings.rbln_backend),
+        *_switch("--compile-cache", settings.compile_cache),
+        *_switch("--compile-strict", settings.compile_strict),
+        *_switch("--enable-warm-up", settings.enable_warm_up),
         *_value("--optimization-level", settings.optimization_level),
         *_value("--compilation-config", settings.compilation_config),
         *_value("--compile-cache-dir", settings.compile_cache_dir),

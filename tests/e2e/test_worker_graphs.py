@@ -1,12 +1,16 @@
 """A worker's graphs give the model's own results to the bit, at every bucket, whatever the padding holds."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from tests.worker_harness import Harness, load
+from tests.tiny_models import write
+from tests.worker_harness import Harness, load, tokens_of
+from worker_svc.devices.cpu import CpuDevice
 from worker_svc.geometry import GroupKind
 from worker_svc.models import fetch
 from worker_svc.plan import Sampling
@@ -79,3 +83,57 @@ def test_graphs_tell_what_they_took(smollm2: Path, capsys: pytest.CaptureFixture
     (line,) = [line for line in printed.splitlines() if "graphs_made" in line]
     for signature in ("prefill of 128 tokens", "decode of 1 rows", "decode of 4 rows"):
         assert signature in line
+
+
+class CapturingDevice(CpuDevice):
+    """Treats a captured function as a GPU does: runs it ahead, a few times, and from then on on tensors of its own."""
+
+    captures: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture(
+        self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """See the base class."""
+        static = [tensor.clone() for tensor in examples]
+        for _ in range(3):
+            function(*static)
+
+        def replay(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            self.replays += 1
+            for mine, theirs in zip(static, tensors, strict=True):
+                mine.copy_(theirs)
+            return function(*static)
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    "kind", [GroupKind.PAGED_WINDOW, GroupKind.IN_PLACE_WINDOW], ids=["paged", "in_place"]
+)
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "late"])
+def test_captured_and_late_steps_say_the_same(
+    tmp_path_factory: pytest.TempPathFactory, kind: GroupKind, warm: bool
+) -> None:
+    """With windows that slide in place, too, where a step that ran twice would show; late graphs are counted, each once."""
+    folder = tmp_path_factory.getbasetemp() / "captured-gemma3"
+    if not folder.exists():
+        write("gemma3", folder)
+    prompts = [[5 + index * 7 % 200 for index in range(100)], [3, 1, 4, 1, 5], [9, 2, 6]]
+    said = []
+    for device in (CpuDevice(), CapturingDevice()):
+        harness = Harness(
+            load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
+            device=device, window_kind=kind, warm=warm,
+        )  # fmt: skip
+        said.append([tokens_of(outputs) for outputs in harness.generate(prompts, 24)])
+        assert harness.runner.graphs.num_late == (0 if warm else 2)  # chunks, and the bucket of four
+    assert said[0] == said[1]
+    assert device.replays > 40
+    reference = Harness(
+        load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
+        window_kind=kind, backend="eager",
+    )  # fmt: skip
+    assert said[0] == [tokens_of(outputs) for outputs in reference.generate(prompts, 24)]

@@ -9,7 +9,9 @@ import torch
 from protos.errors import ConfigurationRefused, Internal
 from protos.settings import load
 from worker_svc.capture import NotStatic, Recorder, Recording
+from worker_svc.devices import DeviceOptions
 from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.rbln import RblnDevice
 from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.replay import KernelGraph, kernels_of
 from worker_svc.settings import Settings
@@ -36,6 +38,9 @@ class Tripler:
         with torch.inference_mode(), recorder:
             output = self.forward(*inputs, {})
         return recorder.finish(inputs, output)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 class Dynamic(Tripler):
@@ -80,11 +85,13 @@ def test_eager_makes_no_graphs() -> None:
 
 
 def test_a_late_graph_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is made all the same, once."""
+    """Once; what is made already is not late, and what was made in time never is."""
     graphs = made(Tripler())
     late = Signature("prefill", 1, 4)
     for _ in range(2):
-        assert graphs.run(late, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
+        graphs.note_late(late)
+        graphs.make(late, TOKENS, POSITIONS, {})
+    graphs.note_late(DECODE)
     assert graphs.num_late == 1
     printed = capsys.readouterr().out
     assert printed.count("graph_made_late") == 1
@@ -95,8 +102,24 @@ def test_a_late_graph_is_an_error_in_strict_mode() -> None:
     """It names the signature."""
     graphs = made(Tripler(), strict=True)
     with pytest.raises(Internal, match="decode of 2 rows"):
-        graphs.run(Signature("decode", 2, 1), TOKENS[:2], POSITIONS[:2], {})
+        graphs.note_late(Signature("decode", 2, 1))
     assert graphs.num_late == 1
+
+
+def test_a_device_with_a_compiler_of_its_own_is_counted_and_named_all_the_same() -> None:
+    """Its graphs are the model's forward; one that it does not compile names its signature."""
+    graphs = Graphs(Tripler(), RblnDevice(DeviceOptions(rbln_backend="rbln-check")), GraphOptions(level=1))
+    graphs.make(DECODE, TOKENS, POSITIONS, {})
+    assert (graphs.has(DECODE), graphs.num_compiled, list(graphs.took)) == (True, 1, [DECODE])
+    assert graphs.run(DECODE, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
+
+    class Refused(Tripler):
+        def forward(self, *_: Any) -> torch.Tensor:
+            raise ConfigurationRefused("rbln-check: operator aten::sort is not lowered")
+
+    refused = Graphs(Refused(), RblnDevice(DeviceOptions(rbln_backend="rbln-check")), GraphOptions(level=1))
+    with pytest.raises(ConfigurationRefused, match=r"decode of 4 rows does not compile \(rbln-check: .*sort"):
+        refused.make(DECODE, TOKENS, POSITIONS, {})
 
 
 @pytest.mark.parametrize("model", [Dynamic(), Sneaky()], ids=["dynamic", "sneaky"])
@@ -119,16 +142,6 @@ def test_what_is_not_static_is_refused_where_graphs_are_asked_for(
         made(model, required=required, strict=strict)
 
 
-class Small(Tripler):
-    """The smallest step that there is code to generate for."""
-
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        inputs, recorder = (token_ids.clone(), positions.clone()), Recorder()
-        with torch.inference_mode(), recorder:
-            output = self.forward(*inputs, {})
-        return recorder.finish(inputs, output)
-
-
 def test_code_is_generated_for_the_sizes_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other buckets replay kernels; a chunk has no size to be named by."""
     lowered: list[str] = []
@@ -138,7 +151,7 @@ def test_code_is_generated_for_the_sizes_that_were_named(monkeypatch: pytest.Mon
         return kernels_of(recording, CpuDevice())
 
     monkeypatch.setattr("worker_svc.graphs.GeneratedGraph", generate)
-    graphs = Graphs(Small(), CpuDevice(), GraphOptions(level=2, sizes=(2, 8)))
+    graphs = Graphs(Tripler(), CpuDevice(), GraphOptions(level=2, sizes=(2, 8)))
     for bucket in (1, 2, 4, 8):
         tokens = torch.arange(bucket)
         graphs.make(Signature("decode", bucket, 1), tokens, tokens, {})
@@ -154,7 +167,7 @@ def test_a_compiler_that_fails_is_told_with_the_signature(monkeypatch: pytest.Mo
         raise RuntimeError("no registers left\nand a long dump")
 
     monkeypatch.setattr("worker_svc.graphs.GeneratedGraph", fail)
-    graphs = Graphs(Small(), CpuDevice(), GraphOptions(level=2))
+    graphs = Graphs(Tripler(), CpuDevice(), GraphOptions(level=2))
     with pytest.raises(ConfigurationRefused) as caught:
         graphs.make(DECODE, TOKENS, POSITIONS, {})
     assert caught.value.message == (

@@ -26,7 +26,7 @@ SIZES = Geometry(
 
 
 class PlainDevice(CudaDevice):
-    """The gathered attention of the GPU, on the CPU: needs no kernels."""
+    """Nothing runs on it: the model has no layers."""
 
     torch_device: ClassVar[torch.device] = torch.device("cpu")
 

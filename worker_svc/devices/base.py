@@ -143,8 +143,11 @@ class Device(abc.ABC):
     """What the device is usually run with."""
     window_kind: ClassVar[GroupKind]
     """How the device's own kernels keep a window."""
-    default_level: ClassVar[int] = 0
-    """Of optimization, where steps are recorded (see ``graphs``); 0 where the device compiles in its own way, or not at all."""
+    default_level: ClassVar[int] = 1
+    """Of optimization; see ``graphs.GraphOptions``."""
+    highest_level: ClassVar[int] = 3
+    weights_come_later: bool = False
+    """Whether weights that were loaded are still on the host, and come to the device with its graphs."""
     weights_are_constants: ClassVar[bool] = False
     """Whether compiled code holds the weights."""
     compiler_packages: ClassVar[tuple[str, ...]] = ()
@@ -153,8 +156,11 @@ class Device(abc.ABC):
     has_own_compiler: ClassVar[bool] = False
     """Whether :meth:`compile` calls a compiler, with a cache of its own in the folder that it is given."""
 
-    def use_code_folder(self, folder: Path) -> None:  # noqa: B027 - a device without such a compiler has nothing to do
-        """Where :meth:`compile` is to find and leave compiled code."""
+    def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - a device without such a compiler has nothing to do
+        """Where :meth:`compile` is to find and leave compiled code, forgetting what it compiled before; ``None``: leave nothing more."""
+
+    def release_unused(self) -> None:  # noqa: B027 - most hosts have freed it by then
+        """Gives memory back that was freed and that the device's allocator keeps for itself."""
 
     def code_target(self) -> str:
         """What kind of hardware compiled code is for: equal on machines that can run each other's."""
@@ -220,7 +226,7 @@ class Device(abc.ABC):
             examples: arguments; it may be called on them a few times.
 
         Returns:
-            A function of arguments of the same shapes. Its results are valid until the next call of any captured function.
+            A function of arguments of the same shapes. Its results are valid until its next call.
         """
         return function
 

@@ -72,10 +72,13 @@ class CpuDevice(Device):
         free = psutil.virtual_memory().available
         try:
             limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-            used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+            stat = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").split()
         except OSError:
             return free
-        return free if limit == "max" else min(free, int(limit) - int(used))
+        # Files that were read, weights for example, count as used, and make room when it is needed.
+        idle_files = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+        return free if limit == "max" else min(free, int(limit) - used + idle_files)
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class. Within a paged block each head has all of its keys, then all of its values."""

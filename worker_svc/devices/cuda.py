@@ -46,6 +46,10 @@ class CudaDevice(Device):
         """See the base class."""
         return torch.cuda.mem_get_info()[0]
 
+    def release_unused(self) -> None:
+        """See the base class."""
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         """See the base class."""
         torch.cuda.synchronize()

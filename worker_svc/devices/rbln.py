@@ -32,8 +32,10 @@ from worker_svc.devices.rbln_ops.experts import emit_experts
 from worker_svc.geometry import NULL_BLOCK, GroupKind, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
-# Tells the compiler what to compile for.
-_TARGET_VARIABLE = "RBLN_TARGET_SOC"
+# Tell the compiler what to compile for.
+_TARGET_VARIABLES = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")
+# Memory of a device less what its system takes, by how its name begins (vllm-rbln 0.12.0, v1/worker/utils.py).
+_MEMORY = {"RBLN-CA": 16 * 2**30 - 288 * 2**20, "RBLN-CR": 144 * 2**30 - 4 * 2**30}
 # What the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
@@ -72,6 +74,8 @@ class RblnDevice(Device):
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
     has_own_compiler: ClassVar[bool] = True
+    default_level: ClassVar[int] = 1
+    highest_level: ClassVar[int] = 1
     weights_are_constants: ClassVar[bool] = True
     compiler_packages: ClassVar[tuple[str, ...]] = ("rebel-compiler", "torch-rbln")
 
@@ -79,6 +83,7 @@ class RblnDevice(Device):
         """Without options, the vendor's backend and the compiler's own kernels."""
         options = options or DeviceOptions()
         self._stands_in = options.rbln_backend == "rbln-check"
+        self.weights_come_later = not self._stands_in
         self.namespace: rbln_ops.Namespace = (
             rbln_ops.TRITON if options.rbln_use_custom_kernel else rbln_ops.CUSTOM
         )
@@ -92,6 +97,7 @@ class RblnDevice(Device):
         self._compile_only = options.compile_only
         self._compile_strict = options.compile_strict
         self._code_folder: Path | None = None
+        self._compiled: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
         self._scales: dict[float, torch.Tensor] = {}
 
     def check_available(self) -> None:
@@ -111,35 +117,66 @@ class RblnDevice(Device):
                 f"device rbln cannot be used: missing {what}; use --device cpu or cuda"
             )
 
-        if self._compile_only and _TARGET_VARIABLE not in os.environ:
+        if self._compile_only and not any(variable in os.environ for variable in _TARGET_VARIABLES):
             raise ConfigurationRefused(
-                f"compiling without an NPU needs {_TARGET_VARIABLE}, for example RBLN-CA25: there is no device to ask"
+                f"compiling without an NPU needs {_TARGET_VARIABLES[0]}, for example RBLN-CA25: there is no device to ask"
             )
 
     def code_target(self) -> str:
-        """See the base class."""
-        kernels = "Triton kernels" if self.namespace == rbln_ops.TRITON else "compiler kernels"
-        chip = "stand-in" if self._stands_in else os.environ.get(_TARGET_VARIABLE, "this host's NPU")
-        return f"{chip}, {kernels}"
+        """See the base class. Whatever else decides about a graph is here, too.
 
-    def use_code_folder(self, folder: Path) -> None:
+        Raises:
+            ConfigurationRefused: if nobody says which NPU this is.
+        """
+        kernels = "Triton kernels" if self.namespace == rbln_ops.TRITON else "compiler kernels"
+        experts = "the vendor's experts" if self._has_expert_kernel else "plain experts"
+        strict = ", strict" if self._compile_strict else ""
+        return f"{self._chip()}, {kernels}, {experts}{strict}"
+
+    def use_code_folder(self, folder: Path | None) -> None:
         """See the base class."""
         self._code_folder = folder
         self.backend.folder = folder
+        if folder is not None and self._compiled:
+            # Dynamo takes what it compiled before for shapes that it knows, and the new folder would stay empty.
+            self._compiled.clear()
+            torch.compiler.reset()
+
+    def _chip(self) -> str:
+        """The NPU's name, for example "RBLN-CA25"; the order is vllm-rbln's."""
+        if self._stands_in:
+            return "stand-in"
+        name = None
+        if not self._compile_only:
+            import rebel
+
+            name = rebel.get_npu_name(0)
+        name = name or next(
+            (os.environ[variable] for variable in _TARGET_VARIABLES if variable in os.environ), None
+        )
+        if not name:
+            raise ConfigurationRefused(
+                f"the NPU does not say its name; set {_TARGET_VARIABLES[0]}, for example to RBLN-CA25"
+            )
+        return str(name)
 
     def product_name(self) -> str:
         """See the base class."""
         return "RBLN stand-in on this host's CPU" if self._stands_in else "RBLN NPU"
 
     def free_memory(self) -> int:
-        """See the base class.
+        """See the base class. An NPU is taken to be free: it is this process' alone.
 
         Raises:
-            ConfigurationRefused: for an NPU, of which nobody here knows how to ask it.
+            ConfigurationRefused: for an NPU of a kind that is not known.
         """
         if self._stands_in:
             return int(psutil.virtual_memory().available)
-        raise ConfigurationRefused("device rbln does not say how much memory is free; set --kv-memory")
+        chip = self._chip()
+        known = next((size for name, size in _MEMORY.items() if chip.upper().startswith(name)), None)
+        if known is None:
+            raise ConfigurationRefused(f"how much memory an {chip} has is not known; set --kv-memory")
+        return known
 
     def check_attention(self, shape: AttentionShape) -> None:
         """See the base class."""
@@ -188,23 +225,23 @@ class RblnDevice(Device):
         """See the base class.
 
         Raises:
-            Internal: on an NPU that owns the cache: copies need its runtime, which no session has seen yet.
+            Internal: on an NPU that owns the cache: the host has no tensor to copy in, and the vendor's runtime no documented call.
         """
         if not self._stands_in and caches.is_meta:
-            raise Internal("blocks cannot be copied within an NPU's memory yet; switch prefix caching off")
+            raise Internal(
+                "blocks cannot be copied within an NPU's memory yet; start the scheduler with --no-enable-prefix-caching"
+            )
         super().copy_block(self.memory.resolve(caches), source, target)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """See the base class. One static graph a shape, with the weights in it as constants."""
-        compiled: Callable[..., torch.Tensor] | None = None
 
         def run(*arguments: Any) -> torch.Tensor:
-            nonlocal compiled
-            if compiled is None:  # only now is it known where its code is kept
-                compiled = self._compiler(function)
+            if function not in self._compiled:  # only now is it known where its code is kept
+                self._compiled[function] = self._compiler(function)
             try:
                 with dynamo.config.patch(recompile_limit=64):
-                    return compiled(*arguments)
+                    return self._compiled[function](*arguments)
             except dynamo.exc.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, ConfigurationRefused):
                     raise error.inner_exception from None

@@ -189,7 +189,9 @@ class CheckBackend:
         check_graph(graph)
         self.graphs.append(graph)
         if self.folder is not None:
-            (self.folder / f"graph-{len(self.graphs)}.txt").write_text(graph.code, encoding="utf-8")
+            path = self.folder / f"graph-{len(self.graphs)}.txt"
+            if not path.exists():  # an entry that is complete is not written to
+                path.write_text(graph.code, encoding="utf-8")
         resolve = self._memory.resolve
 
         def run(*arguments: Any) -> Any:

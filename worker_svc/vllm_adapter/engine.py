@@ -252,6 +252,7 @@ class VllmModel:
     def release_caches(self) -> None:
         """Forgets the KV caches, so that their memory is free once nobody else holds them."""
         self._caches = {}
+        self._context.attn_metadata = {}
         for layer in self.description.layers:
             self._layers[layer.name].kv_cache = torch.empty(0)
 
