@@ -31,8 +31,8 @@ serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run every test but those of the containers
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property tests/contract $(ARGS)
-	@$(BIN)/python -m pytest tests/e2e $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose" $(ARGS)
+	@$(BIN)/python -m pytest -m stack $(ARGS)
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)

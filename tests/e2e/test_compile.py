@@ -134,7 +134,8 @@ def test_an_npus_graphs_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
     (key,) = CompileCache(tmp_path / "rbln").entries()
     manifest = CompileCache(tmp_path / "rbln").verify(key)
     assert manifest is not None
-    assert sum(name.startswith("graph-") for name in manifest.files) == 4
+    # A chunk, a decode step, and one output head for both: either asks for one row's logits.
+    assert sum(name.startswith("graph-") for name in manifest.files) == 3
     assert manifest.fields["num_blocks"].isdigit()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(240)]
 
 QUICK = ["--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "1024"]
 

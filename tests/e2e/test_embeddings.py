@@ -14,7 +14,7 @@ from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from tests.e2e.conftest import Stack, running_stack
 from worker_svc.models import fetch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
 
 TEXTS = ["A cat sits on the mat.", "On a rug, a kitten is sitting.", "The stock market fell by two percent."]
 

@@ -6,7 +6,7 @@ import pytest
 from tests.bench.footprint import LIMITS_MIB, READY_LIMIT_S, time_to_ready
 from tests.e2e.conftest import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.stack]
 
 
 @pytest.mark.parametrize("package", ["scheduler_svc", "gateway"])

@@ -13,7 +13,7 @@ from protos import wire
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(240)]
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "smollm2"

@@ -22,6 +22,7 @@ from worker_svc.models import fetch
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.stack,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing vLLM
 ]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.stack]
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

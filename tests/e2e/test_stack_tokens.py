@@ -18,6 +18,7 @@ from tests.reference import Reference, open_reference
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.stack,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing torch and transformers
 ]

@@ -131,6 +131,7 @@ def test_captured_and_late_steps_say_the_same(
         said.append([tokens_of(outputs) for outputs in harness.generate(prompts, 24)])
         assert harness.runner.graphs.num_late == (0 if warm else 2)  # chunks, and the bucket of four
     assert said[0] == said[1]
+    assert isinstance(device, CapturingDevice)
     assert device.replays > 40
     reference = Harness(
         load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
