@@ -22,7 +22,6 @@ from worker_svc.models import fetch
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.stack,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing vLLM
 ]
@@ -117,6 +116,7 @@ def test_requests_that_come_together_compute_their_prefix_once(gemma3: Path) -> 
     assert replica.scheduler.stats.prefill_tokens == PREFIX + 30 + 2 * (PREFIX + 30 - 896)
 
 
+@pytest.mark.stack
 async def test_a_stack_with_windows_in_place_reuses_a_prefix(gemma3: Path, tmp_path: Path) -> None:
     """Over the wire, in processes of their own: the second request finds the first one's prefix and says the same."""
     flags = ("--max-model-len", "2048", "--block-size", "512", "--max-num-seqs", "4")
