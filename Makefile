@@ -34,7 +34,7 @@ serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 
 test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run every test but those of the containers
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose" $(ARGS) || $(NONE_CHOSEN)
-	@$(BIN)/python -m pytest -m stack $(ARGS) || $(NONE_CHOSEN)
+	@$(BIN)/python -m pytest -m stack tests/e2e $(ARGS) || $(NONE_CHOSEN)
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)

@@ -1,5 +1,6 @@
 """Drives a worker's runner without a scheduler: hands out blocks in order, prefills in chunks, decodes all sequences together."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import engine
 
 GREEDY = Sampling(temperature=0.0)
+FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
+"""Whether to run the long form of the tests on real models: every model, type and mode instead of those most likely to differ."""
 _MODELS: dict[tuple[Path, engine.Dtype, bool], engine.VllmModel] = {}
 
 

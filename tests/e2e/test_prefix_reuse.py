@@ -16,7 +16,7 @@ from scheduler_svc.request import Logprobs
 from tests.e2e.conftest import running_stack
 from tests.local_replica import LocalReplica
 from tests.scheduler_factories import ListSink
-from tests.worker_harness import load
+from tests.worker_harness import FULL, load
 from worker_svc.geometry import GroupKind
 from worker_svc.models import fetch
 
@@ -70,10 +70,13 @@ MODELS = [
     pytest.param("smollm2", GroupKind.PAGED_WINDOW, 128, id="full"),
     pytest.param("smollm2", GroupKind.PAGED_WINDOW, 512, id="full, blocks of four chunks"),
     pytest.param("gemma3", GroupKind.PAGED_WINDOW, 32, id="hybrid, chunks of four blocks"),
-    pytest.param("gemma3", GroupKind.PAGED_WINDOW, 1024, id="hybrid, window below block"),
-    pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 512, id="hybrid in place"),
     pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 1024, id="hybrid in place, window below block"),
 ]
+if FULL:
+    MODELS += [
+        pytest.param("gemma3", GroupKind.PAGED_WINDOW, 1024, id="hybrid, window below block"),
+        pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 512, id="hybrid in place"),
+    ]
 
 
 @pytest.mark.parametrize(("name", "window", "block_size"), MODELS)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.prompts import PROMPTS
 from tests.rbln_peer import Job, Result
-from tests.worker_harness import Harness, load, tokens_of
+from tests.worker_harness import FULL, Harness, load, tokens_of
 from worker_svc.geometry import GroupKind
 from worker_svc.models import fetch
 
@@ -20,12 +20,14 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+    pytest.mark.skipif(
+        not FULL,
+        reason="a minute of capturing; small models of every family do the same in test_worker_families.py (TRIPTYCH_GRAPHS_FULL=1 runs both)",
+    ),
 ]
 
 NUM_TOKENS = 4
-# Both take a minute of capturing; small models of every family are in test_worker_families.py.
-FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
-MODELS = ("smollm2", "gemma3-270m") if FULL else ("smollm2",)
+MODELS = ("smollm2", "gemma3-270m")
 
 
 def encode(folder: Path, text: str) -> list[int]:
@@ -38,14 +40,11 @@ def encode(folder: Path, text: str) -> list[int]:
 def jobs(smollm2: Path) -> list[Job]:
     """A model of full attention with the compiler's kernels, a hybrid one with Triton's: short prompts, and ones of several chunks."""
     full = [encode(smollm2, PROMPTS[index]) for index in (0, 9)]
-    jobs = [Job(str(smollm2), full, NUM_TOKENS, triton=False, block_size=1024, max_model_len=1024 + 512)]
-    if not FULL:
-        return jobs
     gemma = fetch("gemma3-270m")
     hybrid = encode(gemma, PROMPTS[19])
     assert len(hybrid) > 512
     return [
-        *jobs,
+        Job(str(smollm2), full, NUM_TOKENS, triton=False, block_size=1024, max_model_len=1024 + 512),
         Job(str(gemma), [hybrid, hybrid[:20]], NUM_TOKENS, triton=True, block_size=1024, max_model_len=1024, poisoned=True),
     ]  # fmt: skip
 
@@ -82,8 +81,6 @@ def test_graphs_are_few_and_have_the_operators_of_their_namespace(results: list[
         f"rbln_custom_ops.flash_causal_attention_naive_{phase}.default" for phase in phases
     ]
     assert results[0].cache_devices == ["meta"]
-    if not FULL:
-        return
     # One block holds the longest sequence.
     assert results[1].operators == [
         f"rbln_triton_ops.{operator}_{phase}.default"
