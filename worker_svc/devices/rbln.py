@@ -234,7 +234,7 @@ class RblnDevice(Device):
         super().copy_block(self.memory.resolve(caches), source, target)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """See the base class. One static graph a shape, with the weights in it as constants."""
+        """See the base class. One static graph a shape."""
 
         def run(*arguments: Any) -> torch.Tensor:
             if function not in self._compiled:  # only now is it known where its code is kept

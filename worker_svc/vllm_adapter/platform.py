@@ -76,18 +76,14 @@ class TriptychCpuPlatform(CpuPlatform):
         """Variables for other versions of vLLM may stand in the environment; ours is not among those it knows either."""
 
 
-class TriptychCudaPlatform(Platform):
-    """A GPU with vLLM's layers in their plain PyTorch form; its compiled CUDA kernels are not needed."""
+class _NativePlatform(Platform):
+    """vLLM's layers in their plain PyTorch form, for devices whose graphs a compiler makes of it."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cuda"
-    device_type = "cuda"
-    dispatch_key = "CUDA"
-    dist_backend = "nccl"
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Layers take their native form, which a compiler fuses."""
+        """Layers take their native form."""
         _configure(vllm_config)
         vllm_config.compilation_config.custom_ops = ["none"]
 
@@ -101,7 +97,30 @@ class TriptychCudaPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """None: the CPU wheel's kernels do not run here."""
+        """None: the CPU wheel's kernels have no place in such graphs."""
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """Sliding windows have groups of their own."""
+        return True
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """See the CPU's."""
+        return False
+
+    @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """See the CPU's."""
+
+
+class TriptychCudaPlatform(_NativePlatform):
+    """A GPU; vLLM's compiled CUDA kernels are not needed."""
+
+    device_name = "cuda"
+    device_type = "cuda"
+    dispatch_key = "CUDA"
+    dist_backend = "nccl"
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -118,47 +137,14 @@ class TriptychCudaPlatform(Platform):
         """Seeds torch's generators of every GPU."""
         torch.cuda.manual_seed_all(seed)
 
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        """Sliding windows have groups of their own."""
-        return True
 
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        """See the CPU's."""
-        return False
+class TriptychRblnPlatform(_NativePlatform):
+    """An NPU: weights on the host until a graph takes them."""
 
-    @classmethod
-    def validate_environ(cls, hard_fail: bool) -> None:
-        """See the CPU's."""
-
-
-class TriptychRblnPlatform(Platform):
-    """An NPU: weights on the host until a graph takes them, vLLM's layers in their plain PyTorch form."""
-
-    _enum = PlatformEnum.OOT
     device_name = "cpu"  # torch's name of where tensors are
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Layers take their native form, of which graphs are captured."""
-        _configure(vllm_config)
-        vllm_config.compilation_config.custom_ops = ["none"]
-
-    @classmethod
-    def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        """Our attention, whatever was asked for."""
-        del selected_backend, num_heads
-        return _attention_class(attn_selector_config)
-
-    @classmethod
-    def import_kernels(cls) -> None:
-        """None: the CPU wheel's kernels have no place in an NPU's graph."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:  # noqa: ARG003 - vLLM's interface
@@ -169,17 +155,3 @@ class TriptychRblnPlatform(Platform):
     def manual_seed_all(cls, seed: int) -> None:
         """Seeds torch's generator."""
         torch.manual_seed(seed)
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        """Sliding windows have groups of their own."""
-        return True
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        """See the CPU's."""
-        return False
-
-    @classmethod
-    def validate_environ(cls, hard_fail: bool) -> None:
-        """See the CPU's."""
