@@ -5,6 +5,7 @@ same to the bit. Nothing is generated, so there is nothing to compile and to cac
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -43,9 +44,7 @@ def kernels_of(recording: Recording, device: Device) -> "KernelGraph":
     """
     calls = _without_constants(recording.calls, recording.inputs)
     places = _Places(calls, recording.born, recording.output)
-    segments: list[_Segment] = []
-    kernels: list[Callable[[], Any]] = []
-    names: list[str] = []
+    kernels: list[_Kernel] = []
     for call in calls:
         if isinstance(call, Attention):
             query, key, value, out = (
@@ -55,26 +54,26 @@ def kernels_of(recording: Recording, device: Device) -> "KernelGraph":
             assert query is not None
             assert out is not None
             bound = device.bind_attention(call.shape, query, key, value, call.cache, out, call.sinks)
-            segments.append(_Segment(tuple(kernels), call.layer, bound))
-            kernels = []
+            kernels.append(_Kernel(ATTENTION, bound, (call.layer,)))
         else:
-            kernels.append(_kernel(call, places))
-            names.append(call.op.name())
+            kernels.append(_Kernel(call.op.name(), _bound(call, places, device)))
     return KernelGraph(
-        tuple(segments),
-        tuple(kernels),
-        recording.inputs,
-        places.of(recording.output),
-        tuple(names),
-        places.bytes,
+        tuple(kernels), _fused(kernels, device), recording.inputs, places.of(recording.output), places.bytes
     )
 
 
 @dataclass(frozen=True)
-class _Segment:
-    kernels: tuple[Callable[[], Any], ...]
-    layer: str
-    attend: Callable[[Any], None]
+class _Kernel:
+    name: str
+    run: Callable[..., Any]
+    layers: tuple[str, ...] = ()
+    """Whose attention plans it is called with."""
+
+
+def _fused(kernels: Sequence[_Kernel], device: Device) -> tuple[_Kernel, ...]:
+    layers = iter([layer for kernel in kernels for layer in kernel.layers])
+    fused = device.fuse([kernel.run for kernel in kernels], [len(kernel.layers) for kernel in kernels])
+    return tuple(_Kernel("", run, tuple(itertools.islice(layers, count))) for run, count in fused)
 
 
 @dataclass(frozen=True)
@@ -84,19 +83,27 @@ class KernelGraph:
     Replays share their memory: the result is valid until the next replay of the same graph.
     """
 
-    _segments: tuple[_Segment, ...]
-    _tail: tuple[Callable[[], Any], ...]
+    _kernels: tuple[_Kernel, ...]
+    _fused: tuple[_Kernel, ...]
     _inputs: tuple[torch.Tensor, ...]
     _output: torch.Tensor
-    operators: tuple[str, ...]
-    """What the kernels besides attention are, in order, for example "aten::silu"."""
     num_bytes: int
     """Memory that the graph has for itself."""
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """What the kernels besides attention are, in order, for example "aten::silu"."""
+        return tuple(kernel.name for kernel in self._kernels if not kernel.layers)
 
     @property
     def num_kernels(self) -> int:
         """Besides attention."""
         return len(self.operators)
+
+    @property
+    def num_calls(self) -> int:
+        """What a replay calls: kernels that the device has fused count once."""
+        return len(self._fused)
 
     @torch.inference_mode()
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
@@ -111,12 +118,8 @@ class KernelGraph:
         """
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor)
-        for segment in self._segments:
-            for kernel in segment.kernels:
-                kernel()
-            segment.attend(plans[segment.layer].plan)
-        for kernel in self._tail:
-            kernel()
+        for kernel in self._fused:
+            kernel.run(*[plans[layer].plan for layer in kernel.layers])
         return self._output
 
     @torch.inference_mode()
@@ -139,22 +142,15 @@ class KernelGraph:
         """
         timed: list[tuple[str, float]] = []
 
-        def run(name: str, kernel: Callable[[], Any]) -> None:
-            started = time.perf_counter()
-            kernel()
-            synchronize()
-            timed.append((name, time.perf_counter() - started))
-
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor)
         synchronize()
-        names = iter(self.operators)
-        for segment in self._segments:
-            for kernel in segment.kernels:
-                run(next(names), kernel)
-            run(ATTENTION, functools.partial(segment.attend, plans[segment.layer].plan))
-        for kernel in self._tail:
-            run(next(names), kernel)
+        for kernel in self._kernels:
+            given = [plans[layer].plan for layer in kernel.layers]
+            started = time.perf_counter()
+            kernel.run(*given)
+            synchronize()
+            timed.append((kernel.name, time.perf_counter() - started))
         return self._output, timed
 
 
@@ -240,11 +236,13 @@ class _Places:
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _kernel(call: Call, places: _Places) -> Callable[[], Any]:
+def _bound(call: Call, places: _Places, device: Device) -> Callable[[], Any]:
     """A recorded call as a function without arguments, which writes where it is to write."""
     args, kwargs, result = tree_map_only(
         torch.Tensor, places.of, (tuple(call.args), dict(call.kwargs), call.result)
     )
+    if not kwargs and (lowered := device.lower(call.op, args, result)) is not None:
+        return lowered
     if result is None:
         return functools.partial(_entry(call.op), *args, **kwargs)
     if call.op.overloadpacket in _COPIES:

@@ -14,9 +14,9 @@ from worker_svc.vllm_adapter.engine import VllmModel
 
 HEAD: Final = "output head"
 
-# vLLM's packed linear layers on a CPU (oneDNN's, and sgl-kernel's for small weights), and PyTorch's own.
+# Our packed linear layers on a CPU, vLLM's (oneDNN's, and sgl-kernel's for small weights), and PyTorch's own.
 _LINEAR: Final = frozenset({
-    HEAD, "_C::onednn_mm", "_C::weight_packed_linear", "aten::linear", "aten::mm", "aten::addmm", "aten::bmm",
+    HEAD, "triptych_cpu::linear", "_C::onednn_mm", "_C::weight_packed_linear", "aten::linear", "aten::mm", "aten::addmm", "aten::bmm",
 })  # fmt: skip
 
 

@@ -298,6 +298,30 @@ class Device(abc.ABC):
 
         return attend
 
+    def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:  # noqa: ARG002 - for devices with kernels of their own
+        """One call of an operator with all of its tensors fixed, for graphs; ``None`` to call the operator itself.
+
+        Args:
+            op: the overload that was called.
+            args: its arguments, given by position.
+            result: what it is to write, or ``None`` if it writes its arguments.
+        """
+        return None
+
+    def fuse(
+        self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]
+    ) -> Sequence[tuple[Callable[..., Any], int]]:
+        """Kernels of a graph that run one after the other, as fewer ones where the device can.
+
+        Args:
+            kernels: made by :meth:`lower` or :meth:`bind_attention`, or any other function without arguments.
+            num_plans: how many attention plans each of them is called with.
+
+        Returns:
+            Kernels that do the same in the same order, each with how many of the plans it takes.
+        """
+        return list(zip(kernels, num_plans, strict=True))
+
     def run_experts(
         self,
         hidden: torch.Tensor,

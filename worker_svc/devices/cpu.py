@@ -1,10 +1,11 @@
-"""CPUs: vLLM's compiled kernels for paged attention, called as torch operators."""
+"""CPUs: our own kernels where they serve, else vLLM's compiled ones for paged attention, called as torch operators."""
 
 import contextlib
+import itertools
 import math
 import mmap
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ import torch
 from protos.errors import ConfigurationRefused
 from worker_svc.devices import in_place
 from worker_svc.devices.base import AttentionInput, AttentionShape, Device, InPlaceInput, StepInput
+from worker_svc.devices.cpu_kernels import ops as own
+from worker_svc.devices.cpu_kernels.program import AttentionPlan, Kernels, Program, serves
 from worker_svc.geometry import GroupKind, KvGroup
 
 # The namespace under which vLLM registers its compiled kernels.
@@ -106,6 +109,10 @@ class CpuDevice(Device):
         if isinstance(step, InPlaceInput):
             return in_place.InPlacePlan.of(group, step)
         layer = group.layers[0]
+        if kernels := _kernels_for(
+            layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype, block_size
+        ):
+            return kernels.plan(block_size, step)
         isa = _isa(layer.dtype, block_size, layer.head_size)
         schedule = _ops.get_scheduler_metadata(
             step.seq_lens.shape[0], layer.num_heads, layer.num_kv_heads, layer.head_size,
@@ -133,6 +140,11 @@ class CpuDevice(Device):
         if isinstance(plan, in_place.InPlacePlan):
             in_place.attend(shape, query, key, value, cache, plan, output, sinks)
             return
+        if isinstance(plan, AttentionPlan):
+            kernels = own.kernels()
+            assert kernels is not None
+            kernels.attention(shape, query, key, value, cache, output, sinks)(plan)
+            return
         keys, values = cache.chunk(2, dim=2)
         _attend_paged(shape, query, key, value, keys, values, plan, output, sinks)
 
@@ -149,12 +161,45 @@ class CpuDevice(Device):
         """See the base class."""
         if cache.dim() != _PAGED_DIMS:
             return super().bind_attention(shape, query, key, value, cache, output, sinks)
+        block_size = cache.shape[2] // 2
+        if kernels := _kernels_for(
+            shape.num_heads, shape.num_kv_heads, shape.head_size, cache.dtype, block_size
+        ):
+            return kernels.attention(shape, query, key, value, cache, output, sinks)
         keys, values = cache.chunk(2, dim=2)
 
         def attend(plan: _Plan) -> None:
             _attend_paged(shape, query, key, value, keys, values, plan, output, sinks)
 
         return attend
+
+    def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
+        """See the base class."""
+        return own.lower(op, args, result)
+
+    def fuse(
+        self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]
+    ) -> Sequence[tuple[Callable[..., Any], int]]:
+        """See the base class: all of our own kernels that follow one another become one program."""
+        fused: list[tuple[Callable[..., Any], int]] = []
+        for ours, run in itertools.groupby(
+            zip(kernels, num_plans, strict=True), lambda each: isinstance(each[0], Program)
+        ):
+            if ours:
+                programs, counts = zip(*run, strict=True)
+                fused.append((Program.join(programs), sum(counts)))
+            else:
+                fused += run
+        return fused
+
+
+def _kernels_for(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, block_size: int
+) -> Kernels | None:
+    """Our own kernels, if they are here and serve such a layer's attention; else vLLM's are to."""
+    if not serves(num_heads, num_kv_heads, head_size, dtype, block_size):
+        return None
+    return own.kernels()
 
 
 def _attend_paged(

@@ -1,26 +1,41 @@
-"""Compiled forms of layers for which vLLM's CPU platform takes plain PyTorch, each several small operators long.
+"""Compiled forms of layers, in our own kernels where they serve, else in those of vLLM's wheel instead of several small operators.
 
-Registered through the two doors that vLLM leaves open: providers of IR operators and out-of-tree custom ops.
+Registered through the doors that vLLM leaves open: providers of IR operators, out-of-tree custom ops, and the two functions through
+which its layers reach its compiled kernels.
 """
 
 from typing import Any
 
 import torch
 from torch.nn import functional
+from vllm import _custom_ops as vllm_ops
 from vllm import ir
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
-# The namespace under which vLLM registers its compiled kernels.
+from worker_svc.devices.cpu_kernels.ops import kernels
+
+# The namespaces under which vLLM and we register compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
+_own: Any = torch.ops.triptych_cpu
+
+_MATRIX = 2
+
+
+def _ours(*tensors: torch.Tensor) -> bool:
+    """Whether our own kernels are here, and for such activations."""
+    return kernels() is not None and all(
+        tensor.dtype == torch.bfloat16 and tensor.dim() and tensor.stride(-1) == 1 for tensor in tensors
+    )
 
 
 def _served(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
     del epsilon
-    if variance_size is not None or weight is None or not x.is_contiguous():
+    if variance_size is not None or weight is None or weight.dtype not in (x.dtype, torch.float32):
         return False
-    return weight.dtype in (x.dtype, torch.float32)
+    return x.is_contiguous() or (_ours(x) and x.dim() in (2, 3))
 
 
 def _served_add(
@@ -30,7 +45,7 @@ def _served_add(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    return _served(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
+    return _served(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
 
 
 @ir.ops.rms_norm.register_impl("triptych_cpu", supports_args=_served)
@@ -40,6 +55,9 @@ def rms_norm(
     """Normalizes over the last dimension, in one pass. Weights in float32 mean that all of it is, as in Gemma."""
     del variance_size
     assert weight is not None
+    if _ours(x) and x.dim() in (2, 3):
+        normalized: torch.Tensor = _own.rms_norm(x, weight, epsilon)
+        return normalized
     wide = x.to(weight.dtype)
     output = torch.empty_like(wide)
     _ops.rms_norm(output, wide, weight, epsilon)
@@ -57,6 +75,9 @@ def fused_add_rms_norm(
     """Adds the residual and normalizes; where types are the same, both results take their inputs' place."""
     del variance_size
     assert weight is not None
+    if _ours(x, x_residual) and x.dim() == _MATRIX:
+        _own.add_rms_norm_(x, x_residual, weight, epsilon)
+        return x, x_residual
     if weight.dtype == x.dtype:
         _ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
         return x, x_residual
@@ -69,9 +90,111 @@ def fused_add_rms_norm(
 
 @SiluAndMul.register_oot
 class CpuSiluAndMul(SiluAndMul):
-    """``silu(x[:d]) * x[d:]`` with PyTorch's vectorized operators: a quarter of the time of vLLM's kernel, which is not."""
+    """``silu(x[:d]) * x[d:]``; without our kernels with PyTorch's vectorized operators, as vLLM's kernel is not."""
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [tokens, 2 * d] to [tokens, d]."""
+        if _ours(x) and x.dim() == _MATRIX:
+            gated: torch.Tensor = _own.gate(x, "silu")
+            return gated
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+
+@GeluAndMul.register_oot
+class CpuGeluAndMul(GeluAndMul):
+    """``gelu(x[:d]) * x[d:]``."""
+
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [tokens, 2 * d] to [tokens, d]."""
+        if self.approximate == "tanh" and _ours(x) and x.dim() == _MATRIX:
+            gated: torch.Tensor = _own.gate(x, "gelu_tanh")
+            return gated
+        plain: torch.Tensor = self.forward_native(x)
+        return plain
+
+
+_rotary_embedding = vllm_ops.rotary_embedding
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """Turns queries and keys in place. All of vLLM's rotary layers come by here."""
+    turned = (query,) if key is None else (query, key)
+    if (
+        is_neox
+        and not rest
+        and not named
+        and positions.dim() == 1
+        and _ours(cos_sin_cache, *turned)
+        and query.dim() == _MATRIX
+    ):
+        _own.rotate_(positions, query, key, head_size, cos_sin_cache)
+    else:
+        _rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, *rest, **named)
+
+
+vllm_ops.rotary_embedding = rotary_embedding
+
+_dispatch_gemm = layer_utils.dispatch_cpu_unquantized_gemm
+
+
+def dispatch_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Packs a layer's weights for our product. All of vLLM's unquantized layers come by here once they have their weights.
+
+    Args:
+        layer: gets ``cpu_linear``, which its forward calls.
+        remove_weight: whether the layer needs its weights for nothing else. Those of an embedding, which may be the output head too, it
+            does; they are packed when it turns out to be one, and its results are logits: in float32, as they are summed.
+    """
+    weight: Any = layer.weight
+    if not (
+        kernels() is not None
+        and weight.dim() == _MATRIX
+        and weight.dtype == torch.bfloat16
+        and not weight.is_meta
+        and weight.shape[1] % 2 == 0
+        and not getattr(layer, "_cpu_skip_gemm_dispatch", False)
+    ):
+        _dispatch_gemm(layer, remove_weight)
+        return
+    linear: Any = _PackedLinear(weight.data.contiguous(), wide=not remove_weight)
+    layer.cpu_linear = linear
+    if remove_weight:
+        linear.pack()
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+
+
+layer_utils.dispatch_cpu_unquantized_gemm = dispatch_gemm
+
+
+class _PackedLinear:
+    """``cpu_linear`` of a layer."""
+
+    def __init__(self, weight: torch.Tensor, *, wide: bool) -> None:
+        self._weight: torch.Tensor | None = weight
+        self._packed = weight
+        self._columns = weight.shape[0]
+        self._wide = wide
+
+    def pack(self) -> None:
+        """Does so once."""
+        loaded = kernels()
+        if self._weight is not None and loaded is not None:
+            self._packed = loaded.pack(self._weight)
+            self._weight = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        del weight
+        self.pack()
+        rows = x.reshape(-1, x.shape[-1])
+        product: torch.Tensor = _own.linear(rows, self._packed, bias, self._columns, self._wide)
+        return product.view(*x.shape[:-1], self._columns)

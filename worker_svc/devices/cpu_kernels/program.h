@@ -1,0 +1,55 @@
+// What a program is: a list of operations on fixed addresses.
+#pragma once
+
+#include "vectors.h"
+
+namespace triptych {
+
+enum Kind : int64_t {
+  kLinear = 0,
+  kNorm = 1,
+  kAddNorm = 2,
+  kGate = 3,
+  kRotate = 4,
+  kWriteCache = 5,
+  kAttend = 6,
+};
+
+// One operation; what its numbers mean is said where it is computed.
+struct Op {
+  int64_t kind;
+  // Index among the plans of a run, for those that read the cache.
+  int64_t plan;
+  void* at[6];
+  int64_t n[10];
+  double f[2];
+};
+
+// One step's attention for one KV group: the fields of the AttentionInput of that name, and what follows from them.
+struct Plan {
+  const int32_t* seq_lens;
+  const int32_t* query_start;
+  const int32_t* block_table;
+  const int64_t* slot_mapping;
+  int64_t table_width;
+  int64_t rows;
+  int64_t num_tokens;    // real ones
+  int64_t total_tokens;  // with padding
+  int64_t block_size;
+  int64_t longest_query;  // tokens; filled by prepare()
+  int64_t longest;        // tokens of a sequence; filled by prepare()
+};
+
+// Keys that one thread goes through for one row before another may help it. A multiple of kPanel.
+constexpr int64_t kPart = 512;
+
+inline int64_t parts_of(const Plan& plan) { return (plan.longest + kPart - 1) / kPart; }
+
+// What the threads of a run share.
+struct Scratch {
+  int threads;
+  float* partial;               // [rows][kv heads][parts][group][head + 2]
+  std::atomic<int32_t>* parts;  // [rows][kv heads], parts that are done; 0 between runs
+};
+
+}  // namespace triptych
