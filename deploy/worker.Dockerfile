@@ -26,6 +26,11 @@ RUN grep -v '^torch==' deploy/locks/worker-cpu.txt > /tmp/without-torch.txt \
  && /opt/triptych/bin/python -m pip install --no-deps -r /tmp/without-torch.txt
 COPY . .
 RUN /opt/triptych/bin/python -m pip install --no-deps --no-build-isolation .
+# Our kernels for x86 processors, so that a worker needs no compiler; without them it takes those of vLLM's wheel.
+RUN if [ "$(uname -m)" = x86_64 ] && [ -z "$DEVICE_REQUIREMENTS" ]; then \
+      apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
+      && cd /tmp && /opt/triptych/bin/python -m worker_svc.devices.cpu_kernels.build; \
+    fi
 
 FROM ${PYTHON_IMAGE}
 # vLLM's CPU kernels ask which memory belongs to which processor.

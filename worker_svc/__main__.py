@@ -19,6 +19,8 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(Settings, argv)
         configure("worker", level=settings.log_level, log_format=settings.log_format)
         quiet_libraries()
+        # Threads that have nothing to do leave the processor to the gateway and the scheduler, which are waiting for it just then.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Only now: a mistake in a flag is told without the seconds that importing torch takes.
         from worker_svc.service import serve
 

@@ -1,0 +1,318 @@
+"""Our own kernels for CPUs against plain PyTorch in float32, on shapes that do not fit, and in caches full of NaN."""
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from worker_svc.devices.base import AttentionInput, AttentionShape
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.cpu_kernels import build
+from worker_svc.devices.cpu_kernels.program import Kernels, Program
+
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    """Loaded, or the reason why not."""
+    try:
+        return Kernels(build.library())
+    except build.NoKernels as error:
+        pytest.skip(f"the kernels are for other processors, or there is no compiler: {error}")
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Within a rounding to that type, of sums in float32."""
+    tolerance = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 16)
+    torch.testing.assert_close(
+        got.float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 24, 25, 37, 128])
+@pytest.mark.parametrize(("columns", "size"), [(960, 576), (70, 64), (33, 1536), (1, 2), (2080, 18)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_with_packed_weights(
+    kernels: Kernels, rows: int, columns: int, size: int, dtype: torch.dtype
+) -> None:
+    x, weights, bias = _random(rows, size + 6)[:, :size], _random(columns, size), _random(columns)
+    out = torch.full((rows, columns), torch.nan, dtype=dtype)
+    kernels.linear(x, kernels.pack(weights), bias, out)()
+    _close(out, x.float() @ weights.float().t() + bias.float(), dtype=torch.bfloat16 if dtype != torch.float32 else dtype)  # fmt: skip
+
+
+def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
+    x, packed = _random(128, 576), kernels.pack(_random(960, 576))
+    alone, together = torch.empty(1, 960).bfloat16(), torch.empty(128, 960).bfloat16()
+    kernels.linear(x, packed, None, together)()
+    for row in (0, 11, 64, 127):
+        kernels.linear(x[row : row + 1], packed, None, alone)()
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [64, 70, 576])
+def test_norms(kernels: Kernels, size: int, weight_dtype: torch.dtype) -> None:
+    weight = torch.randn(size).to(weight_dtype)
+
+    def normalized(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()
+
+    x = _random(19, 3, size)[:, 1:]
+    out = torch.empty(x.shape).bfloat16()
+    kernels.norm(x, weight, 1e-5, out)()
+    _close(out, normalized(x))
+    x, residual = _random(19, size), _random(19, size)
+    total = x + residual
+    kernels.add_norm(x, residual, weight, 1e-5)()
+    assert torch.equal(residual, total)
+    _close(x, normalized(total))
+
+
+@pytest.mark.parametrize("size", [8, 100, 1536])
+def test_gates(kernels: Kernels, size: int) -> None:
+    x = torch.cat([_random(9, size) * 20, _random(9, size)], dim=1)
+    out = torch.empty(9, size).bfloat16()
+    for how, function in (
+        ("silu", functional.silu),
+        ("gelu_tanh", lambda gate: functional.gelu(gate, approximate="tanh")),
+    ):
+        kernels.gate(x, how, out)()
+        _close(out, function(x[:, :size].float()) * x[:, size:].float())
+
+
+@pytest.mark.parametrize(("head", "rotated"), [(64, 64), (96, 24), (256, 256)])
+def test_rotary_positions(kernels: Kernels, head: int, rotated: int) -> None:
+    tokens, heads, kv_heads, half = 11, 3, 1, rotated // 2
+    turns, positions = _random(50, rotated), torch.randint(0, 50, (tokens,))
+    both = _random(tokens, (heads + kv_heads) * head)
+    query, key = both[:, : heads * head], both[:, heads * head :]
+    expected = both.float().view(tokens, heads + kv_heads, head).clone()
+    cosine, sine = (part[:, None] for part in turns[positions].float().chunk(2, dim=1))
+    left, right = expected[..., :half].clone(), expected[..., half:rotated].clone()
+    expected[..., :half] = left * cosine - right * sine
+    expected[..., half:rotated] = right * cosine + left * sine
+    kernels.rotate(positions, query, key, head, turns)()
+    _close(both.view(expected.shape), expected)
+
+
+class _Sequences:
+    """Keys and values of some sequences, and a cache that has those that were written, and NaN everywhere else."""
+
+    def __init__(self, shape: AttentionShape, lengths: Sequence[int]) -> None:
+        self.shape = shape
+        self.keys = [_random(length, shape.num_kv_heads, shape.head_size) for length in lengths]
+        self.values = [torch.randn_like(keys) for keys in self.keys]
+        counts = [-(-length // BLOCK) for length in lengths]
+        ids = iter(torch.randperm(sum(counts)).add(1).tolist())
+        self.tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
+        for row, count in enumerate(counts):
+            self.tables[row, :count] = torch.tensor(list(itertools.islice(ids, count)))
+        cache_shape = (sum(counts) + 1, shape.num_kv_heads, 2 * BLOCK, shape.head_size)
+        self.cache = torch.full(cache_shape, torch.nan).bfloat16()
+        self.sinks = torch.randn(shape.num_heads) if shape.sinks else None
+
+    def step(self, kernels: Kernels, spans: Sequence[tuple[int, int, int]], padding: int) -> None:
+        """Runs (sequence, start, end) as one step and looks at its result."""
+        counts = [end - start for _, start, end in spans]
+        total = sum(counts)
+
+        def gathered(each: Sequence[torch.Tensor]) -> torch.Tensor:
+            parts = [each[row][start:end] for row, start, end in spans]
+            return torch.cat([*parts, torch.full((padding, *parts[0].shape[1:]), torch.nan).bfloat16()])
+
+        slots = [
+            int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK
+            for row, start, end in spans
+            for position in range(start, end)
+        ]
+        step = AttentionInput(
+            seq_lens=torch.tensor([end for *_, end in spans], dtype=torch.int32),
+            query_start=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            block_table=self.tables[[row for row, *_ in spans]],
+            slot_mapping=torch.tensor(slots + [0] * padding),
+            num_tokens=total,
+        )
+        query = _random(total + padding, self.shape.num_heads, self.shape.head_size)
+        out = torch.full_like(query, torch.nan)
+        attend = kernels.attention(
+            self.shape, query, gathered(self.keys), gathered(self.values), self.cache, out, self.sinks
+        )
+        attend(kernels.plan(BLOCK, step))
+        assert not out[total:].any()
+        starts = itertools.accumulate(counts, initial=0)
+        for (row, begin, end), at in zip(spans, starts, strict=False):
+            mine = slice(at, at + end - begin)
+            expected = self._reference(query[mine].float(), row, torch.arange(begin, end))
+            torch.testing.assert_close(out[mine].float(), expected, rtol=0, atol=2e-2)
+
+    def _reference(self, query: torch.Tensor, row: int, own: torch.Tensor) -> torch.Tensor:
+        shape, last = self.shape, int(own[-1]) + 1
+        group = shape.num_heads // shape.num_kv_heads
+        keys, values = (
+            each[row][:last].float().repeat_interleave(group, dim=1) for each in (self.keys, self.values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        seen = torch.arange(last)
+        visible = seen <= own[:, None]
+        if shape.window:
+            visible &= seen > own[:, None] - shape.window
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, len(own), 1)], dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :last], values)
+
+
+_KINDS = [
+    (head, kv_heads, group, window, softcap, sinks)
+    for (head, kv_heads, group), (window, softcap, sinks) in itertools.product(
+        [(64, 3, 3), (256, 1, 4), (32, 2, 1), (128, 1, 16)],
+        [(0, 0.0, False), (100, 0.0, False), (0, 20.0, True), (33, 5.0, True)],
+    )
+]
+
+
+def _shape(kind: tuple[int, int, int, int, float, bool]) -> AttentionShape:
+    head, kv_heads, group, window, softcap, sinks = kind
+    return AttentionShape(
+        kv_heads * group, kv_heads, head, head**-0.5, window, softcap, writes=True, sinks=sinks
+    )
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=str)
+def test_decoding_rows_of_all_lengths_attend(
+    kernels: Kernels, kind: tuple[int, int, int, int, float, bool]
+) -> None:
+    lengths = [1, 2, 33, 64, 65, 512, 513, 700, 1300]
+    sequences = _Sequences(_shape(kind), lengths)
+    for row, length in enumerate(lengths):
+        if length > 1:
+            sequences.step(kernels, [(row, 0, length - 1)], padding=0)
+    sequences.step(kernels, [(row, length - 1, length) for row, length in enumerate(lengths)], padding=0)
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=str)
+def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, int, float, bool]) -> None:
+    sequences = _Sequences(_shape(kind), [300])
+    ends = [1, 8, 136, 137, 265, 300]
+    for start, end in itertools.pairwise([0, *ends]):
+        sequences.step(kernels, [(0, start, end)], padding=3)
+
+
+def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> None:
+    shape = AttentionShape(2, 1, 64, 0.125, 0, 0.0, writes=False)
+    cache = _random(2, 1, 2 * BLOCK, 64)
+    before = cache.clone()
+    one = torch.tensor([1], dtype=torch.int32)
+    step = AttentionInput(one, torch.tensor([0, 1], dtype=torch.int32), one[None], torch.tensor([BLOCK]), 1)
+    out = torch.empty(1, 2, 64).bfloat16()
+    kernels.attention(shape, _random(1, 2, 64), None, None, cache, out, None)(kernels.plan(BLOCK, step))
+    assert torch.equal(cache, before)
+    # Its one visible token's values are what it gets.
+    assert torch.equal(out[0, 0], cache[1, 0, BLOCK:].reshape(BLOCK // 2, 64, 2)[0, :, 0])
+
+
+def test_joined_programs_run_in_order(kernels: Kernels) -> None:
+    x, first, second = _random(5, 64), _random(64, 64) / 8, _random(64, 64) / 8
+    middle, out = torch.empty(5, 64).bfloat16(), torch.empty(5, 64).bfloat16()
+    one, two = kernels.linear(x, kernels.pack(first), None, middle), kernels.linear(middle, kernels.pack(second), None, out)  # fmt: skip
+    one()
+    two()
+    apart = out.clone()
+    out.zero_()
+    joined = Program.join([one, two])
+    for _ in range(200):
+        out.zero_()
+        joined()
+        assert torch.equal(out, apart)
+
+
+def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
+    x, weights = _random(40, 576), kernels.pack(_random(960, 576))
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            out = torch.empty(40, 960).bfloat16()
+            kernels.linear(x, weights, None, out)()
+            results.append(out)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_device_fuses_its_own_kernels_around_those_that_are_not() -> None:
+    device = CpuDevice()
+    try:
+        kernels = Kernels(build.library())
+    except build.NoKernels as error:
+        pytest.skip(f"the kernels are for other processors, or there is no compiler: {error}")
+    x = _random(2, 64)
+    gate = kernels.gate(x, "silu", torch.empty(2, 32).bfloat16())
+    ran: list[int] = []
+    fused = device.fuse([gate, gate, lambda: ran.append(1), gate], [0, 0, 0, 0])
+    assert [isinstance(run, Program) for run, _ in fused] == [True, False, True]
+    for run, _ in fused:
+        run()
+    assert ran == [1]
+
+
+def test_several_processes_may_compile_at_once(tmp_path: Path) -> None:
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(build.compile_into(tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert paths == [tmp_path / build.file_name()] * 2
+    assert [path.name for path in tmp_path.iterdir()] == [build.file_name()]
+    Kernels(paths[0])
+
+
+@pytest.mark.parametrize(("compiler", "said"), [("/bin/false", "does not compile"), ("/no/compiler", "cannot be compiled")])  # fmt: skip
+def test_no_compiler_no_kernels(
+    compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(build.NoKernels, match=said):
+        build.compile_into(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_says_why_it_made_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "worker_svc.devices.cpu_kernels.build", str(tmp_path)],
+        env={"CXX": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("no kernels: /bin/false")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [frozenset(), frozenset(build._NEEDED) | {"amx_bf16"}])
+def test_other_processors_get_the_wheels_kernels(
+    flags: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_processor_flags", lambda: flags)
+    with pytest.raises(build.NoKernels, match="the processor has"):
+        build.library()
