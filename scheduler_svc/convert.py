@@ -290,10 +290,11 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
             message.prefill.start = start
             message.prefill.num_tokens = num_tokens
             message.prefill.sample = sample
-        case Decode(slots, positions, bucket):
+        case Decode(slots, positions, bucket, lease):
             message.decode.slots.extend(slots)
             message.decode.positions.extend(positions)
             message.decode.bucket = bucket
+            message.decode.lease_steps = lease
         case Pool(slots, shape):
             message.pool.slots.extend(slots)
             message.pool.shape.CopyFrom(_shape_to_proto(shape))
@@ -358,6 +359,7 @@ def result_from_proto(result: worker_pb2.StepResult) -> StepResult:
         token_ids=result.token_ids,
         outputs=tuple(_output_from_proto(output) for output in result.outputs),
         error=from_proto(result.error) if result.HasField("error") else None,
+        last=result.last,
     )
 
 

@@ -184,6 +184,7 @@ class Deployment:
             Interleave(settings.decode_steps_per_chunk),
             clock=self._clock,
             observe_batch=self.histogram.observe,
+            max_lease=min(settings.lease_steps, max(1, description.max_lease_steps)),
         )
 
     def pool_shapes_for(self, description: worker_pb2.DescribeResponse) -> tuple[PoolShape, ...]:

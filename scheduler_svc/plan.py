@@ -66,11 +66,16 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One token for each of these slots, at a compiled batch size."""
+    """One token for each of these slots, at a compiled batch size.
+
+    Attributes:
+        lease: so many such steps in a row, each at the positions behind the last one's, may be run before another plan comes.
+    """
 
     slots: tuple[int, ...]
     positions: tuple[int, ...]
     bucket: int
+    lease: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +122,11 @@ class StepResult:
         token_ids: the sampled token of each slot of the plan's work, in its order, if that is all there is to say.
         outputs: otherwise, what there is to say slot by slot; also of admissions that failed.
         error: the whole step failed; there are no outputs, and the KV of its slots is not to be trusted.
+        last: whether this is the plan's last result; one that leases several steps has a result for each that was run.
     """
 
     step: int
     token_ids: Sequence[int] = ()
     outputs: tuple[SlotOutput, ...] = ()
     error: TriptychError | None = None
+    last: bool = True

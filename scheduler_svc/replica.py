@@ -23,12 +23,15 @@ from scheduler_svc.convert import (
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.model_files import receive_files
+from scheduler_svc.plan import StepPlan, StepResult
 from scheduler_svc.pool_engine import PoolReplica
 from scheduler_svc.pool_scheduler import PoolScheduler
 from scheduler_svc.scheduler import ReplicaScheduler
 
 # Makes a configured worker's scheduler, of its blocks per group and its tokenizer files.
 _Add = Callable[[tuple[int, ...], dict[str, bytes]], ReplicaScheduler | PoolScheduler]
+
+_Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
 
 # Describe needs the worker's process up and its model's configuration read; weights come later.
 DESCRIBE_TIMEOUT_S = 60.0
@@ -67,6 +70,9 @@ class Replica:
         self._step_timeout_s = step_timeout_s
         self._log = get_logger(replica=address.replica_id, worker=address.worker_id, target=address.target)
         self._work = asyncio.Event()
+        # Interrupts a lease; set while one is under way that was not interrupted yet.
+        self._interrupt: Callable[[], None] | None = None
+        self._interrupting: asyncio.Future[None] | None = None
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
@@ -173,9 +179,9 @@ class Replica:
         try:
             scheduler = self._scheduler
             attached = (
-                PoolReplica(scheduler, self._work.set)
+                PoolReplica(scheduler, self._wake)
                 if isinstance(scheduler, PoolScheduler)
-                else AttachedReplica(scheduler, self._work.set)
+                else AttachedReplica(scheduler, self._wake)
             )
             self._deployment.attach(self.address.replica_id, attached)
             self.ready.set()
@@ -184,37 +190,66 @@ class Replica:
         finally:
             call.cancel()
 
-    async def _one_step(
-        self, call: "grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]"
-    ) -> None:
+    async def _one_step(self, call: "_Call") -> None:
         self._deployment.dispatch()
         plan = self._scheduler.step()
         if plan is None:
             self._work.clear()
             await self._idle(call)
             return
+        scheduler = self._scheduler
+        await self._write(call, plan)
+        if isinstance(scheduler, ReplicaScheduler):
+            # What comes in from now on may cut a lease short; so may what its results bring about.
+            self._interrupt = lambda: self._cut_short(call, scheduler)
+        try:
+            scheduler.update(await self._read(call, plan.step))
+            while isinstance(scheduler, ReplicaScheduler) and scheduler.has_pending:
+                self._deployment.dispatch()
+                self._wake()
+                scheduler.update(await self._read(call, plan.step))
+        finally:
+            self._interrupt = None
+        if self._interrupting is not None:
+            written, self._interrupting = self._interrupting, None
+            await written
+
+    def _wake(self) -> None:
+        """There is work: a driver that waits for some goes on, one that waits for a lease's results ends the lease."""
+        self._work.set()
+        if self._interrupt is not None:
+            self._interrupt()
+
+    def _cut_short(self, call: "_Call", scheduler: ReplicaScheduler) -> None:
+        plan = scheduler.interrupt()
+        if plan is not None:
+            self._interrupting = asyncio.ensure_future(self._write(call, plan))
+
+    async def _write(self, call: "_Call", plan: StepPlan) -> None:
         try:
             async with asyncio.timeout(self._step_timeout_s):
                 await call.write(plan_to_proto(plan))
+        except TimeoutError:
+            raise _hangs(plan.step, self._step_timeout_s) from None
+        except asyncio.InvalidStateError:
+            pass  # the call has ended, and reading says why
+
+    async def _read(self, call: "_Call", step: int) -> StepResult:
+        """The next result. ``step`` is the plan that its reader began with."""
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
                 answer = await call.read()
         except TimeoutError:
-            raise Unavailable(
-                f"step {plan.step} was not answered within {self._step_timeout_s:g} s; the worker hangs"
-            ) from None
-        except asyncio.InvalidStateError:
-            # The call ended before the write: its status says why.
-            answer = grpc.aio.EOF
+            raise _hangs(step, self._step_timeout_s) from None
         if answer is grpc.aio.EOF:
             code, details = await call.code(), await call.details()
             raise Unavailable(f"the worker ended its stream: {details or code.name}")
         result = result_from_proto(cast("worker_pb2.StepResult", answer))
         if result.error is not None:
-            self._log.error("step_failed", step=plan.step, error=result.error.message)
-        self._scheduler.update(result)
+            self._log.error("step_failed", step=result.step, error=result.error.message)
+        return result
 
-    async def _idle(
-        self, call: "grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]"
-    ) -> None:
+    async def _idle(self, call: "_Call") -> None:
         """Waits for work, or for the worker to go."""
         work = asyncio.ensure_future(self._work.wait())
         ended = asyncio.ensure_future(call.code())
@@ -229,3 +264,7 @@ class Replica:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+
+
+def _hangs(step: int, timeout_s: float) -> Unavailable:
+    return Unavailable(f"step {step} was not answered within {timeout_s:g} s; the worker hangs")

@@ -61,6 +61,7 @@ class _Pending:
     Attributes:
         requests: who is in its work, in the plan's order.
         left: slots that were given up since.
+        results: how many came.
     """
 
     plan: StepPlan
@@ -68,6 +69,7 @@ class _Pending:
     copies: Copies | None
     planned_s: float
     left: set[int] = field(default_factory=set)
+    results: int = 0
 
 
 class ReplicaScheduler:
@@ -81,7 +83,7 @@ class ReplicaScheduler:
     def __init__(
         self, geometry: Geometry, kv: KvCache, owner: Owner, interleave: Interleave, *,
         clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
-        observe_batch: Callable[[int], None] = lambda _: None,
+        observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -93,6 +95,7 @@ class ReplicaScheduler:
             clock: monotonic seconds.
             preemption: chooses who gives way.
             observe_batch: told the number of rows of each decode step.
+            max_lease: decode steps that one plan may allow.
         """
         self._geometry = geometry
         self.kv = kv
@@ -103,6 +106,7 @@ class ReplicaScheduler:
         self._clock = clock
         self.preemption = preemption or LatestOfLeastUrgent()
         self._observe_batch = observe_batch
+        self._max_lease = max_lease
         self._free_slots = list(range(geometry.max_num_seqs - 1, -1, -1))
         self._slots: list[Request | None] = [None] * geometry.max_num_seqs
         self._priorities: Counter[int] = Counter()
@@ -236,7 +240,8 @@ class ReplicaScheduler:
         """Decides the next step.
 
         Returns:
-            The plan, or None if there is nothing to do. Must not be called while an earlier plan's result is outstanding.
+            The plan, or None if there is nothing to do. Must not be called while an earlier plan's last result is outstanding; see
+            :meth:`interrupt`.
         """
         work: Prefill | Decode | None = None
         requests: Sequence[Request] = ()
@@ -252,6 +257,12 @@ class ReplicaScheduler:
         copies = self.kv.take_copies()
         if work is None and copies is None and not self._released_slots:
             return None
+        return self._send(work, requests, copies)
+
+    def _send(
+        self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Copies | None
+    ) -> StepPlan:
+        """The plan that has this work, and all that is to be said before it."""
         self._step += 1
         plan = StepPlan(
             self._step,
@@ -267,6 +278,24 @@ class ReplicaScheduler:
         self._grown.clear()
         self._pending.append(_Pending(plan, requests, copies, self._clock()))
         return plan
+
+    def interrupt(self) -> StepPlan | None:
+        """Ends a lease that is under way, if somebody has something else to do: a chunk to prefill, or a slot to give up.
+
+        Returns:
+            A plan without work. The worker goes on to it after the step that it is in, whose result is then the lease's last.
+        """
+        busy = self._pending[-1].plan.work if self._pending else None
+        if not (isinstance(busy, Decode) and busy.lease > 1):
+            return None
+        if not (self._prefilling or self._released_slots):
+            return None
+        return self._send(None, (), self.kv.take_copies())
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether results of plans are outstanding."""
+        return bool(self._pending)
 
     def _plan_chunk(self, request: Request) -> Prefill | None:
         assert request.slot is not None
@@ -292,6 +321,11 @@ class ReplicaScheduler:
         if not count:
             return None
         bucket = bucket_for(count, self._geometry.buckets)
+        lease = self._lease(requests)
+        self._count_decode(count, bucket)
+        return Decode(self._row_slots, tuple([request.num_computed for request in requests]), bucket, lease)
+
+    def _count_decode(self, count: int, bucket: int) -> None:
         stats = self.stats.buckets.get(bucket)
         if stats is None:
             stats = self.stats.buckets[bucket] = BucketStats()
@@ -301,7 +335,17 @@ class ReplicaScheduler:
         self._decode_steps += 1
         for tenant, rows in self._tenant_rows.items():
             self._owner.charge(tenant, rows)
-        return Decode(self._row_slots, tuple([request.num_computed for request in requests]), bucket)
+
+    def _lease(self, requests: Sequence[Request]) -> int:
+        """How many decode steps may run in a row: nothing else is to be done, nobody needs room and nobody reaches its end before."""
+        longest = self._max_lease
+        if longest == 1 or self._prefilling or self.num_deferred:
+            return 1
+        for step in range(1, longest):
+            if self._decode_steps + step in self._calendar:
+                longest = step
+                break
+        return min(longest, *[request.end - len(request.token_ids) for request in requests])
 
     def _grow_due(self) -> None:
         """Makes sure that every decoding request has room for its next token."""
@@ -354,13 +398,9 @@ class ReplicaScheduler:
         Raises:
             Internal: if results and plans do not match; the replica's state is unknown then.
         """
-        pending = self._pending.popleft() if self._pending else None
-        if pending is None or pending.plan.step != result.step:
-            raise Internal(
-                f"the worker answered step {result.step}, expected {pending.plan.step if pending else 'none'}"
-            )
+        pending = self._answered(result)
         soon, self._soon = self._soon, []
-        if pending.copies is not None:
+        if pending.copies is not None and pending.results == 1:
             self.kv.copied(pending.copies, done=result.error is None)
         if result.error is not None:
             self._update_failed(pending, result.error)
@@ -377,6 +417,25 @@ class ReplicaScheduler:
             self._owner.released()  # nothing else will be, and pins may have to go
         if self.kv.events.active:
             self.kv.events.flush()
+
+    def _answered(self, result: StepResult) -> _Pending:
+        """The plan that a result is of; forgotten if this is its last one."""
+        pending = self._pending[0] if self._pending else None
+        if pending is None or pending.plan.step != result.step:
+            raise Internal(
+                f"the worker answered step {result.step}, expected {pending.plan.step if pending else 'none'}"
+            )
+        work = pending.plan.work
+        if isinstance(work, Decode) and pending.results:
+            if pending.results == work.lease:
+                raise Internal(
+                    f"the worker ran more steps than the {work.lease} that plan {result.step} allowed"
+                )
+            self._count_decode(len(pending.requests), work.bucket)
+        pending.results += 1
+        if result.last or result.error is not None or not (isinstance(work, Decode) and work.lease > 1):
+            self._pending.popleft()
+        return pending
 
     def _update_failed(self, pending: _Pending, error: TriptychError) -> None:
         for request, slot in zip(pending.requests, _slots_of(pending.plan.work), strict=True):

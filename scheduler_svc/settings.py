@@ -63,6 +63,8 @@ class Settings(ServiceSettings):
     """Share of a replica's KV blocks that pinned prefixes may hold."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
     """Decode steps between two prefill chunks while both kinds of work exist; 0 for all prefill first, which stalls what runs."""
+    lease_steps: int = Field(32, ge=1, le=1000)
+    """Decode steps that a worker may run in a row, as long as there is nothing else to do, before it asks for more; 1 for one at a time."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """How decode batch sizes are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)

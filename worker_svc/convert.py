@@ -28,6 +28,8 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs"
 _MAX_LOGPROBS = 20
 # Rows and tokens beyond which a static graph is a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
+# Each leased step is a message that the scheduler may be slow to take.
+_MAX_LEASE = 1000
 
 _GROUP_KINDS = {
     GroupKind.FULL: common_pb2.KV_GROUP_KIND_FULL,
@@ -83,7 +85,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         else [common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
         sampling_fields=() if pooling else _SAMPLING_FIELDS,
         max_logprobs=_MAX_LOGPROBS,
-        max_lease_steps=1,
+        max_lease_steps=1 if pooling else _MAX_LEASE,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
     )
 
@@ -158,7 +160,9 @@ def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
             work = PrefillWork(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
         case "decode":
             decode = plan.decode
-            work = DecodeWork(tuple(decode.slots), tuple(decode.positions), decode.bucket)
+            work = DecodeWork(
+                tuple(decode.slots), tuple(decode.positions), decode.bucket, max(1, decode.lease_steps)
+            )
         case "pool":
             shape = plan.pool.shape
             work = PoolWork(tuple(plan.pool.slots), PoolShape(shape.batch, shape.query_len))
@@ -177,15 +181,20 @@ def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
     )
 
 
-def result_to_proto(plan: Plan, outputs: Sequence[Output], execute_us: int) -> worker_pb2.StepResult:
+def result_to_proto(
+    plan: Plan, outputs: Sequence[Output], execute_us: int, *, lease_index: int = 0, last: bool = True
+) -> worker_pb2.StepResult:
     """A step that went well; in the compact form if one token for each slot of the plan's work is all there is to say."""
     step = plan.step
-    if _is_compact(plan, outputs):
+    if is_compact(plan, outputs):
         tokens = [output.token_ids[0] for output in outputs]
-        return worker_pb2.StepResult(step=step, last=True, token_ids=tokens, execute_us=execute_us)
+        return worker_pb2.StepResult(
+            step=step, lease_index=lease_index, last=last, token_ids=tokens, execute_us=execute_us
+        )
     return worker_pb2.StepResult(
         step=step,
-        last=True,
+        lease_index=lease_index,
+        last=last,
         outputs=[
             worker_pb2.SlotOutput(
                 slot=output.slot,
@@ -200,12 +209,17 @@ def result_to_proto(plan: Plan, outputs: Sequence[Output], execute_us: int) -> w
     )
 
 
-def failure_to_proto(step: int, error: TriptychError, execute_us: int) -> worker_pb2.StepResult:
-    """A step that failed as a whole."""
-    return worker_pb2.StepResult(step=step, last=True, error=error.to_proto(), execute_us=execute_us)
+def failure_to_proto(
+    step: int, error: TriptychError, execute_us: int, *, lease_index: int = 0
+) -> worker_pb2.StepResult:
+    """A step that failed as a whole; nothing more is run of its plan."""
+    return worker_pb2.StepResult(
+        step=step, lease_index=lease_index, last=True, error=error.to_proto(), execute_us=execute_us
+    )
 
 
-def _is_compact(plan: Plan, outputs: Sequence[Output]) -> bool:
+def is_compact(plan: Plan, outputs: Sequence[Output]) -> bool:
+    """Whether one token for each slot of the plan's work, in its order, is all that came of it."""
     if plan.work is None or isinstance(plan.work, PoolWork):
         return False
     slots = (plan.work.slot,) if isinstance(plan.work, PrefillWork) else plan.work.slots

@@ -1,7 +1,7 @@
 """What the scheduler tells a worker to do in one step, and what comes of it; free of wire types and of tensors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.errors import TriptychError
 from worker_svc.geometry import PoolShape
@@ -87,6 +87,12 @@ class DecodeWork:
     """Of each slot's input token; must equal its computed tokens."""
     bucket: int
     """Rows to run, at least the number of slots."""
+    lease: int = 1
+    """Such steps that may run in a row, each at the positions behind the last one's, before another plan comes."""
+
+    def next(self) -> "DecodeWork":
+        """The step behind this one."""
+        return replace(self, positions=[position + 1 for position in self.positions])
 
 
 @dataclass(frozen=True, slots=True)

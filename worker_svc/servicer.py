@@ -11,6 +11,7 @@ from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc import convert, loader
 from worker_svc.model_thread import ModelThread
+from worker_svc.plan import DecodeWork, Plan
 from worker_svc.worker import Phase, Ready, Worker
 
 
@@ -123,30 +124,93 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             why = "another Execute stream is open" if self._ready else "the worker is not configured yet"
             await abort(context, Unavailable(why, retry_after_ms=1000))
         self._executing = True
+        plans = _Plans(request_iterator)
+        results: asyncio.Queue[worker_pb2.StepResult] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def emit(result: worker_pb2.StepResult) -> None:
+            loop.call_soon_threadsafe(results.put_nowait, result)
+
         try:
-            async for plan in request_iterator:
-                yield await self._thread.submit(lambda plan=plan: self._run(plan))  # type: ignore[misc]
+            while (plan := await plans.next()) is not None:
+                newer = plans.newer_than(plan.step)
+                self._thread.submit(lambda plan=plan, newer=newer: self._run(plan, newer, emit))  # type: ignore[misc]
+                while not (result := await results.get()).last:
+                    yield result
+                yield result
         finally:
             self._executing = False
+            plans.close()
             # Behind the step that may still run; a new stream's plans come behind this.
             self._thread.submit(self._worker.reset)
 
-    def _run(self, message: worker_pb2.StepPlan) -> worker_pb2.StepResult:
-        """One step, on the model's thread."""
-        started = time.perf_counter()
+    def _run(
+        self,
+        message: worker_pb2.StepPlan,
+        newer: Callable[[], bool],
+        emit: Callable[[worker_pb2.StepResult], None],
+    ) -> None:
+        """One plan, on the model's thread: a step, or those that it leases until ``newer`` says that another plan is there."""
+        index, started = 0, time.perf_counter()
         try:
             plan = convert.plan_from_proto(message)
-            outputs = self._worker.execute(plan)
+            while True:
+                outputs = self._worker.execute(plan)
+                work = plan.work
+                on = isinstance(work, DecodeWork) and index + 1 < work.lease and not newer()
+                # Whoever has more to say than one token a slot is waited for.
+                on = on and convert.is_compact(plan, outputs)
+                emit(
+                    convert.result_to_proto(
+                        plan, outputs, _elapsed_us(started), lease_index=index, last=not on
+                    )
+                )
+                if not on:
+                    return
+                assert isinstance(work, DecodeWork)
+                plan = Plan(plan.step, work=work.next())
+                index, started = index + 1, time.perf_counter()
         except Exception as error:  # noqa: BLE001 - a fault of one step is that step's answer
-            elapsed_us = _elapsed_us(started)
             self._log.exception("step_failed", step=message.step)
             known = (
                 error
                 if isinstance(error, TriptychError)
                 else Internal(f"the step failed: {_one_line(error)}")
             )
-            return convert.failure_to_proto(message.step, known, elapsed_us)
-        return convert.result_to_proto(plan, outputs, _elapsed_us(started))
+            emit(convert.failure_to_proto(message.step, known, _elapsed_us(started), lease_index=index))
+
+
+class _Plans:
+    """The plans of one stream, read ahead, so that a lease ends when another plan comes."""
+
+    def __init__(self, messages: AsyncIterator[worker_pb2.StepPlan]) -> None:
+        self._messages = messages
+        self._queue: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
+        self._latest = 0
+        self._closed = False
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._messages:
+                self._latest = max(self._latest, message.step)
+                self._queue.put_nowait(message)
+        finally:
+            self._closed = True
+            self._queue.put_nowait(None)
+
+    async def next(self) -> worker_pb2.StepPlan | None:
+        """The next plan, or ``None`` once the stream has ended."""
+        return await self._queue.get()
+
+    def newer_than(self, step: int) -> Callable[[], bool]:
+        """Says, on any thread, whether a plan behind that one is there, or none will come."""
+        return lambda: self._closed or self._latest > step
+
+    def close(self) -> None:
+        """Reads no more."""
+        self._closed = True
+        self._reading.cancel()
 
 
 def _elapsed_us(started: float) -> int:
