@@ -2,8 +2,8 @@
 
 import hashlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.block_pool import NULL_BLOCK_ID, BlockPool
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
@@ -239,6 +239,8 @@ class Rig:
 
     Attributes:
         now: what the clock says.
+        max_lease: decode steps that a plan may allow.
+        meanwhile: called while each step runs.
     """
 
     groups: Sequence[KvGroup]
@@ -251,6 +253,8 @@ class Rig:
     device: SimulatedDevice = field(init=False)
     sinks: dict[str, ListSink] = field(default_factory=dict)
     now: float = 0.0
+    max_lease: int = 1
+    meanwhile: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Attaches an empty replica."""
@@ -258,8 +262,9 @@ class Rig:
         kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
         self.device = SimulatedDevice(self.geometry, self.groups)
         self.scheduler = ReplicaScheduler(
-            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now
-        )
+            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
+            max_lease=self.max_lease,
+        )  # fmt: skip
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
 
     def replace_replica(self, num_blocks: int | None = None) -> int:
@@ -278,8 +283,30 @@ class Rig:
         self.engine.dispatch()
         plan = self.scheduler.step()
         if plan is not None:
-            self.scheduler.update(self.device.run(plan))
+            self.answer(plan)
         return plan
+
+    def answer(self, plan: StepPlan) -> int:
+        """Runs a plan to its last result, as a worker and its driver do: what comes meanwhile cuts a lease short.
+
+        Returns:
+            How many steps were run.
+        """
+        lease = plan.work.lease if isinstance(plan.work, Decode) else 1
+        for index in range(lease):
+            self.meanwhile()
+            self.engine.dispatch()
+            newer = self.scheduler.interrupt()
+            last = newer is not None or index + 1 == lease
+            self.scheduler.update(replace(self.device.run(plan), last=last))
+            if newer is not None:
+                self.scheduler.update(self.device.run(newer))
+            if last:
+                return index + 1
+            assert isinstance(plan.work, Decode)
+            positions = tuple(position + 1 for position in plan.work.positions)
+            plan = StepPlan(plan.step, replace(plan.work, positions=positions))
+        raise AssertionError("a lease of no steps")
 
     def run(self, limit: int = 10_000) -> list[StepPlan]:
         """Steps until there is nothing to do."""
@@ -293,10 +320,12 @@ class Rig:
 def make_rig(
     geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
-    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None,
+    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated)
-    rig = Rig(groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk)
+    rig = Rig(
+        groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease
+    )
     rig.engine = Engine(
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,

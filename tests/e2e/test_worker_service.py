@@ -127,6 +127,16 @@ def admission(
     )  # fmt: skip
 
 
+async def read(steps: Steps) -> worker_pb2.StepResult:
+    result = await steps.read()
+    assert isinstance(result, worker_pb2.StepResult)
+    return result
+
+
+def decode_at(slot: int, position: int) -> worker_pb2.Decode:
+    return worker_pb2.Decode(slots=[slot], positions=[position], bucket=1)
+
+
 def prefill(slot: int, start: int, count: int) -> worker_pb2.Prefill:
     return worker_pb2.Prefill(slot=slot, start=start, num_tokens=count, sample=True)
 
@@ -212,6 +222,35 @@ async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
     decode = worker_pb2.Decode(slots=[1], positions=[5], bucket=2)
     assert tokens(await run(steps, step=2, decode=decode)) == {1: PARIS[1:]}
     assert tokens(await run(steps, step=3, release=[1])) == {}
+
+
+async def test_leased_steps_run_in_a_row(steps: Steps) -> None:
+    """One result a step, the same tokens as plan by plan; no more steps than were allowed."""
+    await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
+    apart = [tokens(await run(steps, step=2 + at, decode=decode_at(1, 5 + at)))[1][0] for at in range(5)]
+    await run(steps, step=8, release=[1], admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))
+    leased = decode_at(2, 5)
+    leased.lease_steps = 5
+    results = [await run(steps, step=9, decode=leased)]
+    results += [await read(steps) for _ in range(4)]
+    assert [result.lease_index for result in results] == [0, 1, 2, 3, 4]
+    assert [result.last for result in results] == [False] * 4 + [True]
+    assert [result.token_ids[0] for result in results] == apart
+
+
+async def test_a_newer_plan_ends_a_lease(steps: Steps) -> None:
+    """The step that runs when it comes is the last one; the plan is applied behind it."""
+    await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
+    leased = decode_at(1, 5)
+    leased.lease_steps = 100
+    results = [await run(steps, step=2, decode=leased)]
+    await steps.write(worker_pb2.StepPlan(step=3, release=[1]))
+    while not results[-1].last:
+        results.append(await read(steps))
+    assert len(results) < 100
+    assert (await read(steps)).step == 3
+    # The slot is free again.
+    await run(steps, step=4, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
 
 
 async def test_a_bad_plan_fails_alone(steps: Steps) -> None:

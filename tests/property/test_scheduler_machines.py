@@ -153,17 +153,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
-        generated=st.booleans(), ratio=st.integers(1, 3),
+        generated=st.booleans(), ratio=st.integers(1, 3), lease=st.sampled_from([1, 2, 9]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
-        generated: bool, ratio: int,
+        generated: bool, ratio: int, lease: int,
     ) -> None:  # fmt: skip
         # Smaller than the longest request on purpose with few blocks: admission must refuse, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
-                                 sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio)  # fmt: skip
+                                 sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease)  # fmt: skip
         self.wanted: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.pins: list[str] = []
@@ -202,11 +202,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_while_a_step_runs(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.wanted)))
-        plan = self.rig.scheduler.step()
-        if self.rig.engine.abort(name):
-            self.aborted.add(name)
-        if plan is not None:
-            self.rig.scheduler.update(self.rig.device.run(plan))
+        after = data.draw(st.integers(0, 3), label="steps")
+
+        def abort() -> None:
+            nonlocal after
+            after -= 1
+            if after < 0 and self.rig.engine.abort(name):
+                self.aborted.add(name)
+
+        self.rig.meanwhile = abort
+        self.rig.step()
+        self.rig.meanwhile = lambda: None
+
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), after=st.integers(0, 3)
+    )  # fmt: skip
+    def submit_while_a_step_runs(self, prompt: list[int], max_tokens: int, after: int) -> None:
+        def submit() -> None:
+            nonlocal after
+            after -= 1
+            if after == -1:
+                self.submit(prompt, max_tokens, "", 0)
+
+        self.rig.meanwhile = submit
+        self.rig.step()
+        self.rig.meanwhile = lambda: None
 
     @rule(in_flight=st.booleans())
     def crash(self, in_flight: bool) -> None:
