@@ -10,9 +10,7 @@ BLOCK = 8
 
 
 def leasing() -> Rig:
-    return make_rig(
-        make_geometry(max_model_len=64, block_size=BLOCK, max_num_seqs=4), max_lease=32, **options
-    )
+    return make_rig(make_geometry(max_model_len=64, block_size=BLOCK, max_num_seqs=4), max_lease=32)
 
 
 def leases(plans: list[StepPlan]) -> list[int]:
