@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from gateway import vllm_parsers
 from gateway.app import create_app
 from gateway.client import InferenceClient
 from gateway.settings import Settings
@@ -76,6 +77,8 @@ def _reason(error: OSError) -> str:
 
 def serve(settings: Settings) -> None:
     """Runs the gateway until a signal ends it."""
+    vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
+    vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
     listener = listen(settings.host, settings.port)
     client = InferenceClient(
         settings.scheduler_address,

@@ -108,10 +108,10 @@ class AnswerReader:
 
     def whole(self, text: str) -> list[Event]:
         """A whole text at once, instead of the above."""
-        parts = self._thinking.whole(text) if self._thinking else [Text(text)]
+        parts: list[Event] = self._thinking.whole(text) if self._thinking else [Text(text)]
         if self._calls is not None:
             content = "".join(part.text for part in parts if isinstance(part, Text))
-            parts = [part for part in parts if not isinstance(part, Text)] + self._calls.whole(content)
+            parts = [*(part for part in parts if not isinstance(part, Text)), *self._calls.whole(content)]
         return self._read(parts, last=True)
 
     def _into_calls(self, parts: Iterable[Event]) -> Iterator[Event]:
@@ -133,8 +133,8 @@ class AnswerReader:
 
     def _wanted(self, parts: Iterable[Event]) -> Iterator[Event]:
         for part in parts:
-            of_call = isinstance(part, CallStart | CallArguments | CallRevoked)
-            if not (self._one_call and of_call and part.index > 0):
+            further = isinstance(part, CallStart | CallArguments | CallRevoked) and part.number > 0
+            if not (self._one_call and further):
                 yield part
 
 
@@ -156,14 +156,14 @@ class Message:
                     message.content.append(text)
                 case Reasoning(text):
                     message.reasoning.append(text)
-                case CallStart(index, id_, name):
-                    message.calls[index] = {
+                case CallStart(number, id_, name):
+                    message.calls[number] = {
                         "id": id_, "type": "function", "function": {"name": name, "arguments": ""},
                     }  # fmt: skip
-                case CallArguments(index, fragment):
-                    message.calls[index]["function"]["arguments"] += fragment
-                case CallRevoked(index, source):
-                    del message.calls[index]
+                case CallArguments(number, fragment):
+                    message.calls[number]["function"]["arguments"] += fragment
+                case CallRevoked(number, source):
+                    del message.calls[number]
                     message.content.append(source)
         return message
 

@@ -78,9 +78,7 @@ class ThinkParser(Machine):
         return False
 
     def _end(self, out: list[Event]) -> None:
-        open_ = self._state == self._thinking or (
-            self._state == self._begin and self._at is Thinking.OPEN
-        )
+        open_ = self._state == self._thinking or (self._state == self._begin and self._at is Thinking.OPEN)
         if self._rest:
             out.append(Reasoning(self._rest) if open_ else Text(self._rest))
 
@@ -100,4 +98,3 @@ def behind_thinking(at: Thinking, form: Tag) -> Tag:
     """``form``, for what comes behind the thinking."""
     before = before_answer(at)
     return {"type": "sequence", "elements": [*before, form]} if before else form
-

@@ -22,7 +22,7 @@ class CallStart(NamedTuple):
     """A call begins: its name is known, its arguments follow."""
 
     # 0-based among the answer's calls.
-    index: int
+    number: int
     id: str
     name: str
 
@@ -30,7 +30,7 @@ class CallStart(NamedTuple):
 class CallArguments(NamedTuple):
     """More of a call's arguments: text of a JSON object, piece by piece."""
 
-    index: int
+    number: int
     fragment: str
 
 
@@ -40,7 +40,7 @@ class CallRevoked(NamedTuple):
     A stream cannot take back what it has sent; a collected answer shows ``source`` as content instead of the call.
     """
 
-    index: int
+    number: int
     source: str
 
 
@@ -108,13 +108,13 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 def _joins(left: Event, right: Event) -> bool:
     if isinstance(left, CallArguments) and isinstance(right, CallArguments):
-        return left.index == right.index
+        return left.number == right.number
     return type(left) is type(right) and isinstance(right, Text | Reasoning)
 
 
 def _filled(event: Event, pieces: Sequence[str]) -> Event:
     if isinstance(event, CallArguments):
-        return CallArguments(event.index, "".join(pieces))
+        return CallArguments(event.number, "".join(pieces))
     if isinstance(event, Text):
         return Text("".join(pieces))
     if isinstance(event, Reasoning):

@@ -15,8 +15,8 @@ class Format:
 
     make: Callable[[Collection[str]], ToolParser]
     """A parser for one sequence, given the names of the request's tools."""
-    markers: frozenset[str] = frozenset()
-    """Texts that the parser must see although a tokenizer may take them for special tokens."""
+    markers: frozenset[str] | None = frozenset()
+    """Texts that the parser must see although a tokenizer may take them for special tokens; ``None``: any may be one."""
     shape: Shape | None = None
     """How to hold a model to it; ``None``: it cannot be."""
 
@@ -73,7 +73,5 @@ FORMATS: Final[Mapping[str, Format]] = {
 # What models without a format of their own are held to, as in vLLM: a JSON list.
 LIST: Final = Format(
     lambda _: mistral.ListParser(call_id),
-    shape=Shape(
-        before=_NAME, between=_PARAMETERS, after="}", separator=", ", opening="[", closing="]"
-    ),
+    shape=Shape(before=_NAME, between=_PARAMETERS, after="}", separator=", ", opening="[", closing="]"),
 )

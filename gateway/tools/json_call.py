@@ -67,7 +67,7 @@ class JsonCall:
     def give_up(self, out: list[Event], rest: str = "") -> None:
         """Says what became of a call that failed, with ``rest`` as the end of its source."""
         source = "".join(self._source) + rest
-        out.append(CallRevoked(self._start.index, source) if self._start else Text(source))
+        out.append(CallRevoked(self._start.number, source) if self._start else Text(source))
 
     def finish(self, out: list[Event], rest: str = "") -> None:
         """The text has ended within the object: a call that has begun stays as it is, anything less is content."""
@@ -148,14 +148,14 @@ class JsonCall:
         if self._name:
             self._start = self._counter.start(self._name)
             out.append(self._start)
-            out.append(CallArguments(self._start.index, "".join(self._held)))
+            out.append(CallArguments(self._start.number, "".join(self._held)))
 
     def _in_arguments(self, text: str, at: int, out: list[Event]) -> int:
         end = self._scanner.feed(text, at)
         if self._start is None:
             self._held.append(text[at:end])
         elif end > at:
-            out.append(CallArguments(self._start.index, text[at:end]))
+            out.append(CallArguments(self._start.number, text[at:end]))
         self._end_value()
         return end
 

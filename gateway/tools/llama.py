@@ -56,7 +56,11 @@ class LlamaParser(Machine):
 
     def _open(self, before: str, rest: str, accept: Callable[[str], bool]) -> None:
         self._call = JsonCall(
-            self._counter, arguments=("parameters", "arguments"), others=("type",), accept=accept, before=before
+            self._counter,
+            arguments=("parameters", "arguments"),
+            others=("type",),
+            accept=accept,
+            before=before,
         )
         self._rest, self._state = rest, self._in_call
 

@@ -146,9 +146,9 @@ class MistralParser(_Lists):
         taken, self._rest = self._rest[:at], self._rest[at:]
         self._source.append(taken)
         if taken:
-            out.append(CallArguments(self._start.index, taken))
+            out.append(CallArguments(self._start.number, taken))
         if self._scanner.failed:
-            out.append(CallRevoked(self._start.index, "".join(self._source)))
+            out.append(CallRevoked(self._start.number, "".join(self._source)))
         if self._scanner.failed or self._scanner.done:
             self._state = self._text
         return True

@@ -16,12 +16,12 @@ class NamedParser:
     def feed(self, text: str) -> list[Event]:
         """All text is arguments."""
         if self._start is not None:
-            return [CallArguments(self._start.index, text)] if text else []
+            return [CallArguments(self._start.number, text)] if text else []
         text = text.lstrip()
         if not text:
             return []
         self._start = self._counter.start(self._name)
-        return [self._start, CallArguments(self._start.index, text)]
+        return [self._start, CallArguments(self._start.number, text)]
 
     def finish(self) -> list[Event]:
         """Nothing is held back."""

@@ -183,7 +183,7 @@ class PythonicParser(Machine):
             self._rest, self._state = self._source + self._rest, self._text
             return True
         start = self._counter.start(self._name)
-        out.extend((start, CallArguments(start.index, arguments)))
+        out.extend((start, CallArguments(start.number, arguments)))
         self._source, self._state = "", self._behind
         return True
 

@@ -94,7 +94,12 @@ json_values = st.recursive(
 )
 
 
-@given(value=st.dictionaries(st.text(), json_values, max_size=4), at=cuts, indent=st.sampled_from([None, 2]), ascii_=st.booleans())
+@given(
+    value=st.dictionaries(st.text(), json_values, max_size=4),
+    at=cuts,
+    indent=st.sampled_from([None, 2]),
+    ascii_=st.booleans(),
+)
 def test_any_arguments_come_through_every_json_format(
     value: dict[str, object], at: list[int], indent: int | None, ascii_: bool
 ) -> None:
@@ -125,13 +130,19 @@ def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object]
     assert second["function"] == {"name": "get_weather", "arguments": "{}"}
 
 
-@given(text=st.text(st.sampled_from('{}[]",:0123.eE+-truefalsn \\/"u\n'), max_size=40) | json_values.map(json.dumps))
+@given(
+    text=st.text(st.sampled_from('{}[]",:0123.eE+-truefalsn \\/"u\n'), max_size=40)
+    | json_values.map(json.dumps)
+)
 def test_the_scanner_agrees_with_pythons_json(text: str) -> None:
     """It takes what RFC 8259 takes, and ends where the value ends."""
     scanner = ValueScanner()
-    at = sum(scanner.feed(char) for char in itertools.takewhile(lambda _: not scanner.done and not scanner.failed, text + " "))
+    at = sum(
+        scanner.feed(char)
+        for char in itertools.takewhile(lambda _: not scanner.done and not scanner.failed, text + " ")
+    )
     try:
-        _, end = json.JSONDecoder(parse_constant=lambda name: 1 / 0).raw_decode(text.lstrip(" \n"))
+        _, end = json.JSONDecoder(parse_constant=lambda _: 1 / 0).raw_decode(text.lstrip(" \n"))
     except (ValueError, ZeroDivisionError):
         # What is cut off may still become JSON.
         assert not scanner.done
