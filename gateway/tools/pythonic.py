@@ -154,7 +154,7 @@ class PythonicParser(Machine):
             self._source += self._rest[: at + 1]
             self._rest, self._state = ahead[1:], self._item
         else:
-            self._rest, self._state = self._source + self._rest, self._text
+            return self._give_up()
         return True
 
     def _item(self, _: list[Event]) -> bool:
@@ -163,8 +163,7 @@ class PythonicParser(Machine):
             return False
         name = _NAME.fullmatch(self._rest, 0, at + 1) if at >= 0 else None
         if name is None or name[1] not in self._names:
-            self._rest, self._state = self._source + self._rest, self._text
-            return True
+            return self._give_up()
         self._name, self._call = name[1], _Call()
         self._source += self._rest[: at + 1]
         self._rest, self._state = self._rest[at + 1 :], self._in_call
@@ -180,8 +179,7 @@ class PythonicParser(Machine):
         arguments = _as_json(self._call.arguments) if self._call.done else None
         self._call = None
         if arguments is None:
-            self._rest, self._state = self._source + self._rest, self._text
-            return True
+            return self._give_up()
         start = self._counter.start(self._name)
         out.extend((start, CallArguments(start.number, arguments)))
         self._source, self._state = "", self._behind
@@ -211,6 +209,11 @@ class PythonicParser(Machine):
         elif END.startswith(tail):
             return False
         self._state = self._text
+        return True
+
+    def _give_up(self) -> bool:
+        """It is no list of calls, or not any more: everything that is left is content."""
+        self._rest, self._source, self._state = self._source + self._rest, "", self._text
         return True
 
     def _text(self, out: list[Event]) -> bool:

@@ -78,7 +78,7 @@ def test_complete_calls_have_arguments(name: str, text: str) -> None:
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])
+@pytest.mark.parametrize("name", [*FORMATS, "list"])
 @given(text=texts)
 def test_nothing_is_lost(name: str, text: str) -> None:
     """Letters are either content, part of a call, or a marker: text without calls comes out as it is."""
