@@ -41,9 +41,23 @@ def check(setting: str, value: str) -> None:
         raise ConfigurationRefused(
             f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or choose a parser of the gateway's own"
         )
-    known = _manager(setting).list_registered()
+    manager = _manager(setting)
+    known = manager.list_registered()
     if name not in known:
         raise ConfigurationRefused(f"{setting} {value}: vLLM has no such parser; it has {', '.join(known)}")
+    try:
+        _class(manager, value)
+    except ImportError as error:
+        raise ConfigurationRefused(
+            f"{setting} {value}: vLLM cannot load that parser: {error}; install what is missing beside vLLM"
+        ) from error
+
+
+def _class(manager: Any, value: str) -> Any:
+    name = value.removeprefix(PREFIX)
+    if hasattr(manager, "get_tool_parser"):
+        return manager.get_tool_parser(name)
+    return manager.get_reasoning_parser(name)
 
 
 def _manager(setting: str) -> Any:
@@ -182,11 +196,11 @@ def tool_parser(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]])
         tools: the request's.
     """
     request = _request(tools)
-    cls = _manager("tool").get_tool_parser(value.removeprefix(PREFIX))
+    cls = _class(_manager("--tool-call-parser"), value)
     return _VllmToolParser(cls(_tokenizer(text), request.tools), request, text)
 
 
 def reasoning_parser(value: str, text: TextCodec, prompt: Sequence[int]) -> ToolParser:
     """The same for thinking; ``prompt`` says whether it has begun, or is over."""
-    cls = _manager("reasoning").get_reasoning_parser(value.removeprefix(PREFIX))
+    cls = _class(_manager("--reasoning-parser"), value)
     return _VllmReasoningParser(cls(_tokenizer(text)), _request(()), text, prompt)

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -326,10 +325,7 @@ async def test_the_openai_client(stack: Stack) -> None:
     """The official client reads calls, streamed and not, and sends its own answer back."""
     play(stack, f"Let me look.\n{CALL}")
     async with openai.AsyncOpenAI(
-        base_url=f"{stack.gateway.base_url}/v1",
-        api_key="unused",
-        max_retries=0,
-        http_client=httpx.AsyncClient(),
+        base_url=f"{stack.gateway.base_url}/v1", api_key="unused", max_retries=0
     ) as client:
         tools: list[Any] = ASK["tools"]
         answer = await client.chat.completions.create(model="smollm2", messages=ASK["messages"], tools=tools)
