@@ -77,8 +77,6 @@ def _reason(error: OSError) -> str:
 
 def serve(settings: Settings) -> None:
     """Runs the gateway until a signal ends it."""
-    vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
-    vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
     listener = listen(settings.host, settings.port)
     client = InferenceClient(
         settings.scheduler_address,
@@ -109,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs ``triptych gateway``; returns the exit code (2 for settings that cannot be used)."""
     try:
         settings = load(Settings, argv)
+        vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
+        vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
         logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
         serve(settings)
     except ConfigurationRefused as error:

@@ -20,6 +20,7 @@ async def encode_chat(
     messages: Sequence[Message],
     *,
     tools: Sequence[Tool] = (),
+    may_call: bool = True,
     add_generation_prompt: bool,
     add_special_tokens: bool,
     variables: dict[str, object],
@@ -32,6 +33,7 @@ async def encode_chat(
         worker: runs long work.
         messages: the turns.
         tools: what the model is to know of.
+        may_call: whether it may call them; if not, a template that does not know tools is not helped to show them.
         add_generation_prompt: end with the header of the assistant's turn.
         add_special_tokens: add BOS and its like; chat templates carry their own, so usually not.
         variables: further variables of the chat template.
@@ -49,7 +51,8 @@ async def encode_chat(
 
     def work() -> list[int]:
         offered = [tool.for_template() for tool in tools]
-        turns = in_words(template, [message.for_template() for message in messages], offered)
+        turns = [message.for_template() for message in messages]
+        turns = in_words(template, turns, offered if may_call else ())
         text = template.render(
             turns, add_generation_prompt=add_generation_prompt, variables=variables, tools=offered
         )

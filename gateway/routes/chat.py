@@ -32,6 +32,7 @@ async def chat_completions(request: Request) -> Response:
         context.text_worker,
         body.messages,
         tools=body.tools,
+        may_call=body.tool_choice != "none",
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
         variables=body.chat_template_kwargs,

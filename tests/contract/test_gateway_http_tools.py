@@ -249,8 +249,11 @@ async def test_optional_calls_need_a_parser(plain: Stack) -> None:
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
     assert "--tool-call-parser" in error["message"]
+    without = await plain.http.post(PATH, json={"messages": ASK["messages"]})
     none = await plain.http.post(PATH, json={**ASK, "tool_choice": "none"})
-    assert none.status_code == 200
+    assert (without.status_code, none.status_code) == (200, 200)
+    # Nor is it told of what it may not call.
+    assert len({tuple(request.prompt_token_ids) for request in plain.peer.requests[-2:]}) == 1
 
 
 async def test_a_conversation_with_calls(stack: Stack) -> None:

@@ -297,7 +297,7 @@ def test_a_model_that_thinks_is_read_without_tools(qwen: Served) -> None:
     """Unless a setting says that it does not."""
     reading = plan(settings(), qwen, chat(), [1])
     assert not reading.plain
-    assert reading.markers == {"<think>", "</think>"}
+    assert reading.markers == frozenset({"<think>", "</think>"})
     assert plan(settings(reasoning_parser="none"), qwen, chat(), [1]).plain
 
 

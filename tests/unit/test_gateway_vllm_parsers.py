@@ -1,6 +1,7 @@
 """Parsers of an installed vLLM, by name."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from gateway import vllm_parsers
 from gateway.__main__ import main
 from gateway.answer_reader import AnswerReader, Message
 from gateway.tokenization import TextCodec
+from gateway.tools.formats import FORMATS
 from protos.errors import ConfigurationRefused
 from tests.tool_templates import THINKING, TIME, WEATHER, folder_with
 
@@ -21,7 +23,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    special = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    special = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
     return TextCodec.load(folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special))
 
 
@@ -47,6 +49,35 @@ def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
         {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     ] * 2
     assert len({call["id"] for call in body["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"Let me look.\n{CALL}\n{CALL}"),
+        ("hermes", CALL.removesuffix("\n</tool_call>")),
+        ("hermes", "No calls < here <tool_call"),
+        ("hermes", "<tool_call>not JSON</tool_call>"),
+        ("hermes", '<tool_call>{"name": "get_time"}</tool_call>'),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "é"}}'),
+        ("llama3_json", '<|python_tag|>{"name": "get_time", "arguments": {"a": [1, {"b": null}]}}'),
+        ("llama3_json", '{"answer": 42}'),
+        ("pythonic", "[get_time(), get_weather(city='Paris', days=[1, -2.5, {'x': None}], really=True)]"),
+        ("pythonic", "[get_time(1)]"),
+        ("pythonic", "It is [1, 2]."),
+    ],
+)  # fmt: skip
+def test_our_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) -> None:
+    """On whole texts, right and malformed ones: the same calls, the same content."""
+    tools = [WEATHER, TIME]
+    mine = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
+    other = AnswerReader(None, vllm_parsers.tool_parser(f"vllm:{name}", codec, tools))
+    assert _meaning(body_of(mine, text)) == _meaning(body_of(other, text))
+
+
+def _meaning(body: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
+    calls = [call["function"] for call in body.get("tool_calls", [])]
+    return body["content"], [(call["name"], json.loads(call["arguments"])) for call in calls]
 
 
 @pytest.fixture
