@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from gateway import vllm_parsers
 from gateway.app import create_app
 from gateway.client import InferenceClient
 from gateway.settings import Settings
@@ -106,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs ``triptych gateway``; returns the exit code (2 for settings that cannot be used)."""
     try:
         settings = load(Settings, argv)
+        vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
+        vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
         logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
         serve(settings)
     except ConfigurationRefused as error:

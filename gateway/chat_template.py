@@ -50,6 +50,9 @@ class ChatTemplate:
     Attributes:
         variables: names that the template reads from its caller; any other one would be ignored by it.
         knows_developer: whether it treats the role "developer" by itself.
+        knows_tools: whether it shows tools to the model.
+        knows_calls: whether it shows an assistant's calls to the model.
+        source: the Jinja text.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -72,6 +75,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         self.knows_developer = "developer" in source
+        self.knows_tools = "tools" in self.variables
+        self.knows_calls = "tool_calls" in source
+        self.source = source
 
     def render(
         self,
@@ -79,13 +85,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt's text for a conversation.
 
         Args:
-            messages: role and content each.
+            messages: role and content each, and what else turns have.
             add_generation_prompt: end with the header of the assistant's turn.
             variables: further variables of this template.
+            tools: what may be called, as OpenAI's API has it.
 
         Raises:
             InvalidArgument: if the template refuses the conversation (its own words are in the message) or does not know a variable.
@@ -105,7 +113,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **(variables or {})},

@@ -154,20 +154,35 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         decoder = tokenizer.decoder
-        rule = _bytewise_rule(json.loads(decoder.__getstate__()) if decoder is not None else None)
-        special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-        self._tables = rule and {
-            True: _TokenBytes(tokenizer, rule, special),
-            False: _TokenBytes(tokenizer, rule, frozenset()),
+        self._rule = _bytewise_rule(json.loads(decoder.__getstate__()) if decoder is not None else None)
+        self._special = {
+            token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
+        # By the special tokens that are skipped: a handful of sets, as markers belong to formats.
+        self._tables: dict[frozenset[int], _TokenBytes] = {}
 
-    def make(self, *, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one sequence that continues ``prompt``."""
-        if self._tables is not None:
-            return BytewiseDetokenizer(self._tables[skip_special_tokens])
+    def make(
+        self, *, skip_special_tokens: bool, shown: frozenset[str] = frozenset(), prompt: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one sequence.
+
+        Args:
+            skip_special_tokens: leave out special tokens.
+            shown: but not these.
+            prompt: what the sequence continues.
+        """
+        skipped = frozenset[int]()
+        if skip_special_tokens:
+            skipped = frozenset(i for content, i in self._special.items() if content not in shown)
+        if self._rule is not None:
+            table = self._tables.get(skipped)
+            if table is None:
+                table = self._tables[skipped] = _TokenBytes(self._tokenizer, self._rule, skipped)
+            return BytewiseDetokenizer(table)
 
         def decode(token_ids: list[int]) -> str:
-            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            visible = [token_id for token_id in token_ids if token_id not in skipped]
+            text: str = self._tokenizer.decode(visible, skip_special_tokens=False)
             return text
 
         return WindowedDetokenizer(decode, prompt[-_CONTEXT_TOKENS:])

@@ -131,6 +131,7 @@ class Generation:
         metrics: Metrics,
         clock: Callable[[], float],
         arrived: float,
+        markers: frozenset[str] | None = frozenset(),
     ) -> "Generation":
         """Submits ``requests``.
 
@@ -142,6 +143,7 @@ class Generation:
             metrics: what is measured.
             clock: monotonic seconds.
             arrived: when the HTTP request came, by that clock.
+            markers: special tokens that are text although special tokens are skipped; ``None``: all are.
 
         Raises:
             Unavailable: if there is no scheduler.
@@ -151,7 +153,9 @@ class Generation:
                 index=index,
                 num_prompt_tokens=len(request.prompt_token_ids),
                 detokenizer=served.text.detokenizers.make(
-                    skip_special_tokens=body.skip_special_tokens, prompt=request.prompt_token_ids[-8:]
+                    skip_special_tokens=body.skip_special_tokens and markers is not None,
+                    shown=markers or frozenset(),
+                    prompt=request.prompt_token_ids[-8:],
                 ),
                 stops=StopStrings(body.stop, include_in_output=body.include_stop_str_in_output)
                 if body.stop

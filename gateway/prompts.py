@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.embeddings import EmbeddingRequest
 from gateway.schemas.sampling import SamplingRequest
+from gateway.schemas.tools import Tool
 from gateway.served_model import Served
 from gateway.tokenization import TextWorker
+from gateway.tools.prompting import in_words
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -17,6 +19,8 @@ async def encode_chat(
     worker: TextWorker,
     messages: Sequence[Message],
     *,
+    tools: Sequence[Tool] = (),
+    may_call: bool = True,
     add_generation_prompt: bool,
     add_special_tokens: bool,
     variables: dict[str, object],
@@ -28,6 +32,8 @@ async def encode_chat(
         served: the model.
         worker: runs long work.
         messages: the turns.
+        tools: what the model is to know of.
+        may_call: whether it may call them; if not, a template that does not know tools is not helped to show them.
         add_generation_prompt: end with the header of the assistant's turn.
         add_special_tokens: add BOS and its like; chat templates carry their own, so usually not.
         variables: further variables of the chat template.
@@ -36,16 +42,20 @@ async def encode_chat(
     Raises:
         InvalidArgument: if the model has no chat template or its template refuses the messages.
     """
-    template = served.text.chat_template
+    template = served.text.tool_template if tools else served.text.chat_template
     if template is None:
         raise InvalidArgument(
             f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
             param="messages",
         )
-    turns = [{"role": message.role, "content": message.content} for message in messages]
 
     def work() -> list[int]:
-        text = template.render(turns, add_generation_prompt=add_generation_prompt, variables=variables)
+        offered = [tool.for_template() for tool in tools]
+        turns = [message.for_template() for message in messages]
+        turns = in_words(template, turns, offered if may_call else ())
+        text = template.render(
+            turns, add_generation_prompt=add_generation_prompt, variables=variables, tools=offered
+        )
         return served.text.encode(text, add_special_tokens=add_special_tokens)
 
     return await worker.run(size, work)

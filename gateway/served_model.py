@@ -133,5 +133,7 @@ class ServedModelWatcher:
             model=model.served_name,
             max_model_len=model.max_model_len,
             chat_template=text.chat_template is not None,
+            tool_format=text.tool_format,
+            thinks=text.thinks,
             tokenizer=model.tokenizer_sha256[:12],
         )

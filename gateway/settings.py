@@ -3,13 +3,17 @@
 import re
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from gateway.tools.formats import FORMATS
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
+
+_VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
+_REASONING = ("qwen3", "deepseek_r1")
 
 
 class Settings(ServiceSettings):
@@ -55,6 +59,29 @@ class Settings(ServiceSettings):
     keep_alive_s: Annotated[
         int, Field(ge=1, le=3600, description="How long an idle HTTP connection is kept, seconds.")
     ] = 75
+
+    tool_call_parser: Annotated[
+        str,
+        Field(
+            description="How the model writes tool calls: auto (as its chat template shows), none, "
+            f"{', '.join(FORMATS)}, or vllm:NAME for a parser of an installed vLLM."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Field(
+            description="How the model thinks: auto (as its chat template shows), none, qwen3 (between <think> and </think>), "
+            "deepseek_r1 (the same, and from the beginning even without <think>), or vllm:NAME for a parser of an installed vLLM."
+        ),
+    ] = "auto"
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _is_parser(cls, value: str, info: ValidationInfo) -> str:
+        own = FORMATS if info.field_name == "tool_call_parser" else _REASONING
+        if value not in ("auto", "none", *own) and not _VLLM_PARSER.fullmatch(value):
+            raise ValueError(f"must be auto, none, {', '.join(own)} or vllm:NAME")
+        return value
 
     @field_validator("scheduler_address")
     @classmethod

@@ -3,11 +3,15 @@
 What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import orjson
 
+from gateway.answer_reader import AnswerReader
+from gateway.answer_reader import finish_reason as reason_with_calls
 from gateway.errors import error_body
+from gateway.tools.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -101,6 +105,70 @@ class ChatChunks(Chunks):
             "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
         }  # fmt: skip
         return last + self._choice(choice, usage)
+
+
+class ReadChunks(ChatChunks):
+    """Chunks of a chat completion whose text is read for thinking and tool calls, one reader a choice."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        with_usage: bool,
+        new_reader: Callable[[], AnswerReader],
+        named: bool,
+    ) -> None:
+        """As the base's; see :mod:`gateway.answer_reader` for the rest."""
+        super().__init__(answer_id, created, model, with_usage=with_usage)
+        self._new_reader = new_reader
+        self._named = named
+        self._readers: dict[int, AnswerReader] = {}
+
+    def _reader(self, index: int) -> AnswerReader:
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = self._new_reader()
+        return reader
+
+    def delta(self, index: int, text: str, usage: dict[str, Any] | None = None) -> bytes:
+        """What the text settles; perhaps nothing."""
+        return self._events(index, self._reader(index).feed(text), usage)
+
+    def final(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str,
+        stop_reason: str | int | None,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The last text, what was held back, and the end."""
+        reader = self._reader(index)
+        rest = self._events(index, [*reader.feed(text), *reader.finish()], usage)
+        reason = reason_with_calls(finish_reason, reader.num_calls, named=self._named)
+        return rest + super().final(index, "", reason, stop_reason, usage)
+
+    def _events(self, index: int, events: Sequence[Event], usage: dict[str, Any] | None) -> bytes:
+        return b"".join([self._event(index, event, usage) for event in events])
+
+    def _event(self, index: int, event: Event, usage: dict[str, Any] | None) -> bytes:
+        delta: dict[str, Any]
+        match event:
+            case Text(text):
+                return super().delta(index, text, usage)
+            case Reasoning(text):
+                # Under both names that clients know: vLLM's and DeepSeek's.
+                delta = {"reasoning": text, "reasoning_content": text}
+            case CallStart(call, id_, name):
+                function = {"name": name, "arguments": ""}
+                delta = {"tool_calls": [{"index": call, "id": id_, "type": "function", "function": function}]}
+            case CallArguments(call, fragment):
+                delta = {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]}
+            case CallRevoked():
+                return b""
+        return self._choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, usage)
 
 
 class CompletionChunks(Chunks):

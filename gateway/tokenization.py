@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from gateway.chat_template import ChatTemplate
 from gateway.detokenizer import DetokenizerFactory
+from gateway.tools.detect import thinks, tool_format
 from protos.errors import Internal
 
 T = TypeVar("T")
@@ -32,15 +33,26 @@ class TextCodec:
 
     Attributes:
         chat_template: the template, or ``None`` if the model has none.
+        tool_template: the one for conversations with tools; usually the same.
+        tool_format: how the model writes tool calls, a name of ``gateway.tools.formats``; ``None`` if its template does not show it.
+        thinks: whether its template knows thinking between ``<think>`` and ``</think>``.
+        tokenizer: the library's own object.
         detokenizers: makes the incremental detokenizers.
         special_tokens: ``bos_token`` and its like, by name.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, special_tokens: dict[str, str]
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        special_tokens: dict[str, str],
+        tool_template: ChatTemplate | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
+        self.tool_format = tool_format(self.tool_template)
+        self.thinks = thinks(chat_template)
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)
 
@@ -66,12 +78,12 @@ class TextCodec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        source = _template_source(folder, config)
+        sources = _template_sources(folder, config)
         try:
-            template = ChatTemplate(source, special) if source is not None else None
+            templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise Internal(f"the model's chat template cannot be compiled: {error}") from error
-        return cls(tokenizer, template, special)
+        return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``; special tokens written in it are recognised, as in transformers.
@@ -81,7 +93,7 @@ class TextCodec:
             add_special_tokens: also add those that the model expects around a text (BOS), as tokenizer.json says; transformers 5
                 ignores ``add_bos_token`` of the configuration beside it, too. Chat templates carry their own.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -91,7 +103,7 @@ class TextCodec:
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
-        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+        return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 class TextWorker:
@@ -136,12 +148,13 @@ def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict
     return found
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default chat template: a file of its own, or inside the configuration (one text, or several by name)."""
+def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates "default" and "tool_use", as far as they exist: a file, or inside the configuration (one text, or several by name)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return {"default": path.read_text(encoding="utf-8")}
     template = config.get("chat_template", _read_json(folder / "chat_template.json").get("chat_template"))
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        return {name: by_name[name] for name in ("default", "tool_use") if name in by_name}
+    return {"default": template} if isinstance(template, str) else {}

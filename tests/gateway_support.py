@@ -70,10 +70,11 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def running_stack(text: str, **changes: Any) -> AsyncIterator[Stack]:
-    """A gateway whose scheduler answers everything with ``text``."""
-    tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
-    peer = ScriptedInference(smollm2_folder(), [*tokenizer.encode(text).ids, 2])
+async def running_stack(text: str, *, folder: Path | None = None, **changes: Any) -> AsyncIterator[Stack]:
+    """A gateway whose scheduler answers everything with ``text``; the tokenizer files are SmolLM2's unless there is a ``folder``."""
+    folder = folder or smollm2_folder()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    peer = ScriptedInference(folder, [*tokenizer.encode(text).ids, 2])
     async with (
         serving(peer) as server,
         running_gateway(server.port, **changes) as gateway,

@@ -105,6 +105,12 @@ class LaunchSettings(ServiceSettings):
     require_precompiled: Annotated[bool | None, Field(description="Refuse to start rather than compile.")] = (
         None
     )
+    tool_call_parser: Annotated[
+        str | None, Field(description="How the model writes tool calls; see `triptych gateway --help`.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, Field(description="How the model thinks; see `triptych gateway --help`.")
+    ] = None
     seed: Annotated[int | None, Field(ge=0, description="Where random numbers begin.")] = None
     log_level: Annotated[LogLevel, Field(description="Least severe level in the logs.")] = "info"
 
@@ -115,6 +121,8 @@ def gateway_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> l
         *("--host", settings.host, "--port", str(port)),
         *("--scheduler-address", f"127.0.0.1:{scheduler_port}"),
         *("--drain-timeout-s", str(_GATEWAY_DRAIN_S)),
+        *_value("--tool-call-parser", settings.tool_call_parser),
+        *_value("--reasoning-parser", settings.reasoning_parser),
         *_logging(settings),
     ]
 

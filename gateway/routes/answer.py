@@ -15,6 +15,7 @@ from gateway.schemas.sampling import SamplingRequest
 from gateway.served_model import Served
 from gateway.sse import Chunks
 from gateway.submission import MAX_REQUEST_ID
+from protos.triptych.v1 import common_pb2 as pb
 
 # Hexadecimal digits that make a client's request id unique among its retries.
 _UNIQUE_DIGITS = 8
@@ -24,9 +25,13 @@ class Answer(NamedTuple):
     """How one endpoint's answers look."""
 
     id_prefix: str
-    chunks: type[Chunks]
+    chunks: Callable[..., Chunks]
     # Encodes a collected answer: id, created, model, each sequence's whole text, usage.
     body: Callable[[str, int, str, list[Delta], Usage], bytes]
+    # Special tokens that are text for it; None: all.
+    markers: frozenset[str] | None = frozenset()
+    # What the output must match whatever the request's body says.
+    constraint: pb.StructuredOutput | None = None
 
 
 async def answer(
@@ -43,14 +48,19 @@ async def answer(
     note(request.scope, tenant=tenant or None)
     answer_id = shape.id_prefix + context.new_id()
     wire_id = unique_wire_id(request)
+    requests = generate_requests(served, body, prompts, wire_id, tenant=tenant)
+    if shape.constraint is not None:
+        for one in requests:
+            one.sampling.structured_output.CopyFrom(shape.constraint)
     generation = Generation.begin(
         context.client,
         served,
         body,
-        generate_requests(served, body, prompts, wire_id, tenant=tenant),
+        requests,
         metrics=context.metrics,
         clock=context.clock,
         arrived=request.scope["triptych.arrived"],
+        markers=shape.markers,
     )
     created, model = int(context.wall_clock()), served.model.served_name
     if body.stream:

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``."""
 
+from functools import partial
 from typing import Any
 
 import orjson
@@ -7,12 +8,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answer_reader import Message, finish_reason
 from gateway.context import body_schema, context_of, read_body
 from gateway.generation import Delta, Usage
 from gateway.prompts import encode_chat
 from gateway.routes.answer import Answer, answer
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.sse import ChatChunks
+from gateway.sse import ChatChunks, ReadChunks
+from gateway.tools.plan import Reading, plan
 
 router = APIRouter()
 
@@ -28,25 +31,36 @@ async def chat_completions(request: Request) -> Response:
         served,
         context.text_worker,
         body.messages,
+        tools=body.tools,
+        may_call=body.tool_choice != "none",
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=bool(body.add_special_tokens),
         variables=body.chat_template_kwargs,
         size=len(await request.body()),
     )
-    return await answer(request, Answer("chatcmpl-", ChatChunks, _completion), body, served, [prompt])
+    reading = plan(context.settings, served, body, prompt)
+    chunks = (
+        ChatChunks if reading.plain else partial(ReadChunks, new_reader=reading.reader, named=reading.named)
+    )
+    shape = Answer("chatcmpl-", chunks, partial(_completion, reading), reading.markers, reading.constraint)
+    return await answer(request, shape, body, served, [prompt])
 
 
-def _completion(answer_id: str, created: int, model: str, ends: list[Delta], usage: Usage) -> bytes:
-    choices: list[dict[str, Any]] = [
-        {
-            "index": end.sequence,
-            "message": {"role": "assistant", "content": end.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": end.finish_reason,
-            "stop_reason": end.stop_reason,
-        }
-        for end in ends
-    ]
+def _choice(reading: Reading, end: Delta) -> dict[str, Any]:
+    message, reason = Message.of(reading.reader().whole(end.text)), end.finish_reason
+    return {
+        "index": end.sequence,
+        "message": message.body(with_reasoning=reading.thinking is not None),
+        "logprobs": None,
+        "finish_reason": reason and finish_reason(reason, len(message.calls), named=reading.named),
+        "stop_reason": end.stop_reason,
+    }
+
+
+def _completion(
+    reading: Reading, answer_id: str, created: int, model: str, ends: list[Delta], usage: Usage
+) -> bytes:
+    choices = [_choice(reading, end) for end in ends]
     return orjson.dumps(
         {
             "id": answer_id,

@@ -23,6 +23,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
             served,
             context.text_worker,
             body.messages,
+            tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,

@@ -7,11 +7,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved, clip, quote
 from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
+from gateway.schemas.tools import FUNCTIONS_HINT, NamedChoice, ToolCall, ToolChoice, Tools, few_calls
 
 # A conversation's turns: far more than people have, few enough to check without a pause in everybody's streams.
 MAX_MESSAGES: Final = 4096
-
-_NO_TOOLS: Final = "tools are not served yet"
 
 
 def _text(content: Any) -> str:
@@ -36,8 +35,10 @@ def _text(content: Any) -> str:
 
 
 def _role(value: Any) -> Any:
-    if value in ("tool", "function"):
-        raise ValueError(f"'{value}' needs tools, and {_NO_TOOLS}")
+    if value == "function":
+        raise ValueError(
+            "'function' is not supported: it is OpenAI's older form; send 'tool' and a tool_call_id"
+        )
     return value
 
 
@@ -46,19 +47,61 @@ class Message(RequestModel):
 
     # The null fields come back when a client appends an answer's message to its next request.
     unserved: ClassVar[Mapping[str, Unserved]] = {
-        "name": Unserved((), "chat templates do not use it; write the name into the content"),
-        "tool_calls": Unserved(([],), _NO_TOOLS),
-        "tool_call_id": Unserved((), _NO_TOOLS),
-        "function_call": Unserved((), _NO_TOOLS),
+        "function_call": Unserved((), "it is OpenAI's older form; send 'tool_calls'"),
         "refusal": Unserved(),
         "audio": Unserved(),
         "annotations": Unserved(([],)),
-        "reasoning": Unserved(),
-        "reasoning_content": Unserved(),
     }
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_role)]
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]])]
+    tool_calls: Annotated[
+        list[ToolCall], Field(fail_fast=True), BeforeValidator(few_calls), or_default([])
+    ] = Field(default_factory=list)
+    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
+    name: Annotated[str | None, Field(max_length=256)] = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_assistant_may_say_nothing(cls, data: Any) -> Any:
+        """Beside calls or thinking, an assistant's turn needs no content."""
+        if not isinstance(data, dict) or data.get("role") != "assistant" or data.get("content") is not None:
+            return data
+        beside = any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
+        return {**data, "content": ""} if beside else data
+
+    @model_validator(mode="after")
+    def _fields_belong_to_roles(self) -> "Message":
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning", "reasoning_content"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} belongs to messages of the role 'assistant'; leave it out")
+        if self.role == "tool":
+            if not self.tool_call_id:
+                raise ValueError("needs 'tool_call_id', the id of the call that it answers")
+        elif self.tool_call_id is not None:
+            raise ValueError("tool_call_id belongs to messages of the role 'tool'; leave it out")
+        elif self.name is not None:
+            raise ValueError(
+                "name is not supported: chat templates do not use it outside the role 'tool'; write it into the content"
+            )
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it; a call's arguments are an object, or an empty one where the model's text was none."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        thought = self.reasoning or self.reasoning_content
+        if thought:
+            turn["reasoning"] = turn["reasoning_content"] = thought
+        if self.tool_call_id:
+            turn["tool_call_id"] = self.tool_call_id
+        if self.name:
+            turn["name"] = self.name
+        return turn
 
 
 def _few(messages: Any) -> Any:
@@ -77,13 +120,12 @@ class Conversation(RequestModel):
     """What a chat template turns into a prompt; shared with ``/tokenize``."""
 
     messages: Messages
+    tools: Tools = Field(default_factory=list)
     add_generation_prompt: Annotated[bool, or_default(True)] = True
     chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(default_factory=dict)
 
 
 CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
-    "tools": Unserved(([],), _NO_TOOLS),
-    "tool_choice": Unserved(("none", "auto"), _NO_TOOLS),
     "continue_final_message": Unserved((False,)),
     "documents": Unserved(([],)),
     "chat_template": Unserved((), "the model's own template is used"),
@@ -101,15 +143,13 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         "logprobs": Unserved((False,)),
         "top_logprobs": Unserved((0,)),
         "echo": Unserved((False,), "the answer never repeats the prompt"),
-        "functions": Unserved(([],), _NO_TOOLS),
-        "function_call": Unserved(("none", "auto"), _NO_TOOLS),
-        "parallel_tool_calls": Unserved((True,), _NO_TOOLS),
+        "functions": Unserved(([],), FUNCTIONS_HINT),
+        "function_call": Unserved(("none", "auto"), FUNCTIONS_HINT),
         "modalities": Unserved((["text"],), "only text is served"),
         "audio": Unserved((), "only text is served"),
         "prediction": Unserved(),
         "web_search_options": Unserved(),
         "reasoning_effort": Unserved(),
-        "include_reasoning": Unserved((True,)),
         "verbosity": Unserved(),
         "store": Unserved((False,), "nothing is stored"),
         "metadata": Unserved(({},), "nothing is stored"),
@@ -117,6 +157,9 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         "safety_identifier": Unserved((), "send it as 'user'"),
     }
 
+    tool_choice: Annotated[ToolChoice, Field(description='Left out: "auto" if there are tools.')] = None
+    parallel_tool_calls: Annotated[bool, or_default(True)] = True
+    include_reasoning: Annotated[bool, or_default(True)] = True
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**32 - 1)] = None
 
     @model_validator(mode="after")
@@ -126,6 +169,17 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
             raise ValueError(
                 f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) mean the same; send one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _choices_are_among_the_tools(self) -> "ChatCompletionRequest":
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return self
+        if not self.tools:
+            raise ValueError("tool_choice needs 'tools': there is nothing to call")
+        if isinstance(choice, NamedChoice) and all(tool.function.name != choice.name for tool in self.tools):
+            raise ValueError(f"tool_choice names '{clip(choice.name)}', which is not among the tools")
         return self
 
     @property

@@ -53,6 +53,10 @@ def test_each_service_gets_its_own_settings() -> None:
             "--kv-memory",
             "1.5",
             "--no-enable-prefix-caching",
+            "--tool-call-parser",
+            "hermes",
+            "--reasoning-parser",
+            "qwen3",
         ],
     )
     common = {"--log-level": "info", "--log-format": "json"}
@@ -61,6 +65,8 @@ def test_each_service_gets_its_own_settings() -> None:
         "--port": "8123",
         "--scheduler-address": "127.0.0.1:9",
         "--drain-timeout-s": "5.0",
+        "--tool-call-parser": "hermes",
+        "--reasoning-parser": "qwen3",
     }
     assert pairs(flags.scheduler_flags(settings, 9)) == common | {
         "--host": "127.0.0.1",

@@ -163,7 +163,7 @@ async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None
     try:
         ids = await encode_chat(served, worker, messages, **options)
         assert codec.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-        base = Served(served.model, TextCodec(codec._tokenizer, None, {}))
+        base = Served(served.model, TextCodec(codec.tokenizer, None, {}))
         with pytest.raises(InvalidArgument, match="no chat template; use /v1/completions"):
             await encode_chat(base, worker, messages, **options)
     finally:

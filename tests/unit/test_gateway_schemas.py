@@ -97,8 +97,8 @@ def test_unserved_parameters_are_taken_where_they_change_nothing(
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [
-        ("logprobs", False, True), ("top_logprobs", 0, 5), ("tools", [], [{"type": "function"}]),
-        ("tool_choice", "auto", "required"), ("functions", [], [{}]), ("parallel_tool_calls", True, False),
+        ("logprobs", False, True), ("top_logprobs", 0, 5),
+        ("functions", [], [{}]), ("function_call", "auto", {"name": "f"}),
         ("echo", False, True), ("modalities", ["text"], ["text", "audio"]), ("store", False, True),
         ("metadata", {}, {"a": "b"}), ("reasoning_effort", None, "low"), ("continue_final_message", False, True),
         ("chat_template", None, "{{ messages }}"), ("documents", [], [{"text": "x"}]),
@@ -151,9 +151,13 @@ def test_unknown_parameters_are_refused(name: str) -> None:
         (
             [{"role": "bob", "content": "x"}],
             "messages[0].role",
-            "'system', 'developer', 'user' or 'assistant'",
+            "'system', 'developer', 'user', 'assistant' or 'tool'",
         ),
-        ([{"role": "tool", "content": "x"}], "messages[0].role", "tools are not served"),
+        ([{"role": "tool", "content": "x"}], "messages[0]", "needs 'tool_call_id'"),
+        ([{"role": "function", "content": "x"}], "messages[0].role", "older form"),
+        ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id", "role 'tool'"),
+        ([{"role": "user", "content": "x", "reasoning": "a"}], "messages[0].reasoning", "role 'assistant'"),
+        ([{"role": "assistant", "content": None}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": None}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
@@ -168,8 +172,8 @@ def test_unknown_parameters_are_refused(name: str) -> None:
         ([{"role": "user", "content": "x", "mood": "bad"}], "messages[0].mood", "unknown parameter"),
         (
             [*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [{}]}],
-            "messages[1].tool_calls",
-            "tools",
+            "messages[1].tool_calls[0].id",
+            "is required",
         ),
     ],
 )

@@ -45,7 +45,8 @@ def test_settings_are_frozen() -> None:
         (["--bogus"], "--bogus"), (["stray"], "stray"), (["--log-level", "loud"], "--log-level"),
         (["--scheduler-address", "nowhere"], "--scheduler-address"), (["--scheduler-address", "a:0"], "host:port"),
         (["--scheduler-address", "a:70000"], "host:port"), (["--max-body-bytes", "1"], "--max-body-bytes"),
-        (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
+        (["--drain-timeout-s", "-1"], "--drain-timeout-s"), (["--tool-call-parser", "x"], "--tool-call-parser"),
+        (["--reasoning-parser", "vllm:"], "--reasoning-parser"),
     ],
 )  # fmt: skip
 def test_a_bad_setting_is_one_clear_line(

@@ -1,0 +1,188 @@
+"""Tools in a chat request: what may be called, what must be called, and the calls of earlier turns.
+
+Everything is bounded before it is looked at closely: a request of ten thousand tools costs no more than one of ten.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from gateway.schemas.base import RequestModel, Unserved, clip, quote
+from gateway.schemas.sampling import or_default
+
+MAX_TOOLS: Final = 128
+MAX_CALLS: Final = 128
+# Of a tool's schema: levels of nesting, and values of all kinds over all tools of a request.
+MAX_SCHEMA_DEPTH: Final = 64
+MAX_SCHEMA_VALUES: Final = 16_384
+# Letters over all tools of a request.
+MAX_TOOLS_TEXT: Final = 512 * 1024
+# Of one earlier call, letters.
+MAX_ARGUMENTS: Final = 1024 * 1024
+
+FUNCTIONS_HINT: Final = "it is OpenAI's older form; send 'tools' and 'tool_choice'"
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _name(value: Any) -> Any:
+    if isinstance(value, str) and _NAME.fullmatch(value) is None:
+        raise ValueError(f"must be 1 to 64 letters, digits, '_', '-' or '.', got {quote(value)}")
+    return value
+
+
+ToolName = Annotated[str, BeforeValidator(_name)]
+
+
+def _bounded(tools: Any) -> Any:
+    """Refuses what is too many, too large or too deep, at an effort that is bounded, too."""
+    if not isinstance(tools, list):
+        return tools
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
+    values = letters = 0
+    waiting: list[tuple[Any, int]] = [(tools, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        values += 1
+        if isinstance(value, str):
+            letters += len(value)
+        elif isinstance(value, dict | list):
+            # The list, the tool and its function surround the schema.
+            if depth > MAX_SCHEMA_DEPTH + 3:
+                raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten the schemas")
+            if values + len(value) > MAX_SCHEMA_VALUES:
+                raise ValueError(f"has more than {MAX_SCHEMA_VALUES} values; send fewer or smaller tools")
+            if isinstance(value, dict):
+                letters += sum(map(len, value))
+                waiting.extend((item, depth + 1) for item in value.values())
+            else:
+                waiting.extend((item, depth + 1) for item in value)
+        if values > MAX_SCHEMA_VALUES:
+            raise ValueError(f"has more than {MAX_SCHEMA_VALUES} values; send fewer or smaller tools")
+        if letters > MAX_TOOLS_TEXT:
+            raise ValueError(f"has more than {MAX_TOOLS_TEXT} letters; shorten the descriptions")
+    return tools
+
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type", "object") != "object":
+        raise ValueError(
+            f'must be the schema of an object ("type": "object"), got "type": {quote(value["type"])}'
+        )
+    return value
+
+
+class Function(RequestModel):
+    """What a tool is."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_schema)] = None
+    strict: Annotated[
+        bool | None, Field(description="Whether arguments must fit the schema also where a call is optional.")
+    ] = None
+
+
+def _function_only(value: Any) -> Any:
+    if value != "function":
+        raise ValueError(f"{quote(value)} is not served: only tools of type 'function' are")
+    return value
+
+
+FunctionType = Annotated[Literal["function"], BeforeValidator(_function_only)]
+
+
+class Tool(RequestModel):
+    """A function that the model may call."""
+
+    type: FunctionType = "function"
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
+
+
+def _distinct(tools: list[Tool]) -> list[Tool]:
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"has two functions named '{clip(twice)}'; names must differ")
+    return tools
+
+
+class NamedChoice(NamedTuple):
+    """The choice of one tool."""
+
+    name: str
+
+
+_CHOICES: Final = ("none", "auto", "required")
+
+
+def _choice(value: Any) -> Any:
+    if value is None or value in _CHOICES:
+        return value
+    if isinstance(value, dict) and value.keys() <= {"type", "function"} and value.get("type") == "function":
+        function = value.get("function")
+        if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
+            return NamedChoice(function["name"])
+    raise ValueError(
+        f'must be "none", "auto", "required" or {{"type": "function", "function": {{"name": "…"}}}}, got {quote(value)}'
+    )
+
+
+Tools = Annotated[
+    list[Tool],
+    Field(fail_fast=True),
+    AfterValidator(_distinct),
+    BeforeValidator(_bounded),
+    or_default([]),
+]
+ToolChoice = Annotated[
+    NamedChoice | Literal["none", "auto", "required"] | None,
+    PlainValidator(_choice, json_schema_input_type=str | dict[str, Any] | None),
+]
+
+
+class CalledFunction(RequestModel):
+    """An earlier call's name and arguments."""
+
+    # Whatever a model made up: refusing it would end the conversation.
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[
+        str | None, Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")
+    ] = None
+
+
+class ToolCall(RequestModel):
+    """A call in an earlier turn of the assistant."""
+
+    # Streams carry it, and clients that collect them send it back.
+    unserved: ClassVar[Mapping[str, Unserved]] = {"index": Unserved(tuple(range(MAX_CALLS)))}
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: FunctionType = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments are an object, an empty one where the model's text was none (as in vLLM)."""
+        try:
+            arguments = orjson.loads(self.function.arguments or "{}")
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            arguments = {}
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def few_calls(calls: Any) -> Any:
+    """Refuses more calls in a turn than anybody makes, before they are looked at."""
+    if isinstance(calls, list) and len(calls) > MAX_CALLS:
+        raise ValueError(f"takes at most {MAX_CALLS} calls, got {len(calls)}")
+    return calls

@@ -1,0 +1,77 @@
+"""The formats in which models write tool calls, by name."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.tools import hermes, llama, mistral, pythonic
+from gateway.tools.events import ToolParser, call_id, short_call_id
+from gateway.tools.tags import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format."""
+
+    make: Callable[[Collection[str]], ToolParser]
+    """A parser for one sequence, given the names of the request's tools."""
+    markers: frozenset[str] | None = frozenset()
+    """Texts that the parser must see although a tokenizer may take them for special tokens; ``None``: any may be one."""
+    shape: Shape | None = None
+    """How to hold a model to it; ``None``: it cannot be."""
+
+
+def _mistral(shape: Shape) -> Format:
+    return Format(
+        lambda _: mistral.MistralParser(short_call_id),
+        frozenset({mistral.MARKER, mistral.ARGS, mistral.CALL_ID}),
+        shape,
+    )
+
+
+_NAME: Final = '{"name": "'
+_ARGUMENTS: Final = '", "arguments": '
+_PARAMETERS: Final = '", "parameters": '
+
+FORMATS: Final[Mapping[str, Format]] = {
+    "hermes": Format(
+        lambda _: hermes.HermesParser(call_id),
+        frozenset({hermes.START, hermes.END}),
+        Shape(
+            before=f"{hermes.START}\n{_NAME}",
+            between=_ARGUMENTS,
+            after=f"}}\n{hermes.END}",
+            separator="\n",
+            trigger=hermes.START,
+        ),
+    ),
+    "llama3_json": Format(
+        lambda names: llama.LlamaParser(call_id, names),
+        frozenset({llama.TAG}),
+        Shape(before=_NAME, between=_PARAMETERS, after="}", separator="; ", trigger=_NAME),
+    ),
+    "mistral": _mistral(
+        Shape(
+            before=_NAME,
+            between=_ARGUMENTS,
+            after="}",
+            separator=", ",
+            opening=f"{mistral.MARKER}[",
+            closing="]",
+            trigger=mistral.MARKER,
+        )
+    ),
+    "mistral_v11": _mistral(Shape(before=mistral.MARKER, between="", after="", trigger=mistral.MARKER)),
+    "mistral_v13": _mistral(
+        Shape(before=mistral.MARKER, between=mistral.ARGS, after="", trigger=mistral.MARKER)
+    ),
+    "pythonic": Format(
+        lambda names: pythonic.PythonicParser(call_id, names), frozenset({pythonic.START, pythonic.END})
+    ),
+}
+
+# What models without a format of their own are held to, as in vLLM: a JSON list.
+LIST: Final = Format(
+    lambda _: mistral.ListParser(call_id),
+    shape=Shape(before=_NAME, between=_PARAMETERS, after="}", separator=", ", opening="[", closing="]"),
+)

@@ -1,0 +1,64 @@
+"""What the parsers of all formats share: text that arrives in pieces, and markers in it."""
+
+from collections.abc import Callable, Sequence
+
+from gateway.tools.events import Event, Text
+
+
+def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
+    """Looks for the first of ``markers``.
+
+    Returns:
+        The text in front of it, the marker and what follows; without one: the text that is certainly in front of any marker,
+        nothing, and the end of the text that may still become one.
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    keep = max(undecided(text, marker) for marker in markers)
+    return text[: len(text) - keep], "", text[len(text) - keep :]
+
+
+def undecided(text: str, marker: str) -> int:
+    """Length of the longest tail of ``text`` that begins ``marker`` without completing it."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class Machine:
+    """A parser as a state machine.
+
+    A state is a method: it takes from the front of ``self._rest`` what it can, appends events, and returns whether the state that is
+    then set may go on. What it leaves there comes again, with more behind it: a state must decide the same, however little it saw before.
+    """
+
+    def __init__(self, state: Callable[[list[Event]], bool]) -> None:
+        self._rest = ""
+        self._state = state
+
+    def feed(self, text: str) -> list[Event]:
+        """See :class:`gateway.tools.events.ToolParser`."""
+        out: list[Event] = []
+        self._rest += text
+        while self._rest and self._state(out):
+            pass
+        return out
+
+    def finish(self) -> list[Event]:
+        """See :class:`gateway.tools.events.ToolParser`."""
+        out: list[Event] = []
+        self._end(out)
+        self._rest = ""
+        return out
+
+    def whole(self, text: str) -> list[Event]:
+        """See :class:`gateway.tools.events.ToolParser`."""
+        return self.feed(text) + self.finish()
+
+    def _end(self, out: list[Event]) -> None:
+        """The text has ended in this state; the default gives back what was held."""
+        if self._rest:
+            out.append(Text(self._rest))

@@ -1,0 +1,156 @@
+"""Parsers of an installed vLLM, by name."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import vllm_parsers
+from gateway.__main__ import main
+from gateway.answer_reader import AnswerReader, Message
+from gateway.tokenization import TextCodec
+from gateway.tools.formats import FORMATS
+from protos.errors import ConfigurationRefused
+from tests.tool_templates import THINKING, TIME, WEATHER, folder_with
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    special = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+    return TextCodec.load(folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special))
+
+
+def body_of(reader: AnswerReader, pieces: list[str] | str) -> dict[str, Any]:
+    if isinstance(pieces, str):
+        return Message.of(reader.whole(pieces)).body(with_reasoning=True)
+    events = [event for piece in pieces for event in reader.feed(piece)]
+    return Message.of([*events, *reader.finish()]).body(with_reasoning=True)
+
+
+def pieces_of(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
+    """Its calls come out as our own parsers' do, streamed and whole."""
+    text = f"Let me look.\n{CALL}\n{CALL}"
+    reader = AnswerReader(None, vllm_parsers.tool_parser("vllm:hermes", codec, [WEATHER, TIME]))
+    body = body_of(reader, pieces_of(text, size) if size else text)
+    assert body["content"] == "Let me look."
+    assert [call["function"] for call in body["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    ] * 2
+    assert len({call["id"] for call in body["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"Let me look.\n{CALL}\n{CALL}"),
+        ("hermes", CALL.removesuffix("\n</tool_call>")),
+        ("hermes", "No calls < here <tool_call"),
+        ("hermes", "<tool_call>not JSON</tool_call>"),
+        ("hermes", '<tool_call>{"name": "get_time"}</tool_call>'),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "é"}}'),
+        ("llama3_json", '<|python_tag|>{"name": "get_time", "arguments": {"a": [1, {"b": null}]}}'),
+        ("llama3_json", '{"answer": 42}'),
+        ("pythonic", "[get_time(), get_weather(city='Paris', days=[1, -2.5, {'x': None}], really=True)]"),
+        ("pythonic", "[get_time(1)]"),
+        ("pythonic", "It is [1, 2]."),
+    ],
+)  # fmt: skip
+def test_our_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) -> None:
+    """On whole texts, right and malformed ones: the same calls, the same content."""
+    tools = [WEATHER, TIME]
+    mine = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
+    other = AnswerReader(None, vllm_parsers.tool_parser(f"vllm:{name}", codec, tools))
+    assert _meaning(body_of(mine, text)) == _meaning(body_of(other, text))
+
+
+def _meaning(body: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
+    calls = [call["function"] for call in body.get("tool_calls", [])]
+    return body["content"], [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+@pytest.fixture
+def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of vLLM's engine parsers import Mistral's, which imports a library that is not installed here; another's tests need neither."""
+    stand_in = types.ModuleType("vllm.parser.mistral")
+    stand_in.MistralParser = type("MistralParser", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.parser.mistral", stand_in)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+@pytest.mark.usefixtures("without_mistral")
+def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
+    """A format that we have no parser for."""
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    reader = AnswerReader(None, vllm_parsers.tool_parser("vllm:qwen3_coder", codec, [WEATHER]))
+    (call,) = body_of(reader, pieces_of(text, size) if size else text)["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert '"Paris"' in call["function"]["arguments"]
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.usefixtures("without_mistral")
+def test_a_reasoning_parser_of_vllm(codec: TextCodec, name: str, streamed: bool) -> None:
+    """Thinking and answer apart; markers come as tokens of their own, as they do from a model."""
+    prompt = codec.encode("<|im_start|>assistant\n<think>\n", add_special_tokens=False)
+    reader = AnswerReader(vllm_parsers.reasoning_parser(f"vllm:{name}", codec, prompt), None)
+    pieces = ["Hm", ".\n", "</think>", "\n\n", "Par", "is."]
+    body = body_of(reader, pieces if streamed else "".join(pieces))
+    assert (body["reasoning"], body["content"]) == ("Hm.", "Paris.")
+
+
+def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with the names that there are."""
+    for flag, known in (("--tool-call-parser", "hermes"), ("--reasoning-parser", "deepseek_r1")):
+        assert main([flag, "vllm:nothing"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1
+        assert f"{flag} vllm:nothing: vLLM has no such parser" in printed
+        assert known in printed
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what is missing and where."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    with pytest.raises(ConfigurationRefused, match="vLLM is not installed in the gateway's environment"):
+        vllm_parsers.check("--tool-call-parser", "vllm:hermes")
+    vllm_parsers.check("--tool-call-parser", "hermes")
+
+
+def test_only_two_places_import_vllm() -> None:
+    """The worker's adapter, and here, by name and on demand."""
+    root = Path(__file__).parents[2]
+    importing = {
+        str(path.relative_to(root).parent if "vllm_adapter" in path.parts else path.relative_to(root))
+        for package in ("gateway", "scheduler_svc", "worker_svc", "deploy", "protos")
+        for path in (root / package).rglob("*.py")
+        if any(
+            line.strip().startswith(("import vllm", "from vllm")) or 'import_module("vllm' in line
+            for line in path.read_text().splitlines()
+        )
+    }
+    assert importing == {"gateway/vllm_parsers.py", "worker_svc/vllm_adapter"}
+
+
+def test_a_gateway_with_parsers_of_its_own_imports_neither_vllm_nor_torch() -> None:
+    """Asking for our own parsers costs nothing of that."""
+    script = (
+        "import sys\nfrom gateway import vllm_parsers, app\nfrom gateway.tools import plan\n"
+        "vllm_parsers.check('--tool-call-parser', 'hermes')\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'xgrammar'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
