@@ -8,7 +8,8 @@ others (word pieces, for example) are decoded again over a short window of recen
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
@@ -119,11 +120,23 @@ class WindowedDetokenizer:
     The window starts at the last token boundary before which everything is settled (vLLM and TGI call its ends prefix and read offset).
     """
 
-    __slots__ = ("_decode", "_ids", "_read", "_settled", "_start")
+    __slots__ = ("_decode", "_glued", "_ids", "_read", "_settled", "_start")
 
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
-        """Starts behind ``context``, the last tokens of the prompt."""
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        context: Sequence[int],
+        glued: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Starts behind ``context``, the last tokens of the prompt.
+
+        Args:
+            decode: text of a few tokens.
+            context: see above.
+            glued: tokens that are written without a space between them, and how.
+        """
         self._decode = decode
+        self._glued = glued
         self._ids = list(context)
         self._start = 0
         self._read = len(self._ids)
@@ -139,6 +152,8 @@ class WindowedDetokenizer:
         if len(text) <= len(self._settled) or text.endswith(REPLACEMENT):
             return ""
         delta = text[len(self._settled) :]
+        if token_id in self._glued and len(self._ids) > 1 and self._ids[-2] in self._glued:
+            delta = self._glued[token_id]
         self._start, self._read = self._read, len(self._ids)
         self._settled = self._decode(self._ids[self._start :])
         return delta
@@ -155,14 +170,35 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         decoder = tokenizer.decoder
         rule = _bytewise_rule(json.loads(decoder.__getstate__()) if decoder is not None else None)
-        special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._tables = rule and {
             True: _TokenBytes(tokenizer, rule, special),
             False: _TokenBytes(tokenizer, rule, frozenset()),
         }
 
-    def make(self, *, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for one sequence that continues ``prompt``."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, special ones included; part of a character where that is what it is."""
+        if self._tables is not None:
+            return self._tables[False][token_id]
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+    def make(
+        self,
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> Detokenizer:
+        """A detokenizer for one sequence that continues ``prompt``.
+
+        Args:
+            skip_special_tokens: give special tokens no text.
+            spaces_between_special_tokens: whether a tokenizer that writes spaces between tokens does so between added ones, too.
+            prompt: its last tokens.
+        """
         if self._tables is not None:
             return BytewiseDetokenizer(self._tables[skip_special_tokens])
 
@@ -170,4 +206,5 @@ class DetokenizerFactory:
             text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
 
-        return WindowedDetokenizer(decode, prompt[-_CONTEXT_TOKENS:])
+        glue = not spaces_between_special_tokens and not skip_special_tokens
+        return WindowedDetokenizer(decode, prompt[-_CONTEXT_TOKENS:], self._added if glue else {})

@@ -3,11 +3,13 @@
 What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
 
 from gateway.errors import error_body
+from gateway.logprobs import Reporter, TokenReport
 from protos.errors import TriptychError
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -28,7 +30,9 @@ class Chunks:
     _before_text: bytes
     _after_text: bytes
 
-    def __init__(self, answer_id: str, created: int, model: str, *, with_usage: bool) -> None:
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
+    ) -> None:
         """Prepares the constant parts.
 
         Args:
@@ -36,14 +40,24 @@ class Chunks:
             created: seconds since the epoch.
             model: the served name.
             with_usage: whether a usage chunk will follow; every other chunk then says ``"usage":null``, as OpenAI's do.
+            reporter: writes log-probabilities, if they were asked for.
         """
         fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
         self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._starts: dict[int, bytes] = {}
+        self._reporter = reporter
 
-    def delta(self, index: int, text: str, usage: dict[str, Any] | None = None) -> bytes:
-        """More text of choice ``index``; with the usage so far if given."""
+    def delta(
+        self,
+        index: int,
+        text: str,
+        usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
+    ) -> bytes:
+        """More text of choice ``index``; with the usage so far if given, and with the log-probabilities of ``tokens`` if there are any."""
+        if tokens:
+            return self._choice(self._reported(index, text, tokens), usage)
         start = self._starts.get(index)
         if start is None:
             start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
@@ -54,6 +68,10 @@ class Chunks:
 
     def _choice(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> bytes:
         return self._head + orjson.dumps(choice) + self._end(usage)
+
+    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+        """A choice with text and log-probabilities."""
+        raise NotImplementedError
 
     def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
         """What comes before a choice's first text."""
@@ -66,6 +84,7 @@ class Chunks:
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """A choice's last text and its end."""
         raise NotImplementedError
@@ -94,13 +113,18 @@ class ChatChunks(Chunks):
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """The last text, if any, in a chunk of its own; then an empty delta with the reason."""
-        last = self.delta(index, text, usage) if text else b""
+        last = self.delta(index, text, usage, tokens) if text or tokens else b""
         choice = {
             "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
         }  # fmt: skip
         return last + self._choice(choice, usage)
+
+    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+        logprobs = self._reporter.chat(tokens) if self._reporter else None
+        return {"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
 
 
 class CompletionChunks(Chunks):
@@ -121,9 +145,13 @@ class CompletionChunks(Chunks):
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """The last text together with the reason."""
-        choice = {
-            "index": index, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
-        }  # fmt: skip
+        choice = self._reported(index, text, tokens)
+        choice |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         return self._choice(choice, usage)
+
+    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+        logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}

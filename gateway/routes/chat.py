@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import body_schema, context_of, read_body
-from gateway.generation import Delta, Usage
-from gateway.prompts import encode_chat
-from gateway.routes.answer import Answer, answer
+from gateway.generation import Delta
+from gateway.prompts import encode_chat, truncated
+from gateway.routes.answer import Answer, Told, answer
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.sse import ChatChunks
 
@@ -33,15 +33,16 @@ async def chat_completions(request: Request) -> Response:
         variables=body.chat_template_kwargs,
         size=len(await request.body()),
     )
+    prompt = truncated(served, body, prompt)
     return await answer(request, Answer("chatcmpl-", ChatChunks, _completion), body, served, [prompt])
 
 
-def _completion(answer_id: str, created: int, model: str, ends: list[Delta], usage: Usage) -> bytes:
+def _completion(answer_id: str, created: int, model: str, ends: list[Delta], told: Told) -> bytes:
     choices: list[dict[str, Any]] = [
         {
             "index": end.sequence,
             "message": {"role": "assistant", "content": end.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": told.reporter.chat(end.tokens),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }
@@ -54,6 +55,7 @@ def _completion(answer_id: str, created: int, model: str, ends: list[Delta], usa
             "created": created,
             "model": model,
             "choices": choices,
-            "usage": usage.body(),
+            "usage": told.usage.body(),
+            **told.of_prompt(0),
         }
     )
