@@ -48,15 +48,15 @@ class Running:
     first: bool = True
 
 
-def sequences_of(request: GENERATE) -> list[Running]:
-    """What has to run of a request. The first one tells of the prompt."""
+def sequences_of(request: GENERATE) -> dict[tuple[str, int], Running]:
+    """What has to run of a request, by id and sequence. The first one tells of the prompt."""
+    running: dict[tuple[str, int], Running] = {}
     known = {one.sequence: one for one in request.resumed}
-    running = [
-        Running(request, sequence, len(known[sequence].token_ids) if sequence in known else 0, first=False)
-        for sequence in range(request.n or 1)
-        if sequence not in known or not known[sequence].finished
-    ]
-    running[0].first = True
+    for sequence in range(request.n or 1):
+        part = known.get(sequence, inference.ResumedSequence())
+        if not part.finished:
+            one = Running(request, sequence, len(part.token_ids), first=not running)
+            running[request.request_id, sequence] = one
     return running
 
 
@@ -210,7 +210,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
                             inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())
                         )
                     else:
-                        running |= {(request.request_id, one.sequence): one for one in sequences_of(request)}
+                        running.update(sequences_of(request))
                 elif message.HasField("abort"):
                     self._abort(message.abort, running)
                 await self._notify()

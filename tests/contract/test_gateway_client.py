@@ -307,10 +307,8 @@ async def test_another_schema_is_not_retried(peer: ScriptedInference) -> None:
 async def test_an_abort_from_elsewhere_is_an_error(peer: ScriptedInference) -> None:
     """A request that somebody else aborted does not look finished."""
     client = InferenceClient("unused:1")
-    submission = Submission(1, lambda _: None)
-    live = Live(request("a"), submission, 0)
-    client._live["a"] = live
-    submission.live.append(live)
+    submission = Submission([request("a")], lambda _, __: None)
+    client._live["a"] = submission.live[0]
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
     client._deliver(inference.ConnectResponse(events=[event]))
     with pytest.raises(Aborted):
