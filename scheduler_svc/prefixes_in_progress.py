@@ -51,10 +51,6 @@ class PrefixesInProgress:
         """Who computes ``key``, which :meth:`longest` found."""
         return self._owners[key]
 
-    def shares(self, family: Family) -> bool:
-        """Whether the prompt of these sequences is being computed by one of them."""
-        return family in self._owners
-
     def wait(self, request: Request, key: Awaited) -> None:
         """``request`` waits until ``key`` is computed or given up."""
         self._waiters.setdefault(key, []).append(request)

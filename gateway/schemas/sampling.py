@@ -77,7 +77,9 @@ def _token_keys(value: Any) -> Any:
         return value
     if len(value) > MAX_LOGIT_BIASES:
         raise ValueError(f"takes at most {MAX_LOGIT_BIASES} token ids, got {len(value)}")
-    if any(not isinstance(key, str) or not key.isascii() or not key.isdigit() for key in value):
+    if any(
+        not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10) for key in value
+    ):
         raise ValueError('must map token ids to biases, for example {"50256": -100}')
     return {int(key): bias for key, bias in value.items()}
 
