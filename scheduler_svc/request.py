@@ -153,6 +153,7 @@ class Request:
         first_scheduled_s: clock reading when it first got a slot.
         first_token_s: clock reading when its first token came.
         announced: whether the client has had an event.
+        told_prompt: whether it has had the prompt's log-probabilities, which come again when the prompt is computed again.
         pooling: set for a pooling model, which samples nothing.
         sequence: which of the client's request's sequences it is.
         family: the sequences of that request, if it has several.
@@ -186,6 +187,7 @@ class Request:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     announced: bool = False
+    told_prompt: bool = False
     pooling: Pooling | None = None
     sequence: int = 0
     family: "Family | None" = None

@@ -11,7 +11,7 @@ import enum
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from protos.errors import Internal, TriptychError
@@ -581,7 +581,7 @@ class ReplicaScheduler:
         if request.family is not None:
             self._release_branches(request)
         if not chunk.sample:
-            if output is not None and output.prompt_logprobs:
+            if output is not None and output.prompt_logprobs and not request.told_prompt:
                 self._tell(request, Event(request.request_id, prompt_logprobs=output.prompt_logprobs))
             return
         if result.token_ids:
@@ -649,6 +649,10 @@ class ReplicaScheduler:
         self._tell(request, Event(request.request_id, (token,), (), finish, token if stopped else None))
 
     def _tell(self, request: Request, event: Event) -> None:
+        if event.prompt_logprobs:
+            if request.told_prompt:
+                event = replace(event, prompt_logprobs=())
+            request.told_prompt = True
         if not request.announced:
             request.announced = True
             event = event.announcing(request)

@@ -41,7 +41,6 @@ class Family:
         sink: where its events go.
         members: the sequences.
         announced: whether the client was told about the prompt.
-        told_prompt: whether it has the prompt's log-probabilities.
         failed: one sequence failed, and with it the request; nobody hears of the others any more.
     """
 
@@ -49,7 +48,6 @@ class Family:
     sink: Sink
     members: list[Request] = field(default_factory=list)
     announced: bool = False
-    told_prompt: bool = False
     failed: bool = False
 
 
@@ -69,16 +67,9 @@ class SequenceSink:
         if family.failed:
             return
         first = event.first and not family.announced
-        prompt_logprobs = () if family.told_prompt else event.prompt_logprobs
         family.announced = family.announced or event.first
-        family.told_prompt = family.told_prompt or bool(event.prompt_logprobs)
         family.failed = event.error is not None
-        family.sink.push(
-            replace(
-                event, request_id=family.request_id, sequence=self._sequence, first=first,
-                prompt_logprobs=prompt_logprobs,
-            )
-        )  # fmt: skip
+        family.sink.push(replace(event, request_id=family.request_id, sequence=self._sequence, first=first))
 
     def push_token(self, request_id: str, token_id: int) -> None:
         """See ``Sink``."""

@@ -278,12 +278,32 @@ def test_what_is_said_of_the_prompt_is_said_once() -> None:
         if isinstance(work, Prefill) and work.start + work.num_tokens == len(PROMPT) - 1:
             result = StepResult(plan.step, outputs=(SlotOutput(work.slot, (), prompt_logprobs=entries),))
         rig.scheduler.update(result)
-    assert asked == [(0, 1), (1, None)]
     assert [event.prompt_logprobs for event in sink.events if event.prompt_logprobs] == [entries]
+    assert asked == [(0, 1), (1, None)]
     assert sink.events[0] == Event(
         "r", first=True, num_prompt_tokens=31, prompt_logprobs=entries, queue_s=sink.events[0].queue_s
     )
     assert_whole(sink, 2)
+
+
+def test_log_probabilities_of_a_prompt_are_told_once() -> None:
+    """A worker tells of them with each chunk from the one that completes them on, and again after a preemption."""
+    rig = make_rig(make_geometry(chunk=4, block_size=4))
+    prompt = PROMPT[:9]
+    sink = rig.submit(make_submission(prompt, sampling=make_sampling(prompt_logprobs=0), max_tokens=2))
+    entries = tuple(Logprobs(-1.0, 1, ()) for _ in prompt[1:])
+    told = 0
+    while (plan := rig.scheduler.step()) is not None:
+        result = rig.device.run(plan)
+        work = plan.work
+        if isinstance(work, Prefill) and work.start + work.num_tokens >= 8:
+            told += 1
+            output = SlotOutput(work.slot, tuple(result.token_ids), prompt_logprobs=entries)
+            result = StepResult(plan.step, outputs=(output,))
+        rig.scheduler.update(result)
+    assert told == 2
+    assert [event.prompt_logprobs for event in sink.events if event.prompt_logprobs] == [entries]
+    assert sink.tokens == expected_tokens(prompt, 2)
 
 
 def test_an_end_token_before_min_tokens_ends_nothing() -> None:
