@@ -145,7 +145,7 @@ async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> N
 async def test_logprobs_are_streamed_as_they_are_collected(stack: Stack) -> None:
     """Column by column, also where text is held back for a stop string."""
     for stop in ([], ["capital of nothing"]):
-        body = {"prompt": "x", "logprobs": 2, "max_tokens": 99, "stop": stop}
+        body: dict[str, Any] = {"prompt": "x", "logprobs": 2, "max_tokens": 99, "stop": stop}
         whole = (await post(stack, **body))["choices"][0]
         chunks = [chunk["choices"][0] for chunk in (await stack.stream("/v1/completions", body))[:-1]]
         assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
@@ -221,7 +221,7 @@ async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
     for given, one, echoed in zip([prompt, "hm"], plain["choices"], answer["choices"], strict=True):
         assert echoed["text"] == given + one["text"]
     assert answer["usage"] == plain["usage"]
-    body = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": 1}
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": 1}
     whole = (await post(stack, **body))["choices"][0]
     assert whole["text"] == prompt + plain["choices"][0]["text"]
     told = whole["logprobs"]
@@ -342,7 +342,12 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> None:
     """One line each, beside an honest request that gets its answer; none takes much longer than that one with a body as large."""
-    large = {"prompt": "x", "user": "u", "cache_salt": "s", "logit_bias": {str(n): 1 for n in range(1000)}}
+    large: dict[str, Any] = {
+        "prompt": "x",
+        "user": "u",
+        "cache_salt": "s",
+        "logit_bias": {str(n): 1 for n in range(1000)},
+    }
     began = time.perf_counter()
     await post(stack, **large)
     honest = time.perf_counter() - began

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -40,8 +41,10 @@ class ListeningWorker(ScriptedWorker):
         description.sampling_fields[:] = SERVED
         return description
 
-    async def Execute(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-        async def listening():  # type: ignore[no-untyped-def] # noqa: ANN202
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        async def listening() -> AsyncIterator[worker_pb2.StepPlan]:
             async for message in request_iterator:
                 self.told += message.admit
                 yield message
@@ -191,7 +194,7 @@ async def test_hostile_parameters_are_refused_by_name_and_disturb_nobody() -> No
         honest = time.perf_counter() - began
         for request, text in HOSTILE:
             beside = asyncio.create_task(
-                collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=8)))  # type: ignore[arg-type]
+                collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=8)))
             )
             began = time.perf_counter()
             error: TriptychError = await failure(scheduler.inference.Generate(request))
@@ -213,11 +216,12 @@ async def test_n_sequences_of_a_request_that_waits_count_as_many(n: int) -> None
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         worker.gate.clear()
         calls = [await connect(scheduler, several(n, request_id=f"r{i}")) for i in range(6)]
-        for _ in range(200):
-            load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
-            if load.num_running + load.num_waiting == 6 * n:
-                break
-        assert load.num_running + load.num_waiting == 6 * n
+        async with asyncio.timeout(5):
+            watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())
+            async for load in watch:
+                if load.num_running + load.num_waiting == 6 * n:
+                    break
+            watch.cancel()
         for call in calls:
             call.cancel()
         worker.gate.set()
