@@ -120,6 +120,8 @@ class ReplicaScheduler:
         self._row_slots: tuple[int, ...] = ()
         # Whether some of them has generated nothing yet: its first token is told in another way than all others.
         self._first_tokens = False
+        # Who will decode from the next plan on, and is not in the calendar yet: (request, its admission).
+        self._beginners: list[tuple[Request, int]] = []
         # Decode steps planned so far, and who needs room before which of them: (request, its admission).
         self._decode_steps = 0
         self._calendar: dict[int, list[tuple[Request, int]]] = {}
@@ -274,7 +276,8 @@ class ReplicaScheduler:
         self._tenant_rows[request.tenant] += 1
         self._rows = None
         self._first_tokens |= request.branches
-        self._enter(request)
+        # A step that is under way, of a lease perhaps, is not one of its own.
+        self._beginners.append((request, request.num_admissions))
 
     def abort(self, request: Request) -> None:
         """Ends a request that runs or is deferred here. Its slot is released with the next plan."""
@@ -352,7 +355,7 @@ class ReplicaScheduler:
         return plan
 
     def interrupt(self) -> StepPlan | None:
-        """Ends a lease that is under way, if somebody has something else to do: a chunk to prefill, or a slot to give up.
+        """Ends a lease that is under way, if somebody has something else to do: a chunk to prefill, a slot to give up, or to join in.
 
         Returns:
             A plan without work. The worker goes on to it after the step that it is in, whose result is then the lease's last.
@@ -360,7 +363,7 @@ class ReplicaScheduler:
         busy = self._pending[-1].plan.work if self._pending else None
         if not (isinstance(busy, Decode) and busy.lease > 1):
             return None
-        if not (self._prefilling or self._released_slots):
+        if not (self._prefilling or self._released_slots or self._admissions):
             return None
         return self._send(None, (), self.kv.take_copies())
 
@@ -421,6 +424,10 @@ class ReplicaScheduler:
 
     def _grow_due(self) -> None:
         """Makes sure that every decoding request has room for its next token."""
+        beginners, self._beginners = self._beginners, []
+        for request, admission in beginners:
+            if request.num_admissions == admission and request.state is RequestState.DECODING:
+                self._enter(request)
         for request, admission in self._calendar.pop(self._decode_steps, ()):
             if request.num_admissions != admission or request.state is not RequestState.DECODING:
                 continue  # it has left since, and may be back with another table

@@ -1,5 +1,7 @@
 """Requests with n > 1: one prompt, several sequences, one request to the outside."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from protos.errors import Internal, InvalidArgument, Overloaded
@@ -154,6 +156,27 @@ def test_the_first_sequence_may_be_aborted_while_others_wait_for_it() -> None:
     assert sink.tokens_of(1) == expected_tokens(PROMPT, 8, 1)
     assert sink.tokens_of(2) == expected_tokens(PROMPT, 8, 2)
     assert_clean(rig)
+
+
+def test_a_sequence_joins_while_a_lease_is_under_way() -> None:
+    """One gives up its slot amid steps that run in a row; the one that waited is forked into it, and has room when it needs it."""
+    forked = 0
+    for moment in range(20):
+        geometry = make_geometry(max_num_seqs=2, buckets=(1, 2))
+        rig = make_rig(geometry, prefix_caching=False, max_lease=9)
+        sink = rig.submit(make_submission(PROMPT, n=3, max_tokens=24))
+        steps = iter(range(1000))
+
+        def leave(rig: Rig = rig, moment: int = moment, steps: Iterator[int] = steps) -> None:
+            if next(steps) == moment:
+                rig.engine.abort("r", 1)
+
+        rig.meanwhile = leave
+        rig.run()
+        assert [sink.tokens_of(one) for one in (0, 2)] == [expected_tokens(PROMPT, 24, one) for one in (0, 2)]
+        forked += rig.scheduler.stats.forks == 2
+        assert_clean(rig)
+    assert forked > 5
 
 
 def test_one_failing_sequence_fails_the_request() -> None:
