@@ -128,10 +128,8 @@ class InferenceClient:
         """
         if not self.connected:
             raise self._down
-        submission = Submission(len(requests), self._abort)
-        for index, request in enumerate(requests):
-            live = Live(request, submission, index)
-            submission.live.append(live)
+        submission = Submission(requests, self._abort)
+        for live in submission.live:
             self._send(live)
         return submission
 
@@ -357,13 +355,16 @@ class InferenceClient:
             if event.HasField("error"):
                 self._on_error(live, from_proto(event.error))
                 continue
-            live.on_event(event.token_ids)
+            if event.sequence in live.ended:
+                continue  # the same, of one of its sequences
+            live.on_event(event)
             if event.finish_reason:
-                self._forget(live)
+                if live.over:
+                    self._forget(live)
                 if event.finish_reason == pb.FINISH_REASON_ABORT:
                     live.submission.fail(Aborted("the request was aborted at the scheduler"))
                     continue
-            live.submission.put(live.index, event)
+            live.submission.put(live.index + event.sequence, event)
 
     def _on_error(self, live: Live, error: TriptychError) -> None:
         if live.accepted and isinstance(error, Unavailable | Overloaded):
@@ -387,11 +388,16 @@ class InferenceClient:
             live.retry.cancel()
             live.retry = None
         live.accepted = True
-        ended = finished_already(live.request, live.received, self._eos_token_ids)
+        for sequence, received in enumerate(live.received):
+            if sequence in live.ended:
+                continue
+            ended = finished_already(live.request, sequence, received, self._eos_token_ids)
+            if ended is not None:
+                live.ended.add(sequence)
+                live.submission.put(live.index + sequence, ended)
         del self._live[live.wire_id]
-        if ended is not None:
+        if live.over:
             live.stop_timers()
-            live.submission.put(live.index, ended)
             return
         live.renew()
         self._send(live)
@@ -412,9 +418,18 @@ class InferenceClient:
         if self._live.pop(live.wire_id, None) is not None:
             live.stop_timers()
 
-    def _abort(self, live: Live) -> None:
-        """Drops a request; tells the scheduler if it may still be running there."""
-        if self._live.get(live.wire_id) is live:
+    def _abort(self, live: Live, sequence: int | None = None) -> None:
+        """Drops a request, or one of its sequences; tells the scheduler if it may still be running there."""
+        if self._live.get(live.wire_id) is not live:
+            return
+        abort = inference.AbortRequest(request_id=live.wire_id)
+        if sequence is not None:
+            if sequence in live.ended:
+                return
+            live.ended.add(sequence)
+        if sequence is None or live.over:
             self._forget(live)
-            if self.connected:
-                self._put(inference.ConnectRequest(abort=inference.AbortRequest(request_id=live.wire_id)))
+        else:
+            abort.sequence = sequence
+        if self.connected:
+            self._put(inference.ConnectRequest(abort=abort))

@@ -8,7 +8,8 @@ others (word pieces, for example) are decoded again over a short window of recen
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
@@ -119,11 +120,23 @@ class WindowedDetokenizer:
     The window starts at the last token boundary before which everything is settled (vLLM and TGI call its ends prefix and read offset).
     """
 
-    __slots__ = ("_decode", "_ids", "_read", "_settled", "_start")
+    __slots__ = ("_decode", "_glued", "_ids", "_read", "_settled", "_start")
 
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
-        """Starts behind ``context``, the last tokens of the prompt."""
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        context: Sequence[int],
+        glued: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Starts behind ``context``, the last tokens of the prompt.
+
+        Args:
+            decode: text of a few tokens.
+            context: see above.
+            glued: tokens that are written without a space between them, and how.
+        """
         self._decode = decode
+        self._glued = glued
         self._ids = list(context)
         self._start = 0
         self._read = len(self._ids)
@@ -139,6 +152,8 @@ class WindowedDetokenizer:
         if len(text) <= len(self._settled) or text.endswith(REPLACEMENT):
             return ""
         delta = text[len(self._settled) :]
+        if token_id in self._glued and len(self._ids) > 1 and self._ids[-2] in self._glued:
+            delta = self._glued[token_id]
         self._start, self._read = self._read, len(self._ids)
         self._settled = self._decode(self._ids[self._start :])
         return delta
@@ -155,34 +170,51 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         decoder = tokenizer.decoder
         self._rule = _bytewise_rule(json.loads(decoder.__getstate__()) if decoder is not None else None)
-        self._special = {
-            token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
         # By the special tokens that are skipped: a handful of sets, as markers belong to formats.
         self._tables: dict[frozenset[int], _TokenBytes] = {}
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, special ones included; part of a character where that is what it is."""
+        if self._rule is not None:
+            return self._table(frozenset(), self._rule)[token_id]
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+    def _table(self, skipped: frozenset[int], rule: Callable[[str], bytes]) -> _TokenBytes:
+        table = self._tables.get(skipped)
+        if table is None:
+            table = self._tables[skipped] = _TokenBytes(self._tokenizer, rule, skipped)
+        return table
+
     def make(
-        self, *, skip_special_tokens: bool, shown: frozenset[str] = frozenset(), prompt: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[str] = frozenset(),
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
     ) -> Detokenizer:
         """A detokenizer for one sequence.
 
         Args:
             skip_special_tokens: leave out special tokens.
             shown: but not these.
-            prompt: what the sequence continues.
+            spaces_between_special_tokens: whether a tokenizer that writes spaces between tokens does so between added ones, too.
+            prompt: what the sequence continues; its last tokens are enough.
         """
         skipped = frozenset[int]()
         if skip_special_tokens:
             skipped = frozenset(i for content, i in self._special.items() if content not in shown)
         if self._rule is not None:
-            table = self._tables.get(skipped)
-            if table is None:
-                table = self._tables[skipped] = _TokenBytes(self._tokenizer, self._rule, skipped)
-            return BytewiseDetokenizer(table)
+            return BytewiseDetokenizer(self._table(skipped, self._rule))
 
         def decode(token_ids: list[int]) -> str:
             visible = [token_id for token_id in token_ids if token_id not in skipped]
             text: str = self._tokenizer.decode(visible, skip_special_tokens=False)
             return text
 
-        return WindowedDetokenizer(decode, prompt[-_CONTEXT_TOKENS:])
+        glue = not spaces_between_special_tokens and not skip_special_tokens
+        return WindowedDetokenizer(decode, prompt[-_CONTEXT_TOKENS:], self._added if glue else {})

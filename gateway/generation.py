@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from gateway.client import InferenceClient
 from gateway.detokenizer import Detokenizer
+from gateway.logprobs import TokenReport
 from gateway.metrics import Metrics
 from gateway.schemas.sampling import SamplingRequest
 from gateway.served_model import Served
@@ -28,6 +30,34 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     # The stop string or the stop token that ended it; None for the model's own end tokens.
     stop_reason: str | int | None = None
+    # Of its tokens, if log-probabilities were asked for; text that is held back comes later than its tokens do.
+    tokens: tuple[TokenReport, ...] = ()
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What is known of one prompt, for all sequences that continue it.
+
+    Attributes:
+        token_ids: the prompt.
+        logprobs: one entry for each token but the first, once they are known and if they were asked for.
+        echo: the text that each answer begins with, if answers repeat the prompt.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[pb.TokenLogprobs] = ()
+    echo: str = ""
+
+    def reports(self, detokenizer: Detokenizer, count: int) -> tuple[TokenReport, ...]:
+        """Its tokens as part of an answer that begins with it, each with the ``count`` likeliest ones."""
+        found, offset = [], 0
+        for token_id, entry in zip(self.token_ids, (None, *self.logprobs), strict=True):
+            if entry is None:
+                found.append(TokenReport(token_id, offset, None))
+            else:
+                found.append(TokenReport.of(token_id, offset, entry, count))
+            offset += len(detokenizer.push((token_id,)))
+        return tuple(found)
 
 
 @dataclass(slots=True)
@@ -42,10 +72,16 @@ class SequenceText:
     min_tokens: int
     include_stop: bool
     stop_token_ids: frozenset[int]
+    # How many likeliest tokens are told with each one; None: no log-probabilities at all.
+    num_logprobs: int | None = None
     num_cached_tokens: int = 0
     num_tokens: int = 0
+    # Of the text so far, held back or not.
+    num_chars: int = 0
     last_at: float = 0.0
     finished: bool = False
+    # Whether the prompt is still to be repeated before the first text.
+    to_echo: bool = False
 
     def push(self, event: inference.GenerateEvent) -> Delta:
         """Takes an event; the delta may be empty. If a stop string was found, it is finished and takes no more events."""
@@ -53,37 +89,42 @@ class SequenceText:
         token_ids = event.token_ids
         # The token that ended the sequence has text of its own only if the client wants to see it.
         hidden = bool(reason and token_ids and event.HasField("stop_token_id") and not self.include_stop)
-        if self.stops is None:
+        if self.stops is None and self.num_logprobs is None:
             self.num_tokens += len(token_ids)
             text = self.detokenizer.push(token_ids[:-1] if hidden else token_ids)
             if reason is None:
                 return Delta(self.index, text)
             self.finished = True
             return Delta(self.index, text + self.detokenizer.finish(), reason, self._stop_token(event))
-        return self._push_watching(event, reason, len(token_ids) - hidden, self.stops)
+        return self._push_one_by_one(event, reason, len(token_ids) - hidden)
 
-    def _push_watching(
-        self, event: inference.GenerateEvent, reason: str | None, visible: int, stops: StopStrings
-    ) -> Delta:
-        """Goes token by token, so that a stop string ends the count at the token that completed it."""
-        text = ""
+    def _push_one_by_one(self, event: inference.GenerateEvent, reason: str | None, visible: int) -> Delta:
+        """Goes token by token, so that a stop string ends the count at the token that completed it, and each one's place is known."""
+        text, stops, tokens = "", self.stops, []
         for position, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
+            if self.num_logprobs is not None:
+                entry = event.logprobs[position]
+                tokens.append(TokenReport.of(token_id, self.num_chars, entry, self.num_logprobs))
             piece = self.detokenizer.push((token_id,)) if position < visible else ""
-            if self.num_tokens <= self.min_tokens:
+            self.num_chars += len(piece)
+            if stops is None or self.num_tokens <= self.min_tokens:
                 text += piece
                 continue
             text += stops.feed(piece)
             if stops.matched is not None:
                 self.finished = True
-                return Delta(self.index, text, "stop", stops.matched)
+                return Delta(self.index, text, "stop", stops.matched, tuple(tokens))
         if reason is None:
-            return Delta(self.index, text)
+            return Delta(self.index, text, tokens=tuple(tokens))
         self.finished = True
-        text += stops.feed(self.detokenizer.finish())
-        if stops.matched is not None:
-            return Delta(self.index, text, "stop", stops.matched)
-        return Delta(self.index, text + stops.flush(), reason, self._stop_token(event))
+        last, stop_reason = self.detokenizer.finish(), self._stop_token(event)
+        if stops is not None:
+            last = stops.feed(last)
+            if stops.matched is not None:
+                return Delta(self.index, text + last, "stop", stops.matched, tuple(tokens))
+            last += stops.flush()
+        return Delta(self.index, text + last, reason, stop_reason, tuple(tokens))
 
     def _stop_token(self, event: inference.GenerateEvent) -> int | None:
         return event.stop_token_id if event.stop_token_id in self.stop_token_ids else None
@@ -109,13 +150,19 @@ class Usage:
 
 @dataclass(slots=True)
 class Generation:
-    """The running answer to one HTTP request: a sequence per prompt.
+    """The running answer to one HTTP request: n sequences per prompt, all of a prompt's before the next one's.
 
     A context manager: leaving it aborts whatever still runs.
     """
 
     submission: Submission
     sequences: list[SequenceText]
+    prompts: list[Prompt]
+    n: int
+    # Nothing but the prompt is wanted: what is generated is neither shown nor counted.
+    prompt_only: bool
+    # Makes one that sees a prompt's text.
+    make_detokenizer: Callable[[], Detokenizer]
     metrics: Metrics
     clock: Callable[[], float]
     arrived: float
@@ -128,6 +175,7 @@ class Generation:
         body: SamplingRequest,
         requests: Sequence[inference.GenerateRequest],
         *,
+        echoes: Sequence[str] | None,
         metrics: Metrics,
         clock: Callable[[], float],
         arrived: float,
@@ -140,6 +188,7 @@ class Generation:
             served: the model.
             body: the HTTP request.
             requests: one per prompt.
+            echoes: for each prompt the text that its answers begin with, if they do.
             metrics: what is measured.
             clock: monotonic seconds.
             arrived: when the HTTP request came, by that clock.
@@ -148,13 +197,16 @@ class Generation:
         Raises:
             Unavailable: if there is no scheduler.
         """
+        n = body.n
         sequences = [
             SequenceText(
-                index=index,
-                num_prompt_tokens=len(request.prompt_token_ids),
+                index=index * n + sequence,
+                # A prompt is computed once, and counted once.
+                num_prompt_tokens=0 if sequence else len(request.prompt_token_ids),
                 detokenizer=served.text.detokenizers.make(
                     skip_special_tokens=body.skip_special_tokens and markers is not None,
                     shown=markers or frozenset(),
+                    spaces_between_special_tokens=body.spaces_between_special_tokens,
                     prompt=request.prompt_token_ids[-8:],
                 ),
                 stops=StopStrings(body.stop, include_in_output=body.include_stop_str_in_output)
@@ -163,10 +215,20 @@ class Generation:
                 min_tokens=body.min_tokens,
                 include_stop=body.include_stop_str_in_output,
                 stop_token_ids=frozenset(body.stop_token_ids),
+                num_logprobs=body.num_logprobs,
+                num_chars=len(echoes[index]) if echoes is not None else 0,
+                to_echo=echoes is not None,
             )
             for index, request in enumerate(requests)
+            for sequence in range(n)
         ]
-        return cls(client.submit(requests), sequences, metrics, clock, arrived)
+        prompts = [
+            Prompt(request.prompt_token_ids, echo=echoes[index] if echoes is not None else "")
+            for index, request in enumerate(requests)
+        ]
+        make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
+        submission = client.submit(requests)
+        return cls(submission, sequences, prompts, n, body.prompt_only, make, metrics, clock, arrived)
 
     def __enter__(self) -> Self:
         return self
@@ -195,8 +257,10 @@ class Generation:
                 continue
             if event.HasField("prompt"):
                 sequence.num_cached_tokens = event.prompt.num_cached_tokens
+            if event.prompt_logprobs:
+                self.prompts[index // self.n].logprobs = event.prompt_logprobs
             before = sequence.num_tokens
-            delta = sequence.push(event)
+            delta = self._with_prompt(sequence, sequence.push(event))
             if sequence.num_tokens > before:
                 self._measure(sequence, now, sequence.num_tokens - before)
             if delta.finish_reason is not None:
@@ -204,6 +268,21 @@ class Generation:
                     self.submission.finish(index)
                 self.metrics.finished(delta.finish_reason, sequence.num_prompt_tokens, now - self.arrived)
             yield delta
+
+    def _with_prompt(self, sequence: SequenceText, delta: Delta) -> Delta:
+        """The delta as the client sees it where answers repeat the prompt."""
+        if self.prompt_only:
+            sequence.num_tokens = 0
+            delta = delta._replace(text="", tokens=())
+        if not sequence.to_echo:
+            return delta
+        sequence.to_echo = False
+        prompt = self.prompts[sequence.index // self.n]
+        delta = delta._replace(text=prompt.echo + delta.text)
+        if sequence.num_logprobs is None:
+            return delta
+        reports = prompt.reports(self.make_detokenizer(), sequence.num_logprobs)
+        return delta._replace(tokens=reports + delta.tokens)
 
     def _measure(self, sequence: SequenceText, now: float, count: int) -> None:
         if sequence.last_at:

@@ -71,7 +71,7 @@ class Metrics:
         )
         live = Gauge(
             "triptych:gateway_requests_in_flight",
-            "Sequences under way at the scheduler.",
+            "Requests under way at the scheduler.",
             registry=self.registry,
         )
         live.set_function(num_live)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from gateway.schemas.base import quote
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.embeddings import EmbeddingRequest
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import Tool
 from gateway.served_model import Served
-from gateway.tokenization import TextWorker
+from gateway.tokenization import TextCodec, TextWorker
 from gateway.tools.prompting import in_words
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
@@ -126,6 +127,51 @@ def check_length(served: Served, prompt: Sequence[int], limit: int | None, *, pa
         raise ContextExceeded(f"this model's context is {context} tokens, but {asked}; {advice}", param=param)
 
 
+def truncated(served: Served, body: SamplingRequest, prompt: list[int]) -> list[int]:
+    """The tokens of a prompt that the body wants to keep.
+
+    Raises:
+        InvalidArgument: if it wants more than the context has room for.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    room = served.model.max_model_len - (body.output_limit or 1)
+    if keep > room:
+        raise InvalidArgument(
+            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that the context of "
+            f"{served.model.max_model_len} has room for beside the answer; keep fewer, or send -1",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:
+        keep = room
+    if len(prompt) <= keep or keep < 1:
+        return prompt
+    return prompt[:keep] if body.truncation_side == "right" else prompt[-keep:]
+
+
+def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
+    """Token sequences that write some words: each at the start of a text and, where that gives other tokens, behind a space.
+
+    With a space, only what begins with another token and is as long is a form of the same word; so vLLM has it.
+
+    Raises:
+        InvalidArgument: if a word has no tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = text.encode(word.lstrip(), add_special_tokens=False)
+        if not plain:
+            raise InvalidArgument(
+                f"'bad_words' has {quote(word)}, which has no tokens; leave it out", param="bad_words"
+            )
+        found.append(plain)
+        spaced = text.encode(f" {word.lstrip()}", add_special_tokens=False)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
 def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams:
     """The body's sampling parameters, with the model's recommended ones where the body is silent.
 
@@ -161,6 +207,10 @@ def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams
     for token_id, bias in (body.logit_bias or {}).items():
         _known("logit_bias", (token_id,), model)
         params.logit_bias[token_id] = bias
+    if body.num_logprobs is not None:
+        params.logprobs = body.num_logprobs
+    if body.num_prompt_logprobs is not None:
+        params.prompt_logprobs = body.num_prompt_logprobs
     return params
 
 
@@ -180,15 +230,17 @@ def generate_requests(
     request_id: str,
     *,
     tenant: str = "",
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> list[inference.GenerateRequest]:
     """One wire request per prompt, after all checks that need no scheduler.
 
     Args:
         served: the model.
-        body: the HTTP request.
+        body: the HTTP request; each prompt is continued ``n`` times.
         prompts: token ids, one list a prompt.
         request_id: unique in this process; becomes the wire id, with the prompt's index if there are several.
         tenant: whom the scheduler is to be fair to.
+        bad_words: see :func:`bad_word_tokens`.
 
     Raises:
         InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
@@ -197,11 +249,14 @@ def generate_requests(
     for prompt in prompts:
         check_length(served, prompt, body.output_limit, param=param)
     sampling = sampling_of(body, served.model)
+    for token_ids in bad_words:
+        sampling.bad_words.add(token_ids=token_ids)
     return [
         inference.GenerateRequest(
             request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
             prompt_token_ids=prompt,
             sampling=sampling,
+            n=body.n if body.n > 1 else None,
             priority=body.priority,
             tenant=tenant,
             cache_salt=body.cache_salt or "",

@@ -12,6 +12,7 @@ from gateway import sse
 from gateway.context import note
 from gateway.errors import ClientGone, internal
 from gateway.generation import Delta, Generation
+from gateway.logprobs import TokenReport
 from protos.errors import TriptychError
 from protos.logs import get_logger
 
@@ -79,21 +80,26 @@ def noted(scope: Scope, generation: Generation) -> Iterator[None]:
 
 
 async def collect(generation: Generation, scope: Scope, receive: Receive) -> list[Delta]:
-    """The whole text of each sequence.
+    """The whole text of each sequence, and its tokens if they are reported.
 
     Raises:
         TriptychError: if the request failed; ``ClientGone`` if nobody waits for the answer any more.
     """
     texts: list[list[str]] = [[] for _ in generation.sequences]
+    tokens: list[list[TokenReport]] = [[] for _ in generation.sequences]
     ends: dict[int, Delta] = {}
     with generation, noted(scope, generation):
         async with ends_with_client(receive, generation):
             while deltas := await generation.deltas():
                 for delta in deltas:
                     texts[delta.sequence].append(delta.text)
+                    tokens[delta.sequence] += delta.tokens
                     if delta.finish_reason is not None:
                         ends[delta.sequence] = delta
-    return [ends[index]._replace(text="".join(parts)) for index, parts in enumerate(texts)]
+    return [
+        ends[index]._replace(text="".join(parts), tokens=tuple(tokens[index]))
+        for index, parts in enumerate(texts)
+    ]
 
 
 class EventStream(Response):
@@ -137,14 +143,14 @@ class EventStream(Response):
     def _encode(self, deltas: list[Delta]) -> bytes:
         usage: dict[str, Any] | None = self._generation.usage.body() if self._continuous_usage else None
         chunks, out = self._chunks, []
-        for index, text, finish_reason, stop_reason in deltas:
+        for index, text, finish_reason, stop_reason, tokens in deltas:
             if not self._opened[index]:
                 self._opened[index] = True
                 out.append(chunks.opening(index, usage))
             if finish_reason is not None:
-                out.append(chunks.final(index, text, finish_reason, stop_reason, usage))
-            elif text:
-                out.append(chunks.delta(index, text, usage))
+                out.append(chunks.final(index, text, finish_reason, stop_reason, usage, tokens))
+            elif text or tokens:
+                out.append(chunks.delta(index, text, usage, tokens))
         return b"".join(out)
 
 

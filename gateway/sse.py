@@ -11,6 +11,7 @@ import orjson
 from gateway.answer_reader import AnswerReader
 from gateway.answer_reader import finish_reason as reason_with_calls
 from gateway.errors import error_body
+from gateway.logprobs import Reporter, TokenReport
 from gateway.tools.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
 
@@ -32,7 +33,9 @@ class Chunks:
     _before_text: bytes
     _after_text: bytes
 
-    def __init__(self, answer_id: str, created: int, model: str, *, with_usage: bool) -> None:
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
+    ) -> None:
         """Prepares the constant parts.
 
         Args:
@@ -40,14 +43,24 @@ class Chunks:
             created: seconds since the epoch.
             model: the served name.
             with_usage: whether a usage chunk will follow; every other chunk then says ``"usage":null``, as OpenAI's do.
+            reporter: writes log-probabilities, if they were asked for.
         """
         fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
         self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._starts: dict[int, bytes] = {}
+        self._reporter = reporter
 
-    def delta(self, index: int, text: str, usage: dict[str, Any] | None = None) -> bytes:
-        """More text of choice ``index``; with the usage so far if given."""
+    def delta(
+        self,
+        index: int,
+        text: str,
+        usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
+    ) -> bytes:
+        """More text of choice ``index``; with the usage so far if given, and with the log-probabilities of ``tokens`` if there are any."""
+        if tokens:
+            return self._choice(self._reported(index, text, tokens), usage)
         start = self._starts.get(index)
         if start is None:
             start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
@@ -58,6 +71,10 @@ class Chunks:
 
     def _choice(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> bytes:
         return self._head + orjson.dumps(choice) + self._end(usage)
+
+    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+        """A choice with text and log-probabilities."""
+        raise NotImplementedError
 
     def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
         """What comes before a choice's first text."""
@@ -70,6 +87,7 @@ class Chunks:
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """A choice's last text and its end."""
         raise NotImplementedError
@@ -98,13 +116,18 @@ class ChatChunks(Chunks):
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """The last text, if any, in a chunk of its own; then an empty delta with the reason."""
-        last = self.delta(index, text, usage) if text else b""
+        last = self.delta(index, text, usage, tokens) if text or tokens else b""
         choice = {
             "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
         }  # fmt: skip
         return last + self._choice(choice, usage)
+
+    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+        logprobs = self._reporter.chat(tokens) if self._reporter else None
+        return {"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
 
 
 class ReadChunks(ChatChunks):
@@ -119,12 +142,15 @@ class ReadChunks(ChatChunks):
         with_usage: bool,
         new_reader: Callable[[], AnswerReader],
         named: bool,
+        reporter: Reporter | None = None,
     ) -> None:
         """As the base's; see :mod:`gateway.answer_reader` for the rest."""
-        super().__init__(answer_id, created, model, with_usage=with_usage)
+        super().__init__(answer_id, created, model, with_usage=with_usage, reporter=reporter)
         self._new_reader = new_reader
         self._named = named
         self._readers: dict[int, AnswerReader] = {}
+        # Whose text a reader holds back, by choice: they are reported with what is told next.
+        self._untold: dict[int, list[TokenReport]] = {}
 
     def _reader(self, index: int) -> AnswerReader:
         reader = self._readers.get(index)
@@ -132,8 +158,15 @@ class ReadChunks(ChatChunks):
             reader = self._readers[index] = self._new_reader()
         return reader
 
-    def delta(self, index: int, text: str, usage: dict[str, Any] | None = None) -> bytes:
+    def delta(
+        self,
+        index: int,
+        text: str,
+        usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
+    ) -> bytes:
         """What the text settles; perhaps nothing."""
+        self._untold.setdefault(index, []).extend(tokens)
         return self._events(index, self._reader(index).feed(text), usage)
 
     def final(
@@ -143,11 +176,16 @@ class ReadChunks(ChatChunks):
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """The last text, what was held back, and the end."""
         reader = self._reader(index)
+        self._untold.setdefault(index, []).extend(tokens)
         rest = self._events(index, [*reader.feed(text), *reader.finish()], usage)
         reason = reason_with_calls(finish_reason, reader.num_calls, named=self._named)
+        untold = self._told(index)
+        if untold:
+            rest += super().delta(index, "", usage, untold)
         return rest + super().final(index, "", reason, stop_reason, usage)
 
     def _events(self, index: int, events: Sequence[Event], usage: dict[str, Any] | None) -> bytes:
@@ -157,7 +195,7 @@ class ReadChunks(ChatChunks):
         delta: dict[str, Any]
         match event:
             case Text(text):
-                return super().delta(index, text, usage)
+                return super().delta(index, text, usage, self._told(index))
             case Reasoning(text):
                 # Under both names that clients know: vLLM's and DeepSeek's.
                 delta = {"reasoning": text, "reasoning_content": text}
@@ -168,7 +206,16 @@ class ReadChunks(ChatChunks):
                 delta = {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]}
             case CallRevoked():
                 return b""
-        return self._choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, usage)
+        tokens = self._told(index)
+        logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
+        return self._choice(
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}, usage
+        )
+
+    def _told(self, index: int) -> Sequence[TokenReport]:
+        """The tokens that were not reported yet; they are now."""
+        tokens, self._untold[index] = self._untold.get(index, []), []
+        return tokens
 
 
 class CompletionChunks(Chunks):
@@ -189,9 +236,13 @@ class CompletionChunks(Chunks):
         finish_reason: str,
         stop_reason: str | int | None,
         usage: dict[str, Any] | None = None,
+        tokens: Sequence[TokenReport] = (),
     ) -> bytes:
         """The last text together with the reason."""
-        choice = {
-            "index": index, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
-        }  # fmt: skip
+        choice = self._reported(index, text, tokens)
+        choice |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         return self._choice(choice, usage)
+
+    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+        logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}

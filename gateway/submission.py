@@ -1,7 +1,7 @@
 """Requests under way on the Connect stream, and the mailbox in which their events arrive."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from protos.errors import TriptychError
@@ -17,7 +17,11 @@ class Live:
 
     Attributes:
         request: as it was last sent.
-        received: tokens of it so far, in order.
+        n: its sequences.
+        received: tokens of each sequence so far, in order.
+        ended: sequences of which no more is wanted, because they have finished or their reader has seen enough.
+        told_prompt: whether the prompt's log-probabilities have come.
+        index: the number of its first sequence in its submission.
         accepted: whether it has been running, so that trouble means waiting instead of failing.
         deadline: runs while the request waits for a lost scheduler.
         patience: what was left of the deadline when it stopped, seconds; ``None``: all of it.
@@ -29,19 +33,25 @@ class Live:
         "_first_id",
         "accepted",
         "deadline",
+        "ended",
         "index",
+        "n",
         "patience",
         "received",
         "request",
         "retry",
         "submission",
+        "told_prompt",
     )
 
     def __init__(self, request: inference.GenerateRequest, submission: "Submission", index: int) -> None:
         self.request = request
         self.submission = submission
         self.index = index
-        self.received: list[int] = []
+        self.n = request.n or 1
+        self.received: list[list[int]] = [[] for _ in range(self.n)]
+        self.ended: set[int] = set()
+        self.told_prompt = False
         self.accepted = False
         self.deadline: asyncio.TimerHandle | None = None
         self.patience: float | None = None
@@ -54,9 +64,18 @@ class Live:
         """Its id on the wire; a new one per attempt."""
         return self.request.request_id
 
-    def on_event(self, token_ids: Iterable[int]) -> None:
-        """Notes tokens that arrived."""
-        self.received.extend(token_ids)
+    @property
+    def over(self) -> bool:
+        """Whether all of its sequences have ended."""
+        return len(self.ended) == self.n
+
+    def on_event(self, event: inference.GenerateEvent) -> None:
+        """Notes what arrived."""
+        self.received[event.sequence].extend(event.token_ids)
+        if event.finish_reason:
+            self.ended.add(event.sequence)
+        if event.prompt_logprobs:
+            self.told_prompt = True
         self.accepted = True
         self.patience = None
         if self.deadline is not None:
@@ -74,13 +93,19 @@ class Live:
             self.deadline = None
 
     def renew(self) -> None:
-        """Makes ``request`` one that continues behind what was received."""
+        """Makes ``request`` one whose sequences continue behind what was received of each."""
         self._attempt += 1
         renewed = inference.GenerateRequest()
         renewed.CopyFrom(self.request)
         renewed.request_id = f"{self._first_id}.r{self._attempt}"
-        renewed.ClearField("resumed_token_ids")
-        renewed.resumed_token_ids.extend(self.received)
+        renewed.ClearField("resumed")
+        for sequence, token_ids in enumerate(self.received):
+            if sequence in self.ended:
+                renewed.resumed.add(sequence=sequence, finished=True)
+            elif token_ids:
+                renewed.resumed.add(sequence=sequence, token_ids=token_ids)
+        if self.told_prompt:
+            renewed.sampling.ClearField("prompt_logprobs")
         self.request = renewed
 
     def stop_timers(self) -> None:
@@ -92,24 +117,31 @@ class Live:
 
 
 class Submission:
-    """The events of requests that were submitted together, for one reader."""
+    """The events of requests that were submitted together, for one reader. Their sequences are numbered through, in the requests' order."""
 
-    def __init__(self, size: int, abort: Callable[[Live], None]) -> None:
-        """Waits for the events of ``size`` requests.
+    def __init__(
+        self, requests: Sequence[inference.GenerateRequest], abort: Callable[[Live, int | None], None]
+    ) -> None:
+        """Waits for the events of ``requests``.
 
         Args:
-            size: how many requests belong to it.
-            abort: drops one of them, here and at the scheduler; harmless for one that has finished.
+            requests: what belongs to it.
+            abort: drops one of them, or one of its sequences, here and at the scheduler; harmless for what has finished.
         """
         self.live: list[Live] = []
+        self._sequences: list[tuple[Live, int]] = []
+        for request in requests:
+            live = Live(request, self, len(self._sequences))
+            self.live.append(live)
+            self._sequences += [(live, sequence) for sequence in range(live.n)]
         self._abort = abort
-        self._unfinished = set(range(size))
+        self._unfinished = set(range(len(self._sequences)))
         self._events: list[tuple[int, inference.GenerateEvent]] = []
         self._error: TriptychError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> list[tuple[int, inference.GenerateEvent]]:
-        """Waits for events and returns all that are there, each with its request's index; empty once all have finished.
+        """Waits for events and returns all that are there, each with its sequence's number; empty once all have finished.
 
         Raises:
             TriptychError: if a request failed. The others of the submission have then been aborted.
@@ -125,7 +157,7 @@ class Submission:
         return []
 
     def put(self, index: int, event: inference.GenerateEvent) -> None:
-        """Adds an event of request ``index``."""
+        """Adds an event of sequence ``index``."""
         if event.finish_reason:
             self._unfinished.discard(index)
         self._events.append((index, event))
@@ -141,12 +173,12 @@ class Submission:
     def abort(self) -> None:
         """Drops all requests that have not finished; no further events of them will come."""
         for live in self.live:
-            self._abort(live)
+            self._abort(live, None)
 
     def finish(self, index: int) -> None:
-        """The reader needs no more of request ``index`` (a stop string was found): aborts it and counts it as finished."""
+        """The reader needs no more of sequence ``index`` (a stop string was found): aborts it and counts it as finished."""
         self._unfinished.discard(index)
-        self._abort(self.live[index])
+        self._abort(*self._sequences[index])
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -154,14 +186,14 @@ class Submission:
 
 
 def finished_already(
-    request: inference.GenerateRequest, received: list[int], eos_token_ids: frozenset[int]
+    request: inference.GenerateRequest, sequence: int, received: list[int], eos_token_ids: frozenset[int]
 ) -> inference.GenerateEvent | None:
-    """The last event of a request whose tokens are complete although its end was never heard; ``None`` if it goes on.
+    """The last event of a sequence whose tokens are complete although its end was never heard; ``None`` if it goes on.
 
-    A connection can break between a request's last token and the word that it was the last.
+    A connection can break between a sequence's last token and the word that it was the last.
     """
     sampling = request.sampling
-    event = inference.GenerateEvent(request_id=request.request_id)
+    event = inference.GenerateEvent(request_id=request.request_id, sequence=sequence)
     if received and len(received) >= max(1, sampling.min_tokens):
         last = received[-1]
         if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):

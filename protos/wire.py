@@ -12,7 +12,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # Raised whenever a message changes its meaning in a way that an older peer would misread. Exchanged at connect
 # (Register, Describe, the first message of Connect); unequal revisions are refused with SCHEMA_MISMATCH.
-SCHEMA_REVISION: Final = 1
+SCHEMA_REVISION: Final = 2
 
 # Longest message either end accepts. A prompt of a million token ids is about 3 MB.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024

@@ -4,8 +4,9 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from protos.errors import ConfigurationRefused, InvalidArgument, NotFound, Unsupported, from_proto
+from protos.errors import ConfigurationRefused, InvalidArgument, NotFound, from_proto
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc.engine import Submission
 from scheduler_svc.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
@@ -25,9 +26,20 @@ from scheduler_svc.pool_engine import PoolSubmission
 from scheduler_svc.pooling import PoolShape
 from scheduler_svc.request import Event, FinishReason, Logprobs, Pooling, PoolTask
 from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sequences import MAX_SEQUENCES, Resumed
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256
+
+# Far more than is asked for in earnest, few enough that a request neither holds everybody up here nor fills a worker's tables.
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 256
+# Twice the largest vocabularies.
+MAX_ALLOWED_TOKEN_IDS = 1 << 19
+MAX_REPETITION_PENALTY = 10.0
+
 # Below the 4 MiB that gRPC's clients take unless told otherwise, tokens of a chunk or two included.
 _KEYS_PER_MESSAGE, _MESSAGE_WEIGHT = 4096, 1 << 20
 
@@ -74,25 +86,38 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         InvalidArgument: naming the field, its bounds and what was sent.
     """
     _check_common(request)
-    if request.HasField("n") and request.n != 1:
-        raise Unsupported(f"n must be 1, not {request.n}: send one request per sequence", param="n")
     if request.lora_name:
         raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
     sampling = request.sampling
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     if max_tokens == 0:
         raise InvalidArgument("max_tokens must be at least 1", param="max_tokens")
+    n = request.n if request.HasField("n") else 1
+    if not 1 <= n <= MAX_SEQUENCES:
+        raise InvalidArgument(f"n must be between 1 and {MAX_SEQUENCES}, not {n}", param="n")
     return Submission(
         request_id=request.request_id or secrets.token_hex(16),
         prompt_token_ids=tuple(request.prompt_token_ids),
         sampling=_sampling_from_proto(sampling),
         max_tokens=max_tokens,
-        resumed_token_ids=tuple(request.resumed_token_ids),
+        n=n,
+        resumed=_resumed_from_proto(request.resumed, n),
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         sampling_fields=_set_fields(sampling),
     )
+
+
+def _resumed_from_proto(resumed: Sequence[inference_pb2.ResumedSequence], n: int) -> tuple[Resumed, ...]:
+    if not resumed:
+        return ()
+    numbers = {one.sequence for one in resumed}
+    if len(numbers) < len(resumed) or max(numbers) >= n:
+        raise InvalidArgument(f"resumed must name each sequence below n={n} at most once", param="resumed")
+    if sum(one.finished for one in resumed) == n:
+        raise InvalidArgument("all sequences have finished already; nothing is left to run", param="resumed")
+    return tuple(Resumed(one.sequence, tuple(one.token_ids), one.finished) for one in resumed)
 
 
 def pool_submission_from_proto(request: inference_pb2.PoolRequest) -> PoolSubmission:
@@ -146,6 +171,9 @@ def _sampling_from_proto(sampling: common_pb2.SamplingParams) -> SamplingParams:
     top_p = _bounded(sampling, "top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise InvalidArgument("top_p must be above 0 and at most 1, not 0", param="top_p")
+    repetition_penalty = _bounded(sampling, "repetition_penalty", 1.0, 0.0, MAX_REPETITION_PENALTY)
+    if repetition_penalty == 0:
+        raise InvalidArgument("repetition_penalty must be above 0, not 0", param="repetition_penalty")
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -154,16 +182,46 @@ def _sampling_from_proto(sampling: common_pb2.SamplingParams) -> SamplingParams:
         # Drawn once: a replay after a lost worker must continue with the same random numbers.
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
         max_tokens=sampling.max_tokens,
-        stop_token_ids=frozenset(sampling.stop_token_ids),
+        stop_token_ids=frozenset(_few(sampling, "stop_token_ids", MAX_STOP_TOKEN_IDS)),
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        min_tokens=sampling.min_tokens,
+        presence_penalty=_in_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
+        frequency_penalty=_in_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
+        repetition_penalty=repetition_penalty,
+        logit_bias=tuple(
+            (token, _in_range("logit_bias", bias, -100.0, 100.0))
+            for token, bias in _few(sampling, "logit_bias", MAX_LOGIT_BIASES).items()
+        ),
+        allowed_token_ids=tuple(sorted(set(_few(sampling, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)))),
+        bad_words=_bad_words_from_proto(_few(sampling, "bad_words", MAX_BAD_WORDS)),
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
     )
+
+
+def _few(sampling: common_pb2.SamplingParams, name: str, most: int) -> Any:
+    values = getattr(sampling, name)
+    if len(values) > most:
+        raise InvalidArgument(f"{name} takes at most {most} entries, got {len(values)}", param=name)
+    return values
+
+
+def _bad_words_from_proto(words: Sequence[common_pb2.TokenSequence]) -> tuple[tuple[int, ...], ...]:
+    lengths = [len(word.token_ids) for word in words]
+    if lengths and not 1 <= min(lengths) <= max(lengths) <= MAX_BAD_WORD_TOKENS:
+        raise InvalidArgument(
+            f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens", param="bad_words"
+        )
+    return tuple(tuple(word.token_ids) for word in words)
 
 
 def _bounded(
     sampling: common_pb2.SamplingParams, name: str, default: float, low: float, high: float
 ) -> float:
-    value = float(getattr(sampling, name)) if sampling.HasField(name) else default  # type: ignore[arg-type]
+    return _in_range(name, float(getattr(sampling, name)) if sampling.HasField(name) else default, low, high)  # type: ignore[arg-type]
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> float:
     if math.isnan(value) or not low <= value <= high:
         raise InvalidArgument(f"{name} must be between {low:g} and {high:g}, not {value:g}", param=name)
     return value
@@ -189,11 +247,13 @@ def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEven
         return inference_pb2.GenerateEvent(request_id=event[0], token_ids=(event[1],))
     message = inference_pb2.GenerateEvent(
         request_id=event.request_id,
+        sequence=event.sequence,
         token_ids=event.token_ids,
         logprobs=[_logprobs_to_proto(entry) for entry in event.logprobs],
         finish_reason=_FINISH_REASONS[event.finish_reason],
         stop_token_id=event.stop_token_id,
         error=event.error.to_proto() if event.error else None,
+        prompt_logprobs=[_logprobs_to_proto(entry) for entry in event.prompt_logprobs],
     )
     if event.first:
         message.prompt.num_tokens = event.num_prompt_tokens
@@ -327,29 +387,43 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
                 task=_POOL_TASK_NUMBERS[admission.pooling.task], normalize=admission.pooling.normalize
             ),
         )
-    sampling = admission.sampling
     return worker_pb2.SlotRequest(
         slot=admission.slot,
         request_id=admission.request_id,
+        sequence=admission.sequence,
         token_ids=admission.token_ids,
         num_prompt_tokens=admission.num_prompt_tokens,
         num_computed_tokens=admission.num_computed,
-        sampling=common_pb2.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sorted(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            logprobs=sampling.logprobs,
-        ),
+        sampling=_sampling_to_proto(admission.sampling),
         blocks=[
             worker_pb2.SlotBlocks(slot=admission.slot, group_id=group_id, block_ids=block_ids)
             for group_id, block_ids in enumerate(admission.block_ids)
         ],
     )
+
+
+def _sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    message = common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[common_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+    if sampling.repetition_penalty != 1.0:
+        message.repetition_penalty = sampling.repetition_penalty
+    return message
 
 
 def result_from_proto(result: worker_pb2.StepResult) -> StepResult:
@@ -367,14 +441,17 @@ def _output_from_proto(output: worker_pb2.SlotOutput) -> SlotOutput:
     return SlotOutput(
         slot=output.slot,
         token_ids=tuple(output.token_ids),
-        logprobs=tuple(
-            Logprobs(
-                entry.logprob, entry.rank, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
-            )
-            for entry in output.logprobs
-        ),
+        logprobs=_logprobs_from_proto(output.logprobs),
         error=from_proto(output.error) if output.HasField("error") else None,
         pooled=output.pooled,
+        prompt_logprobs=_logprobs_from_proto(output.prompt_logprobs),
+    )
+
+
+def _logprobs_from_proto(entries: Sequence[common_pb2.TokenLogprobs]) -> tuple[Logprobs, ...]:
+    return tuple(
+        Logprobs(entry.logprob, entry.rank, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+        for entry in entries
     )
 
 

@@ -7,7 +7,7 @@ the memory and, best of all, its prefix gets it, and a lost replica's requests s
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protos.errors import (
@@ -24,6 +24,15 @@ from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.request import Event, FinishReason, Request, RequestState, Sink
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import Admitted, ReplicaScheduler
+from scheduler_svc.sequences import (
+    MAX_SEQUENCES,
+    SEQUENCES_PER_SLOT,
+    Family,
+    Resumed,
+    SequenceSink,
+    sequence_id,
+    unfinished,
+)
 from scheduler_svc.waiting import WaitingQueue
 
 
@@ -33,7 +42,8 @@ class Submission:
 
     Attributes:
         prompt_token_ids: at least one.
-        resumed_token_ids: output that the client has already; generation goes on behind it.
+        n: sequences, 1 .. ``MAX_SEQUENCES``.
+        resumed: what the client has of them already; each names another sequence below ``n``.
         sampling: complete but for ``max_tokens``, which is cut to the context when the client named none.
         max_tokens: what the client asked for, if anything.
         sampling_fields: names of the parameters that the client set to something else than "off".
@@ -43,11 +53,17 @@ class Submission:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int | None = None
-    resumed_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    resumed: tuple[Resumed, ...] = ()
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
     sampling_fields: frozenset[str] = frozenset()
+
+    @property
+    def sequences(self) -> dict[int, tuple[int, ...]]:
+        """The sequences to run, each with the tokens that the client has of it."""
+        return unfinished(self.n, self.resumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +134,14 @@ class Engine:
         self._placement = placement or PrefixAndLoad()
         self._max_pinned_share = max_pinned_share
         self._arrivals = itertools.count()
+        # By their own ids; those that belong to a family are also known by what the client calls its request.
         self._live: dict[str, Request] = {}
+        self._families: dict[str, Family] = {}
+        # One of their sequences failed; the others end before anything else is decided.
+        self._failed: list[Family] = []
         self._empty: asyncio.Event | None = None
+        # Slots of all replicas; those of the last ones while there is none.
+        self._num_slots = 0
         # Longest sequence that fits some replica's KV memory; that of the last ones while there is none.
         self._max_request_tokens = 0
         # Whose turn it was when there was no room, as long as nothing has been released since.
@@ -153,68 +175,118 @@ class Engine:
         model = self.model
         if model is None:
             raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
-        if submission.request_id in self._live:
+        self._end_failed()
+        sequences = submission.sequences
+        names = [
+            sequence_id(submission.request_id, sequence) if submission.n > 1 else submission.request_id
+            for sequence in sequences
+        ]
+        if submission.request_id in self._families or not self._live.keys().isdisjoint(names):
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
         max_tokens = self._check(submission, model)
-        token_ids = [*submission.prompt_token_ids, *submission.resumed_token_ids]
-        num_waiting = self.num_waiting
-        if num_waiting >= self._max_waiting or (
-            self.waiting.num_tokens and self.waiting.num_tokens + len(token_ids) > self._max_waiting_tokens
+        self._check_room(sequences, len(submission.prompt_token_ids))
+        family = Family(submission.request_id, sink) if submission.n > 1 else None
+        if family is not None:
+            self._families[family.request_id] = family
+        for name, (sequence, received) in zip(names, sequences.items(), strict=True):
+            sampling = replace(submission.sampling, max_tokens=max_tokens)
+            if family is not None and sequence != next(iter(sequences)):
+                # The prompt is computed once, and told of once.
+                sampling = replace(sampling, prompt_logprobs=None)
+            request = Request(
+                request_id=name,
+                token_ids=[*submission.prompt_token_ids, *received],
+                num_prompt_tokens=len(submission.prompt_token_ids),
+                sampling=sampling,
+                arrival=next(self._arrivals),
+                arrival_s=self._clock(),
+                sink=sink if family is None else SequenceSink(family, sequence),
+                end=min(len(submission.prompt_token_ids) + max_tokens, model.max_model_len),
+                stop_ids=submission.sampling.stop_token_ids
+                | (frozenset() if submission.sampling.ignore_eos else model.eos_token_ids),
+                priority=submission.priority,
+                tenant=submission.tenant,
+                cache_salt=submission.cache_salt,
+                sequence=sequence,
+                family=family,
+            )
+            if family is not None:
+                family.members.append(request)
+            request.rank = self.waiting.rank(request)
+            self._live[name] = request
+            self.waiting.add(request)
+        self.dispatch()
+
+    def _check_room(self, sequences: Mapping[int, Sequence[int]], num_prompt: int) -> None:
+        """Refuses what the queue does not hold, now or ever."""
+        num_waiting, count = self.num_waiting, len(sequences)
+        num_tokens = count * num_prompt + sum(map(len, sequences.values()))
+        limit = min(MAX_SEQUENCES, SEQUENCES_PER_SLOT * self._num_slots, self._max_waiting)
+        if count > limit:
+            raise InvalidArgument(
+                f"n must be at most {limit} here, not {count}; send several requests", param="n"
+            )
+        if count > 1 and num_tokens > self._max_waiting_tokens:
+            raise InvalidArgument(
+                f"{count} sequences of {num_prompt} prompt tokens are more than the {self._max_waiting_tokens} tokens that may wait; "
+                "send several requests with a smaller n",
+                param="n",
+            )
+        if num_waiting + count > self._max_waiting or (
+            self.waiting.num_tokens and self.waiting.num_tokens + num_tokens > self._max_waiting_tokens
         ):
             raise Overloaded(
                 f"{num_waiting} requests with {self.waiting.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
-        request = Request(
-            request_id=submission.request_id,
-            token_ids=token_ids,
-            num_prompt_tokens=len(submission.prompt_token_ids),
-            sampling=replace(submission.sampling, max_tokens=max_tokens),
-            arrival=next(self._arrivals),
-            arrival_s=self._clock(),
-            sink=sink,
-            end=min(len(submission.prompt_token_ids) + max_tokens, model.max_model_len),
-            stop_ids=submission.sampling.stop_token_ids
-            | (frozenset() if submission.sampling.ignore_eos else model.eos_token_ids),
-            priority=submission.priority,
-            tenant=submission.tenant,
-            cache_salt=submission.cache_salt,
-        )
-        request.rank = self.waiting.rank(request)
-        self._live[request.request_id] = request
-        self.waiting.add(request)
-        self.dispatch()
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request, wherever it is. Unknown and finished ids are no error.
+    def abort(self, request_id: str, sequence: int | None = None) -> bool:
+        """Ends a request, wherever it is, or one of its sequences alone. Unknown and finished ids are no error.
 
         Returns:
-            Whether a live request was found.
+            Whether anything live was found.
         """
+        found = [one for one in self._requests_of(request_id) if sequence in (None, one.sequence)]
+        for request in found:
+            self._abort(request)
+        if found:
+            self.dispatch()
+        return bool(found)
+
+    def _requests_of(self, request_id: str) -> list[Request]:
+        """All live sequences of what a client calls ``request_id``."""
+        if request_id in self._families:
+            return list(self._families[request_id].members)
         request = self._live.get(request_id)
-        if request is None:
-            return False
+        return [] if request is None or request.family is not None else [request]
+
+    def _abort(self, request: Request) -> None:
         if self.waiting.remove(request):
-            self._end(request, Event(request_id, finish_reason=FinishReason.ABORT))
-            return True
+            self._end(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
+            return
         replica = self.replicas.get(request.replica_id or "")
         if replica is not None:
             replica.scheduler.abort(request)
             replica.wake()
-            self.dispatch()
-        return True
+
+    def _end_failed(self) -> None:
+        """Ends what is left of requests of which a sequence failed. Not at once: a replica was in the middle of its step then."""
+        while self._failed:
+            for request in list(self._failed.pop().members):
+                self._abort(request)
 
     def find(self, request_id: str) -> Request | None:
-        """The request with that id, if it waits or runs."""
-        return self._live.get(request_id)
+        """The request with that id, if it waits or runs; the first of its sequences if it has several."""
+        return next(iter(self._requests_of(request_id)), None)
 
     def dispatch(self) -> None:
         """Gives waiting requests to replicas, in order, as long as there is room for the next one.
 
         Call it whenever there may be: it costs next to nothing if there is not.
         """
+        self._end_failed()
         while self.waiting and (request := self.waiting.peek(self._clock())) is not None:
             if self._blocked is request:
                 return
@@ -251,7 +323,13 @@ class Engine:
             if replica.scheduler.has_free_slot and replica.scheduler.kv.fits(request.end)
         ]
         if len(free) > 1:
-            free.sort(key=lambda one: self._placement.cost(request, one[1].scheduler))
+            # The sequences of one request stay together as long as there are slots: what they share lies in one memory.
+            free.sort(
+                key=lambda one: (
+                    not one[1].scheduler.shares_prompt(request),
+                    self._placement.cost(request, one[1].scheduler),
+                )
+            )
         for name, replica in free:
             request.replica_id = name
             if replica.scheduler.admit(request) is Admitted.NO_ROOM:
@@ -410,6 +488,7 @@ class Engine:
         """After replicas changed: what fits the largest one, and the end of waiting requests that fit none any more."""
         if not self.replicas:
             return
+        self._num_slots = sum(replica.scheduler.geometry.max_num_seqs for replica in self.replicas.values())
         self._max_request_tokens = max(
             replica.scheduler.kv.max_tokens(self.model.max_model_len) if self.model else 0
             for replica in self.replicas.values()
@@ -443,29 +522,38 @@ class Engine:
     def forget(self, request: Request) -> None:
         """Called by replicas when a request has ended."""
         self._live.pop(request.request_id, None)
+        family = request.family
+        if family is not None:
+            family.members.remove(request)
+            if (family.failed or not family.members) and self._families.get(family.request_id) is family:
+                del self._families[family.request_id]
+                self._failed.append(family)
         if not self._live and self._empty is not None:
             self._empty.set()
 
     def _end(self, request: Request, event: Event) -> None:
         request.state = RequestState.FINISHED
-        self.forget(request)
         request.sink.push(event)
+        self.forget(request)
 
     def _check(self, submission: Submission, model: ServedModel) -> int:
         """Checks a submission against the model; returns the effective max_tokens."""
-        num_prompt, num_resumed = len(submission.prompt_token_ids), len(submission.resumed_token_ids)
+        num_prompt, sequences = len(submission.prompt_token_ids), submission.sequences
         if unserved := sorted(submission.sampling_fields - model.sampling_fields):
             raise Unsupported(
                 f"{unserved[0]} is not supported by the running workers; leave it out", param=unserved[0]
             )
-        if (submission.sampling.logprobs or 0) > model.max_logprobs:
-            raise InvalidArgument(f"logprobs must be at most {model.max_logprobs}", param="logprobs")
-        for token in itertools.chain(submission.prompt_token_ids, submission.resumed_token_ids):
-            if token >= model.vocab_size:
-                raise InvalidArgument(
-                    f"token id {token} is not in the vocabulary of {model.vocab_size} tokens",
-                    param="prompt_token_ids",
-                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(submission.sampling, name) or 0) > model.max_logprobs:
+                raise InvalidArgument(f"{name} must be at most {model.max_logprobs}", param=name)
+        self._check_token("prompt_token_ids", submission.prompt_token_ids, model)
+        for received in sequences.values():
+            self._check_token("resumed", received, model)
+        sampling = submission.sampling
+        self._check_token("stop_token_ids", sampling.stop_token_ids, model)
+        self._check_token("logit_bias", [token for token, _ in sampling.logit_bias], model)
+        self._check_token("allowed_token_ids", sampling.allowed_token_ids, model)
+        self._check_token("bad_words", itertools.chain.from_iterable(sampling.bad_words), model)
         if num_prompt >= model.max_model_len:
             raise ContextExceeded(
                 f"the prompt has {num_prompt} tokens and the context holds {model.max_model_len}, of which at least one is "
@@ -481,10 +569,13 @@ class Engine:
                 param="max_tokens",
             )
         max_tokens = room if asked is None else asked
-        if num_resumed >= max_tokens:
+        if sampling.min_tokens > max_tokens:
             raise InvalidArgument(
-                f"all of max_tokens={max_tokens} were received already", param="resumed_token_ids"
+                f"min_tokens={sampling.min_tokens} is more than the {max_tokens} tokens that can be generated",
+                param="min_tokens",
             )
+        if max(map(len, sequences.values())) >= max_tokens:
+            raise InvalidArgument(f"all of max_tokens={max_tokens} were received already", param="resumed")
         if num_prompt + max_tokens > self._max_request_tokens:
             if asked is not None or num_prompt >= self._max_request_tokens:
                 raise ContextExceeded(
@@ -494,3 +585,11 @@ class Engine:
                 )
             max_tokens = self._max_request_tokens - num_prompt
         return max_tokens
+
+    @staticmethod
+    def _check_token(param: str, token_ids: Iterable[int], model: ServedModel) -> None:
+        largest = max(token_ids, default=0)
+        if largest >= model.vocab_size:
+            raise InvalidArgument(
+                f"token id {largest} is not in the vocabulary of {model.vocab_size} tokens", param=param
+            )

@@ -219,6 +219,11 @@ class KvCache:
         return self._grid.unit
 
     @property
+    def slides_in_place(self) -> bool:
+        """Whether the model has windows whose content moves on with every token."""
+        return any(isinstance(group, InPlaceWindowGroup) for group in self.groups)
+
+    @property
     def has_copies(self) -> bool:
         """Whether the next plan has to carry copies."""
         return bool(self._copies)
@@ -344,19 +349,23 @@ class KvCache:
                 grown.append((group_id, tuple(block.block_id for block in new)))
         return grown
 
-    def fork(self, request: Request, child: Request) -> bool:
-        """Gives ``child`` the computed tokens of ``request``: whole blocks are shared, what either would write on is copied.
+    def fork(self, request: Request, child: Request, num_tokens: int) -> bool:
+        """Gives ``child`` the first ``num_tokens`` computed tokens of ``request``: whole blocks are shared, what either would write on is copied.
 
-        For several sequences of one prompt.
+        For several sequences of one prompt. Where a window slides in place, no step of ``request`` may be under way.
 
         Sets ``tables``, ``num_computed`` and ``num_cached`` of the child.
 
         Returns:
-            False, and nothing changes, if there is not enough room now.
+            False, and nothing changes, if there is not enough room now, or if a window has moved on.
         """
-        computed = request.num_computed
-        num_full = computed // self._grid.block_size
-        copied = [group.copied_tokens(computed) for group in self.groups]
+        if not all(
+            group.reaches_back(table, request.num_computed, num_tokens)
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ):
+            return False
+        num_full = num_tokens // self._grid.block_size
+        copied = [group.copied_tokens(num_tokens) for group in self.groups]
         if any(tokens and not pool.num_free for tokens, pool in zip(copied, self._pools, strict=True)):
             return False
         tables = []
@@ -376,7 +385,8 @@ class KvCache:
                 mine.blocks.append(target)
             tables.append(mine)
         child.tables = tables
-        child.num_computed = child.num_cached = computed
+        child.num_computed = num_tokens
+        child.num_cached = request.num_cached
         child.cache_era = request.cache_era
         return True
 

@@ -47,6 +47,10 @@ _COUNTERS: Final = (
     _Family("vllm:num_preemptions", "Requests that gave up their slot."),
     _Family("triptych:preemptions", "The same by reason.", ("reason",)),
     _Family("triptych:deferred_requests", "Requests that waited for a prefix that another one computed."),
+    _Family(
+        "triptych:forked_sequences",
+        "Sequences that shared the prompt that another one of their request computed.",
+    ),
     _Family("triptych:prefill_chunks", "Prefill steps."),
     _Family("triptych:prefill_tokens", "Tokens in prefill steps."),
     _Family("triptych:prefill_padding_tokens", "Padding in prefill steps."),
@@ -110,6 +114,7 @@ class _Totals:
             ("vllm:prefix_cache_hits",): kv.stats.hit_tokens,
             ("vllm:num_preemptions",): stats.preemptions.total(),
             ("triptych:deferred_requests",): stats.deferred,
+            ("triptych:forked_sequences",): stats.forks,
             ("triptych:prefill_chunks",): stats.chunks,
             ("triptych:prefill_tokens",): stats.prefill_tokens,
             ("triptych:prefill_padding_tokens",): stats.chunks * geometry.chunk - stats.prefill_tokens,

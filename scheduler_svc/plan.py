@@ -27,6 +27,7 @@ class Admission:
         token_ids: all tokens known so far; the worker prefills those behind ``num_computed``.
         block_ids: block table per KV group.
         pooling: for a pooling model, what is made of the result.
+        sequence: which of the client's request's sequences it is; mixed into the random numbers.
     """
 
     slot: int
@@ -37,6 +38,7 @@ class Admission:
     sampling: SamplingParams
     block_ids: tuple[tuple[int, ...], ...]
     pooling: Pooling | None = None
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SlotOutput:
-    """What one slot produced in a step."""
+    """What one slot produced in a step.
+
+    Attributes:
+        prompt_logprobs: one per prompt token but the first, when all of them were computed and they were asked for.
+    """
 
     slot: int
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     error: TriptychError | None = None
     pooled: Sequence[float] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,24 @@ the replica saves the second computation.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from scheduler_svc.block_pool import BlockKey
 from scheduler_svc.request import Request
+from scheduler_svc.sequences import Family
+
+Awaited: TypeAlias = BlockKey | Family
+"""What is waited for: a chunk boundary, or the prompt that the sequences of one request share."""
 
 
 class PrefixesInProgress:
-    """Which chunk boundaries are being computed by whom, and who waits for which of them."""
+    """Which chunk boundaries and shared prompts are being computed by whom, and who waits for which of them."""
 
     def __init__(self) -> None:
         """Nothing is being computed."""
-        self._owners: dict[BlockKey, Request] = {}
-        self._waiters: dict[BlockKey, list[Request]] = {}
-        self._awaited: dict[str, BlockKey] = {}
+        self._owners: dict[Awaited, Request] = {}
+        self._waiters: dict[Awaited, list[Request]] = {}
+        self._awaited: dict[str, Awaited] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -33,6 +38,8 @@ class PrefixesInProgress:
         """``request`` is going to compute the boundaries behind ``first`` up to ``limit``, all counted in granules, ``unit`` apart."""
         for boundary in range(first + unit, limit + 1, unit):
             self._owners.setdefault(keys[boundary - 1], request)
+        if request.branches and request.family is not None:
+            self._owners[request.family] = request
 
     def longest(self, keys: Sequence[BlockKey], limit: int, unit: int) -> int:
         """The last boundary of a prompt that is being computed, in granules; 0 if none is."""
@@ -44,7 +51,7 @@ class PrefixesInProgress:
         """Who computes ``key``, which :meth:`longest` found."""
         return self._owners[key]
 
-    def wait(self, request: Request, key: BlockKey) -> None:
+    def wait(self, request: Request, key: Awaited) -> None:
         """``request`` waits until ``key`` is computed or given up."""
         self._waiters.setdefault(key, []).append(request)
         self._awaited[request.request_id] = key
@@ -60,21 +67,22 @@ class PrefixesInProgress:
             del self._waiters[key]
         return True
 
-    def computed(self, key: BlockKey) -> list[Request]:
-        """A boundary was reached; returns who waited for it."""
+    def computed(self, key: Awaited) -> list[Request]:
+        """A boundary was reached, or a shared prompt done; returns who waited for it."""
         self._owners.pop(key, None)
         return self._release(key)
 
     def given_up(self, request: Request, keys: Sequence[BlockKey]) -> list[Request]:
         """``request`` ends before it has computed all it was going to; returns who waited for the rest."""
         released = []
-        for key in keys:
+        given_up: list[Awaited] = [*keys] if request.family is None else [*keys, request.family]
+        for key in given_up:
             if self._owners.get(key) is request:
                 del self._owners[key]
                 released += self._release(key)
         return released
 
-    def _release(self, key: BlockKey) -> list[Request]:
+    def _release(self, key: Awaited) -> list[Request]:
         waiters = self._waiters.pop(key, [])
         for request in waiters:
             del self._awaited[request.request_id]

@@ -3,12 +3,15 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from protos.errors import TriptychError
 from scheduler_svc.kv_groups.base import Table
 from scheduler_svc.prefix_cache import KeyChain, Media
 from scheduler_svc.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from scheduler_svc.sequences import Family
 
 
 class RequestState(enum.Enum):
@@ -72,6 +75,7 @@ class Event:
 
     Attributes:
         request_id: whose.
+        sequence: which of the request's sequences.
         token_ids: new tokens.
         logprobs: one per new token if asked for, else empty.
         finish_reason: set in the last event.
@@ -80,6 +84,7 @@ class Event:
         num_prompt_tokens, num_cached_tokens, queue_s: about the prompt; meaningful in the first event.
         error: the request failed; nothing follows.
         pooled: a pooling request's result, row-major.
+        prompt_logprobs: one per prompt token but the first, if asked for and not told before.
     """
 
     request_id: str
@@ -93,6 +98,8 @@ class Event:
     queue_s: float = 0.0
     error: TriptychError | None = None
     pooled: Sequence[float] = ()
+    sequence: int = 0
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
     def announcing(self, request: "Request") -> "Event":
         """The same event as a request's first one."""
@@ -146,7 +153,10 @@ class Request:
         first_scheduled_s: clock reading when it first got a slot.
         first_token_s: clock reading when its first token came.
         announced: whether the client has had an event.
+        told_prompt: whether it has had the prompt's log-probabilities, which come again when the prompt is computed again.
         pooling: set for a pooling model, which samples nothing.
+        sequence: which of the client's request's sequences it is.
+        family: the sequences of that request, if it has several.
     """
 
     request_id: str
@@ -177,7 +187,20 @@ class Request:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     announced: bool = False
+    told_prompt: bool = False
     pooling: Pooling | None = None
+    sequence: int = 0
+    family: "Family | None" = None
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Known tokens that prefill has to run still; a sequence that branches off a shared prompt decodes the last one."""
+        return len(self.token_ids) - self.branches - self.num_computed
+
+    @property
+    def branches(self) -> bool:
+        """Whether nothing of it is known but the prompt that it shares with the other sequences of its request."""
+        return self.family is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -17,6 +17,13 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence beside the model's own end tokens.
         ignore_eos: do not end at the model's end tokens.
         logprobs: None for none, else the number of likeliest tokens reported beside the chosen one.
+        min_tokens: end tokens are not sampled before that many new tokens.
+        presence_penalty, frequency_penalty: in [-2, 2]; 0 is off.
+        repetition_penalty: above 0; 1 is off.
+        logit_bias: (token id, what is added to its logit), each token once.
+        allowed_token_ids: the only tokens that may be sampled; empty: all.
+        bad_words: token sequences that must not be produced.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens.
     """
 
     temperature: float
@@ -28,6 +35,14 @@ class SamplingParams:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     logprobs: int | None
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 NOTHING_SAMPLED = SamplingParams(

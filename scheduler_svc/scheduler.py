@@ -10,8 +10,8 @@ block is known in advance and written into a calendar, and what does not change 
 import enum
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from protos.errors import Internal, TriptychError
@@ -21,7 +21,7 @@ from scheduler_svc.kv_cache import Copies, KvCache
 from scheduler_svc.plan import Admission, Decode, Growth, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
-from scheduler_svc.prefixes_in_progress import PrefixesInProgress
+from scheduler_svc.prefixes_in_progress import Awaited, PrefixesInProgress
 from scheduler_svc.request import Event, FinishReason, Request, RequestState
 from scheduler_svc.stats import BucketStats, SchedulerStats
 
@@ -118,6 +118,10 @@ class ReplicaScheduler:
         self._tenant_rows: Counter[str] = Counter()
         self._rows: tuple[Request, ...] | None = ()
         self._row_slots: tuple[int, ...] = ()
+        # Whether some of them has generated nothing yet: its first token is told in another way than all others.
+        self._first_tokens = False
+        # Who will decode from the next plan on, and is not in the calendar yet: (request, its admission).
+        self._beginners: list[tuple[Request, int]] = []
         # Decode steps planned so far, and who needs room before which of them: (request, its admission).
         self._decode_steps = 0
         self._calendar: dict[int, list[tuple[Request, int]]] = {}
@@ -165,9 +169,15 @@ class ReplicaScheduler:
 
     def cached_tokens(self, request: Request) -> int:
         """Leading tokens of a request that are in the cache or being computed."""
+        if self.shares_prompt(request):
+            return request.num_prompt_tokens - 1
         keys, limit = self.kv.keys_of(request)
         computing = self._in_progress.longest(keys, limit, self.kv.unit)
         return max(self.kv.longest_hit(keys, limit), computing) * self._geometry.granule
+
+    def shares_prompt(self, request: Request) -> bool:
+        """Whether another sequence of the same request is here that has the request's prompt or computes it."""
+        return request.branches and next(self._sharers(request), None) is not None
 
     # ---- requests come and go ------------------------------------------------------------------------------------------------------
 
@@ -175,34 +185,99 @@ class ReplicaScheduler:
         """Gives a waiting request a slot and blocks, with the next plan; or lets it wait here for a prefix that is being computed."""
         if not self._free_slots:
             return Admitted.NO_ROOM
+        if request.branches and (branched := self._branch(request)) is not None:
+            return branched
         keys, limit = self.kv.keys_of(request)
         shared = self._in_progress.longest(keys, limit, self.kv.unit)
         computing = self._in_progress.owner(keys[shared - 1]) if shared else None
         # It does not wait behind what is less urgent than itself: that may be a long time in coming.
         if computing and computing.rank < request.rank and shared > self.kv.longest_hit(keys, limit):
-            self._in_progress.wait(request, keys[shared - 1])
             computing.junction = max(computing.junction, shared)
-            request.state, request.replica_id = RequestState.DEFERRED, computing.replica_id
-            self.stats.deferred += 1
-            return Admitted.DEFERRED
+            return self._defer(request, keys[shared - 1], computing)
         if not self.kv.admit(request):
             return Admitted.NO_ROOM
+        self._take_slot(request)
+        self._owner.charge(request.tenant, len(request.token_ids) - request.num_computed)
+        if not request.num_to_prefill:
+            self._start_decoding(request)
+            return Admitted.YES
+        request.state = RequestState.PREFILLING
+        self._in_progress.start(
+            request, keys, request.num_computed // self._geometry.granule, limit, self.kv.unit
+        )
+        insort(self._prefilling, request, key=lambda one: one.rank)
+        self.prefill_backlog += request.num_to_prefill
+        return Admitted.YES
+
+    def _branch(self, request: Request) -> Admitted | None:
+        """Forks a sequence from another one of its request, or has it wait for that one's prompt.
+
+        Returns:
+            None if there is no such sequence here, or none that can be forked from: the request goes the way of all others.
+        """
+        for origin in self._sharers(request):
+            if origin.state is RequestState.PREFILLING:
+                assert request.family is not None
+                return self._defer(request, request.family, origin)
+            if self._fork(origin, request):
+                return Admitted.YES
+        return None
+
+    def _sharers(self, request: Request) -> Iterator[Request]:
+        """Sequences of the same request that have its prompt here, or compute it and will have all of it."""
+        if request.family is None:
+            return
+        prompt = request.num_prompt_tokens - 1
+        if not prompt:
+            return  # a single token: nothing to share
+        for one in request.family.members:
+            if one.slot is None or self._slots[one.slot] is not one:
+                continue  # it waits, or runs elsewhere
+            if one.branches if one.state is RequestState.PREFILLING else one.num_computed >= prompt:
+                yield one
+
+    def _fork(self, origin: Request, request: Request) -> bool:
+        """Lets a sequence decode from the end of the prompt that ``origin`` has computed; False without a slot, without room or if it is too late."""
+        if not self._free_slots or (self._pending and self.kv.slides_in_place):
+            return False
+        prompt = request.num_prompt_tokens - 1
+        if not self.kv.fork(origin, request, prompt):
+            return False
+        # Room for the token that it runs first, or it would only be admitted to be preempted.
+        if self.kv.grow(request, prompt + 1) is None:
+            self.kv.release(request)
+            return False
+        self._take_slot(request)
+        self._owner.charge(request.tenant, 1)
+        self._start_decoding(request)
+        self.stats.forks += 1
+        return True
+
+    def _defer(self, request: Request, awaited: Awaited, computing: Request) -> Admitted:
+        self._in_progress.wait(request, awaited)
+        request.state, request.replica_id = RequestState.DEFERRED, computing.replica_id
+        self.stats.deferred += 1
+        return Admitted.DEFERRED
+
+    def _take_slot(self, request: Request) -> None:
         slot = request.slot = self._free_slots.pop()
         self._slots[slot] = request
-        request.state = RequestState.PREFILLING
         request.num_admissions += 1
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
             self.stats.queue_s.observe(request.first_scheduled_s - request.arrival_s)
         self._priorities[request.priority] += 1
-        self._in_progress.start(
-            request, keys, request.num_computed // self._geometry.granule, limit, self.kv.unit
-        )
-        insort(self._prefilling, request, key=lambda one: one.rank)
-        self.prefill_backlog += len(request.token_ids) - request.num_computed
         self._admissions[request.request_id] = request
-        self._owner.charge(request.tenant, len(request.token_ids) - request.num_computed)
-        return Admitted.YES
+
+    def _start_decoding(self, request: Request) -> None:
+        """The request, which has a slot, runs one token with every decode step from now on."""
+        request.state = RequestState.DECODING
+        self._decoding[request.request_id] = request
+        self._tenant_rows[request.tenant] += 1
+        self._rows = None
+        self._first_tokens |= request.branches
+        # A step that is under way, of a lease perhaps, is not one of its own.
+        self._beginners.append((request, request.num_admissions))
 
     def abort(self, request: Request) -> None:
         """Ends a request that runs or is deferred here. Its slot is released with the next plan."""
@@ -280,7 +355,7 @@ class ReplicaScheduler:
         return plan
 
     def interrupt(self) -> StepPlan | None:
-        """Ends a lease that is under way, if somebody has something else to do: a chunk to prefill, or a slot to give up.
+        """Ends a lease that is under way, if somebody has something else to do: a chunk to prefill, a slot to give up, or to join in.
 
         Returns:
             A plan without work. The worker goes on to it after the step that it is in, whose result is then the lease's last.
@@ -288,7 +363,7 @@ class ReplicaScheduler:
         busy = self._pending[-1].plan.work if self._pending else None
         if not (isinstance(busy, Decode) and busy.lease > 1):
             return None
-        if not (self._prefilling or self._released_slots):
+        if not (self._prefilling or self._released_slots or self._admissions):
             return None
         return self._send(None, (), self.kv.take_copies())
 
@@ -301,7 +376,7 @@ class ReplicaScheduler:
         assert request.slot is not None
         start = request.num_computed
         # A request resumes at a chunk boundary, so that chunks lie where a run without a prefix hit would put them.
-        end = min(start + self._geometry.chunk, len(request.token_ids))
+        end = start + min(self._geometry.chunk, request.num_to_prefill)
         if not self._make_room(request, end):
             return None
         self.stats.chunks += 1
@@ -349,6 +424,10 @@ class ReplicaScheduler:
 
     def _grow_due(self) -> None:
         """Makes sure that every decoding request has room for its next token."""
+        beginners, self._beginners = self._beginners, []
+        for request, admission in beginners:
+            if request.num_admissions == admission and request.state is RequestState.DECODING:
+                self._enter(request)
         for request, admission in self._calendar.pop(self._decode_steps, ()):
             if request.num_admissions != admission or request.state is not RequestState.DECODING:
                 continue  # it has left since, and may be back with another table
@@ -466,7 +545,7 @@ class ReplicaScheduler:
             self.stats.longest_stall_s = max(self.stats.longest_stall_s, stall)
             self._stalled_since = None
         tokens = result.token_ids
-        if len(tokens) != len(requests) or left:
+        if len(tokens) != len(requests) or left or self._first_tokens:
             outputs = {output.slot: output for output in result.outputs}
             outputs.update(
                 (slot, SlotOutput(slot, (token,))) for slot, token in zip(work.slots, tokens, strict=False)
@@ -475,6 +554,7 @@ class ReplicaScheduler:
                 if slot not in left:
                     request.num_computed += 1
                     self._accept(request, outputs.get(slot), result)
+            self._first_tokens = any(request.branches for request in self._decoding.values())
             return
         # The common case, once per token of all requests.
         for request, token in zip(requests, tokens, strict=True):
@@ -501,17 +581,26 @@ class ReplicaScheduler:
         request.num_computed = end
         self.prefill_backlog -= chunk.num_tokens
         self._release_waiters(request, end)
+        if request.num_to_prefill:
+            return
+        self._prefilling.remove(request)
+        self._start_decoding(request)
+        if request.family is not None:
+            self._release_branches(request)
         if not chunk.sample:
+            if output is not None and output.prompt_logprobs and not request.told_prompt:
+                self._tell(request, Event(request.request_id, prompt_logprobs=output.prompt_logprobs))
             return
         if result.token_ids:
             output = SlotOutput(chunk.slot, (result.token_ids[0],))
-        self._prefilling.remove(request)
-        request.state = RequestState.DECODING
-        self._decoding[request.request_id] = request
-        self._tenant_rows[request.tenant] += 1
-        self._rows = None
-        self._enter(request)
         self._accept(request, output, result)
+
+    def _release_branches(self, origin: Request) -> None:
+        """A prompt that several sequences share is computed: the others go on from there, as far as there is room."""
+        assert origin.family is not None
+        for request in self._in_progress.computed(origin.family):
+            if not self._fork(origin, request):
+                self._owner.requeue(request)
 
     def _release_waiters(self, request: Request, end: int) -> None:
         keys, limit = self.kv.keys_of(request)
@@ -540,7 +629,7 @@ class ReplicaScheduler:
         for token in output.token_ids:
             request.token_ids.append(token)
             accepted.append(token)
-            if token in request.stop_ids:
+            if self._stops(request, token):
                 finish, stop_token = FinishReason.STOP, token
             elif len(request.token_ids) >= request.end:
                 finish = FinishReason.LENGTH
@@ -548,17 +637,29 @@ class ReplicaScheduler:
                 break
         self.stats.generated_tokens += len(accepted)
         event = Event(
-            request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token
-        )
+            request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token,
+            prompt_logprobs=output.prompt_logprobs,
+        )  # fmt: skip
         self._tell(request, event)
 
+    def _stops(self, request: Request, token: int) -> bool:
+        """Whether the token just appended ends the sequence; before its least number of tokens none does."""
+        return token in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens
+
     def _end(self, request: Request, token: int) -> None:
-        """The token just appended was a request's last one."""
-        stopped = token in request.stop_ids
+        """The token just appended was a request's last one, unless it is an end token that came too early."""
+        stopped = self._stops(request, token)
+        if not stopped and len(request.token_ids) < request.end:
+            request.sink.push_token(request.request_id, token)
+            return
         finish = FinishReason.STOP if stopped else FinishReason.LENGTH
         self._tell(request, Event(request.request_id, (token,), (), finish, token if stopped else None))
 
     def _tell(self, request: Request, event: Event) -> None:
+        if event.prompt_logprobs:
+            if request.told_prompt:
+                event = replace(event, prompt_logprobs=())
+            request.told_prompt = True
         if not request.announced:
             request.announced = True
             event = event.announcing(request)
@@ -591,7 +692,7 @@ class ReplicaScheduler:
             raise Internal(f"request {request.request_id} has no slot to give up")
         if request.state is RequestState.PREFILLING:
             self._prefilling.remove(request)
-            self.prefill_backlog -= len(request.token_ids) - request.num_computed
+            self.prefill_backlog -= request.num_to_prefill
             keys, limit = self.kv.keys_of(request)
             for waiter in self._in_progress.given_up(request, keys[:limit]):
                 self._owner.requeue(waiter)
@@ -639,4 +740,5 @@ def _admission(request: Request) -> Admission:
         num_computed=request.num_computed,
         sampling=request.sampling,
         block_ids=tuple(tuple(block.block_id for block in table.blocks) for table in request.tables),
+        sequence=request.sequence,
     )

@@ -29,7 +29,7 @@ from scheduler_svc.convert import (
     submission_from_proto,
 )
 from scheduler_svc.deployment import Deployment
-from scheduler_svc.engine import Engine
+from scheduler_svc.engine import Engine, Submission
 from scheduler_svc.kv_watch import KvWatch
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.model_files import ServedFiles
@@ -39,6 +39,10 @@ from scheduler_svc.sinks import EventBuffer
 
 # How often WatchLoad looks, at most, seconds: the load changes with every step.
 _LOAD_SAMPLE_S = 0.1
+
+
+def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
+    return request.sequence if request.HasField("sequence") else None
 
 
 def unserved(feature: str) -> Any:
@@ -72,11 +76,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Runs one request; the end of the call, for whatever reason, ends the request."""
         buffer = EventBuffer()
         try:
-            request_id = self._submit(request, buffer)
+            submission = self._submit(request, buffer)
         except TriptychError as error:
             await abort(context, error)
+        left = len(submission.sequences)
         try:
-            while True:
+            while left:
                 for event in await buffer.take():
                     if isinstance(event, tuple):
                         yield event_to_proto(event)
@@ -84,10 +89,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     if event.error is not None:
                         await abort(context, event.error)
                     yield event_to_proto(event)
-                    if event.finish_reason is not None:
-                        return
+                    left -= event.finish_reason is not None
         finally:
-            self._engine.abort(request_id)
+            self._engine.abort(submission.request_id)
 
     async def Connect(
         self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
@@ -137,11 +141,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        mine.add(self._submit(message.generate, buffer))
+                        mine.add(self._submit(message.generate, buffer).request_id)
                     except TriptychError as error:
                         buffer.push(Event(message.generate.request_id, error=error))
                 case "abort":
-                    self._engine.abort(message.abort.request_id)
+                    self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs one request of a pooling model; the end of the call, for whatever reason, ends the request."""
@@ -186,19 +190,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 f"{served_name} is a pooling model and generates no text; call Pool", param="model"
             )
 
-    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> str:
+    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> Submission:
         self._check_model(request.model, pooling=False)
         submission = submission_from_proto(request)
         with bind_request(submission.request_id):
             self._engine.submit(submission, buffer)
             self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
-        return submission.request_id
+        return submission
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        """Ends a request."""
-        found = self._engine.abort(request.request_id) or self._deployment.pool.abort(request.request_id)
+        """Ends a request, or one of its sequences."""
+        found = self._engine.abort(request.request_id, _sequence_of(request)) or self._deployment.pool.abort(
+            request.request_id
+        )
         return inference_pb2.AbortResponse(found=found)
 
     async def GetModel(

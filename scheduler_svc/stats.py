@@ -65,6 +65,7 @@ class SchedulerStats:
         buckets: decode steps by bucket.
         preemptions: requests that had to give way, by why: "memory", "priority" or "fault".
         deferred: requests that waited for a prefix that another one computed.
+        forks: sequences that went on from the prompt that another sequence of their request computed.
         stall_s: seconds that decoding requests stood still for chunks between two decode steps, in total.
         longest_stall_s: the longest single one.
         queue_s: by request, seconds from its arrival until it first got a slot.
@@ -79,6 +80,7 @@ class SchedulerStats:
     buckets: dict[int, BucketStats] = field(default_factory=dict)
     preemptions: Counter[str] = field(default_factory=Counter)
     deferred: int = 0
+    forks: int = 0
     stall_s: float = 0.0
     longest_stall_s: float = 0.0
     queue_s: Distribution = field(default_factory=Distribution)

@@ -40,16 +40,40 @@ else:
 
 @dataclass
 class Running:
-    """One request of a stream."""
+    """One sequence of a request of a stream."""
 
     request: GENERATE
+    sequence: int
     sent: int
     first: bool = True
 
 
+def sequences_of(request: GENERATE) -> dict[tuple[str, int], Running]:
+    """What has to run of a request, by id and sequence. The first one tells of the prompt."""
+    running: dict[tuple[str, int], Running] = {}
+    known = {one.sequence: one for one in request.resumed}
+    for sequence in range(request.n or 1):
+        part = known.get(sequence, inference.ResumedSequence())
+        if not part.finished:
+            one = Running(request, sequence, len(part.token_ids), first=not running)
+            running[request.request_id, sequence] = one
+    return running
+
+
+def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
+    """What the peer says of a token: it is the second likeliest one, behind token 7."""
+    top = [(7, -0.25), (token_id, -1.0 - position), (9, -20.0)][:count]
+    return pb.TokenLogprobs(
+        logprob=-1.0 - position,
+        rank=2,
+        top_token_ids=[one for one, _ in top],
+        top_logprobs=[one for _, one in top],
+    )
+
+
 @dataclass
 class ScriptedInference(_Servicer):  # type: ignore[misc]
-    """Plays ``reply`` to every request.
+    """Plays ``reply`` to every request, and to its further sequences ``reply`` without its first so many tokens.
 
     Attributes:
         folder: the tokenizer files.
@@ -168,7 +192,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         return inference.GetMetricsResponse(text=self.metrics, content_type=CONTENT_TYPE_LATEST)
 
     async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-        running: dict[str, Running] = {}
+        running: dict[tuple[str, int], Running] = {}
         refused: list[inference.GenerateEvent] = []
         first = True
 
@@ -186,10 +210,9 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
                             inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())
                         )
                     else:
-                        running[request.request_id] = Running(request, len(request.resumed_token_ids))
+                        running.update(sequences_of(request))
                 elif message.HasField("abort"):
-                    self.aborted.append(message.abort.request_id)
-                    running.pop(message.abort.request_id, None)
+                    self._abort(message.abort, running)
                 await self._notify()
 
         reader = asyncio.create_task(read())
@@ -201,7 +224,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
                 refused.clear()
                 for event in events:
                     if event.finish_reason:
-                        running.pop(event.request_id, None)
+                        running.pop((event.request_id, event.sequence), None)
                 if events:
                     yield inference.ConnectResponse(events=events)
                     await self._notify()
@@ -218,8 +241,15 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
             await reader
         finally:
             reader.cancel()
-            self.aborted.extend(running)
+            self.aborted.extend(dict.fromkeys(name for name, _ in running))
             await self._notify()
+
+    def _abort(self, abort: inference.AbortRequest, running: dict[tuple[str, int], Running]) -> None:
+        """Ends a request (noted by its id), or one of its sequences (``id#sequence``)."""
+        name, only = abort.request_id, abort.sequence if abort.HasField("sequence") else None
+        self.aborted.append(name if only is None else f"{name}#{only}")
+        for key in [key for key in running if key[0] == name and only in (None, key[1])]:
+            del running[key]
 
     def _step(self, one: Running) -> inference.GenerateEvent | None:
         limit = min(
@@ -229,12 +259,19 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         if self.pause_after is not None and one.sent >= self.pause_after:
             return None
         end = min(one.sent + self.tokens_per_event, limit)
-        tokens = [self.reply[i % len(self.reply)] for i in range(one.sent, end)]
-        event = inference.GenerateEvent(request_id=one.request.request_id)
+        reply = self.reply[one.sequence :]
+        tokens = [reply[i % len(reply)] for i in range(one.sent, end)]
+        event = inference.GenerateEvent(request_id=one.request.request_id, sequence=one.sequence)
+        sampling = one.request.sampling
         if one.first:
             one.first = False
             event.prompt.num_tokens = len(one.request.prompt_token_ids)
             event.prompt.num_cached_tokens = 3
+            if sampling.HasField("prompt_logprobs"):
+                event.prompt_logprobs.extend(
+                    logprobs_of(token, position, sampling.prompt_logprobs)
+                    for position, token in enumerate(one.request.prompt_token_ids[1:], start=1)
+                )
         stops = set(one.request.sampling.stop_token_ids) | (
             set() if one.request.sampling.ignore_eos else {self.eos}
         )
@@ -248,6 +285,11 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
             if end >= limit:
                 event.finish_reason = pb.FINISH_REASON_LENGTH
         event.token_ids.extend(tokens)
+        if sampling.HasField("logprobs"):
+            event.logprobs.extend(
+                logprobs_of(token, position, sampling.logprobs)
+                for position, token in enumerate(tokens, start=one.sent)
+            )
         one.sent += len(tokens)
         return event
 

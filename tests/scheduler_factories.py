@@ -15,6 +15,7 @@ from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.request import Event, Request
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import ReplicaScheduler
+from scheduler_svc.sequences import Resumed
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)
@@ -38,6 +39,10 @@ class ListSink:
         """All tokens received, in order."""
         return [token for event in self.events for token in event.token_ids]
 
+    def tokens_of(self, sequence: int) -> list[int]:
+        """Those of one of a request's sequences."""
+        return [token for event in self.events if event.sequence == sequence for token in event.token_ids]
+
 
 def make_pool(num_blocks: int = 9) -> BlockPool:
     return BlockPool(num_blocks)
@@ -51,11 +56,13 @@ def make_geometry(
 
 
 def make_sampling(
-    *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False
-) -> SamplingParams:
+    *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False, min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:  # fmt: skip
     return SamplingParams(
         temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens,
-        stop_token_ids=frozenset(stop_token_ids), ignore_eos=ignore_eos, logprobs=None,
+        stop_token_ids=frozenset(stop_token_ids), ignore_eos=ignore_eos, logprobs=None, min_tokens=min_tokens,
+        prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
 
 
@@ -76,26 +83,29 @@ def make_request(
 def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
     cache_salt: str = "", resumed: Sequence[int] = (), fields: frozenset[str] = frozenset(),
-    stop_token_ids: Sequence[int] = (), tenant: str = "",
+    stop_token_ids: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: SamplingParams | None = None,
+    resumed_sequences: Sequence[Resumed] = (),
 ) -> Submission:  # fmt: skip
+    if resumed:
+        resumed_sequences = (Resumed(0, tuple(resumed)),)
     return Submission(
         request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, priority=priority, tenant=tenant,
-        sampling=make_sampling(stop_token_ids=stop_token_ids), cache_salt=cache_salt,
-        resumed_token_ids=tuple(resumed), sampling_fields=fields,
+        sampling=sampling or make_sampling(stop_token_ids=stop_token_ids), cache_salt=cache_salt,
+        n=n, resumed=tuple(resumed_sequences), sampling_fields=fields,
     )  # fmt: skip
 
 
-def next_token(context: Sequence[int], vocab_size: int = 97) -> int:
-    """A deterministic "model": the next token is a function of the whole context."""
-    digest = hashlib.blake2b(repr(tuple(context)).encode(), digest_size=4).digest()
+def next_token(context: Sequence[int], sequence: int = 0, vocab_size: int = 97) -> int:
+    """A deterministic "model": the next token is a function of the whole context and of which of a request's sequences it is."""
+    digest = hashlib.blake2b(repr((sequence, *context)).encode(), digest_size=4).digest()
     return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
 
 
-def expected_tokens(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], max_tokens: int, sequence: int = 0) -> list[int]:
     """What the simulated model generates, alone and undisturbed."""
     context = list(prompt)
     for _ in range(max_tokens):
-        context.append(next_token(context))
+        context.append(next_token(context, sequence))
     return context[len(prompt) :]
 
 
@@ -228,7 +238,7 @@ class SimulatedDevice:
         return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
 
     def _sample(self, state: _Slot) -> int:
-        token = next_token(state.tokens)
+        token = next_token(state.tokens, state.admission.sequence)
         state.tokens.append(token)
         return token
 

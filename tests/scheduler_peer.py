@@ -138,7 +138,7 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
         ),
         admit=tuple(
             Admission(new.slot, new.request_id, tuple(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens,
-                      make_sampling(), tuple(tuple(blocks.block_ids) for blocks in new.blocks))
+                      make_sampling(), tuple(tuple(blocks.block_ids) for blocks in new.blocks), sequence=new.sequence)
             for new in message.admit
         ),
         grow=tuple(Growth(new.slot, new.group_id, tuple(new.block_ids)) for new in message.grow),

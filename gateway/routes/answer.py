@@ -1,15 +1,16 @@
 """The common second half of both completions endpoints: submit, then stream or collect."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import context_of, note
 from gateway.generation import Delta, Generation, Usage
+from gateway.logprobs import Reporter
 from gateway.middleware import tenant_of
-from gateway.prompts import generate_requests
+from gateway.prompts import bad_word_tokens, generate_requests
 from gateway.responses import EventStream, collect
 from gateway.schemas.sampling import SamplingRequest
 from gateway.served_model import Served
@@ -21,13 +22,30 @@ from protos.triptych.v1 import common_pb2 as pb
 _UNIQUE_DIGITS = 8
 
 
+class Told(NamedTuple):
+    """What a collected answer tells beside its texts."""
+
+    usage: Usage
+    reporter: Reporter
+    # For each prompt, if they were asked for.
+    prompt_logprobs: list[list[dict[str, Any] | None]] | None
+    # Choices a prompt.
+    n: int
+
+    def of_prompt(self, sequence: int) -> dict[str, Any]:
+        """The fields about the prompt of one of the sequences."""
+        if self.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self.prompt_logprobs[sequence // self.n]}
+
+
 class Answer(NamedTuple):
     """How one endpoint's answers look."""
 
     id_prefix: str
     chunks: Callable[..., Chunks]
-    # Encodes a collected answer: id, created, model, each sequence's whole text, usage.
-    body: Callable[[str, int, str, list[Delta], Usage], bytes]
+    # Encodes a collected answer: id, created, model, each sequence's whole text, and what else there is to tell.
+    body: Callable[[str, int, str, list[Delta], Told], bytes]
     # Special tokens that are text for it; None: all.
     markers: frozenset[str] | None = frozenset()
     # What the output must match whatever the request's body says.
@@ -35,9 +53,15 @@ class Answer(NamedTuple):
 
 
 async def answer(
-    request: Request, shape: Answer, body: SamplingRequest, served: Served, prompts: Sequence[Sequence[int]]
+    request: Request,
+    shape: Answer,
+    body: SamplingRequest,
+    served: Served,
+    prompts: Sequence[Sequence[int]],
+    *,
+    echoes: Sequence[str] | None = None,
 ) -> Response:
-    """Runs ``prompts`` and answers as ``body`` asks.
+    """Runs ``prompts`` and answers as ``body`` asks; each answer begins with its prompt's text of ``echoes`` if given.
 
     Raises:
         InvalidArgument: if its X-Tenant header cannot be used.
@@ -48,7 +72,10 @@ async def answer(
     note(request.scope, tenant=tenant or None)
     answer_id = shape.id_prefix + context.new_id()
     wire_id = unique_wire_id(request)
-    requests = generate_requests(served, body, prompts, wire_id, tenant=tenant)
+    bad_words = await context.text_worker.run(
+        sum(map(len, body.bad_words)), lambda: bad_word_tokens(served.text, body.bad_words)
+    )
+    requests = generate_requests(served, body, prompts, wire_id, tenant=tenant, bad_words=bad_words)
     if shape.constraint is not None:
         for one in requests:
             one.sampling.structured_output.CopyFrom(shape.constraint)
@@ -57,21 +84,31 @@ async def answer(
         served,
         body,
         requests,
+        echoes=echoes,
         metrics=context.metrics,
         clock=context.clock,
         arrived=request.scope["triptych.arrived"],
         markers=shape.markers,
     )
     created, model = int(context.wall_clock()), served.model.served_name
+    reporter = Reporter(
+        served.text.detokenizers.token_bytes,
+        as_ids=body.return_tokens_as_token_ids,
+        wanted=body.num_logprobs is not None,
+    )
     if body.stream:
-        chunks = shape.chunks(answer_id, created, model, with_usage=body.include_usage)
+        chunks = shape.chunks(answer_id, created, model, with_usage=body.include_usage, reporter=reporter)
         return EventStream(
             generation, chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
         )
     ends = await collect(generation, request.scope, request.receive)
-    return Response(
-        shape.body(answer_id, created, model, ends, generation.usage), media_type="application/json"
-    )
+    prompt_logprobs = None
+    if body.prompt_logprobs is not None:
+        prompt_logprobs = [
+            reporter.prompt(one.token_ids, one.logprobs, body.prompt_logprobs) for one in generation.prompts
+        ]
+    told = Told(generation.usage, reporter, prompt_logprobs, body.n)
+    return Response(shape.body(answer_id, created, model, ends, told), media_type="application/json")
 
 
 def unique_wire_id(request: Request) -> str:

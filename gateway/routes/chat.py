@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from gateway.answer_reader import Message, finish_reason
 from gateway.context import body_schema, context_of, read_body
-from gateway.generation import Delta, Usage
-from gateway.prompts import encode_chat
-from gateway.routes.answer import Answer, answer
+from gateway.generation import Delta
+from gateway.prompts import encode_chat, truncated
+from gateway.routes.answer import Answer, Told, answer
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.sse import ChatChunks, ReadChunks
 from gateway.tools.plan import Reading, plan
@@ -38,6 +38,7 @@ async def chat_completions(request: Request) -> Response:
         variables=body.chat_template_kwargs,
         size=len(await request.body()),
     )
+    prompt = truncated(served, body, prompt)
     reading = plan(context.settings, served, body, prompt)
     chunks = (
         ChatChunks if reading.plain else partial(ReadChunks, new_reader=reading.reader, named=reading.named)
@@ -46,21 +47,21 @@ async def chat_completions(request: Request) -> Response:
     return await answer(request, shape, body, served, [prompt])
 
 
-def _choice(reading: Reading, end: Delta) -> dict[str, Any]:
+def _choice(reading: Reading, end: Delta, told: Told) -> dict[str, Any]:
     message, reason = Message.of(reading.reader().whole(end.text)), end.finish_reason
     return {
         "index": end.sequence,
         "message": message.body(with_reasoning=reading.thinking is not None),
-        "logprobs": None,
+        "logprobs": told.reporter.chat(end.tokens),
         "finish_reason": reason and finish_reason(reason, len(message.calls), named=reading.named),
         "stop_reason": end.stop_reason,
     }
 
 
 def _completion(
-    reading: Reading, answer_id: str, created: int, model: str, ends: list[Delta], usage: Usage
+    reading: Reading, answer_id: str, created: int, model: str, ends: list[Delta], told: Told
 ) -> bytes:
-    choices = [_choice(reading, end) for end in ends]
+    choices = [_choice(reading, end, told) for end in ends]
     return orjson.dumps(
         {
             "id": answer_id,
@@ -68,6 +69,7 @@ def _completion(
             "created": created,
             "model": model,
             "choices": choices,
-            "usage": usage.body(),
+            "usage": told.usage.body(),
+            **told.of_prompt(0),
         }
     )

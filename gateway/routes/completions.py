@@ -6,10 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import body_schema, context_of, read_body
-from gateway.generation import Delta, Usage
-from gateway.prompts import encode_prompts
-from gateway.routes.answer import Answer, answer
+from gateway.generation import Delta
+from gateway.prompts import encode_prompts, truncated
+from gateway.routes.answer import Answer, Told, answer
 from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.sampling import MAX_SEQUENCES
 from gateway.sse import CompletionChunks
 from protos.errors import InvalidArgument
 
@@ -28,6 +29,12 @@ async def completions(request: Request) -> Response:
             f"'prompt' has {len(body.prompt)} prompts; send at most {context.settings.max_prompts} at once",
             param="prompt",
         )
+    if len(body.prompt) * body.n > max(context.settings.max_prompts, MAX_SEQUENCES):
+        raise InvalidArgument(
+            f"{len(body.prompt)} prompts with n={body.n} make {len(body.prompt) * body.n} choices; ask for at most "
+            f"{max(context.settings.max_prompts, MAX_SEQUENCES)} at once",
+            param="n",
+        )
     prompts = await encode_prompts(
         served,
         context.text_worker,
@@ -36,17 +43,31 @@ async def completions(request: Request) -> Response:
         size=len(await request.body()),
         param="prompt",
     )
-    return await answer(request, Answer("cmpl-", CompletionChunks, _completion), body, served, prompts)
+    prompts = [truncated(served, body, prompt) for prompt in prompts]
+    echoes = None
+    if body.echo:
+        # What was cut off is no part of the prompt; nor are the tokens that were added to a text.
+        cut = body.truncate_prompt_tokens is not None
+        echoes = [
+            given
+            if isinstance(given, str) and not cut
+            else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+            for given, prompt in zip(body.prompt, prompts, strict=True)
+        ]
+    return await answer(
+        request, Answer("cmpl-", CompletionChunks, _completion), body, served, prompts, echoes=echoes
+    )
 
 
-def _completion(answer_id: str, created: int, model: str, ends: list[Delta], usage: Usage) -> bytes:
+def _completion(answer_id: str, created: int, model: str, ends: list[Delta], told: Told) -> bytes:
     choices = [
         {
             "index": end.sequence,
             "text": end.text,
-            "logprobs": None,
+            "logprobs": told.reporter.completion(end.tokens),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
+            **told.of_prompt(end.sequence),
         }
         for end in ends
     ]
@@ -57,6 +78,6 @@ def _completion(answer_id: str, created: int, model: str, ends: list[Delta], usa
             "created": created,
             "model": model,
             "choices": choices,
-            "usage": usage.body(),
+            "usage": told.usage.body(),
         }
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved, clip, quote
-from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
+from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
 from gateway.schemas.tools import FUNCTIONS_HINT, NamedChoice, ToolCall, ToolChoice, Tools, few_calls
 
 # A conversation's turns: far more than people have, few enough to check without a pause in everybody's streams.
@@ -140,8 +140,6 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
         **CONVERSATION_UNSERVED,
-        "logprobs": Unserved((False,)),
-        "top_logprobs": Unserved((0,)),
         "echo": Unserved((False,), "the answer never repeats the prompt"),
         "functions": Unserved(([],), FUNCTIONS_HINT),
         "function_call": Unserved(("none", "auto"), FUNCTIONS_HINT),
@@ -161,6 +159,19 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     parallel_tool_calls: Annotated[bool, or_default(True)] = True
     include_reasoning: Annotated[bool, or_default(True)] = True
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**32 - 1)] = None
+    logprobs: Annotated[bool, or_default(False)] = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    @model_validator(mode="after")
+    def _top_of_what(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed together with logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are told with each new one; ``None``: no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatCompletionRequest":

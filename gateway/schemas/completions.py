@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.schemas.base import Unserved, quote
-from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest
+from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
 
 # OpenAI's default for this endpoint; chats go on to the context's end.
 DEFAULT_MAX_TOKENS: Final = 16
@@ -45,8 +45,6 @@ class CompletionRequest(SamplingRequest):
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
-        "logprobs": Unserved(),
-        "echo": Unserved((False,), "put the prompt before the answer yourself"),
         "suffix": Unserved(("",), "text after the insertion point is not served"),
     }
 
@@ -55,7 +53,37 @@ class CompletionRequest(SamplingRequest):
         BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
 
+    max_tokens: Annotated[int | None, Field(ge=0, le=2**32 - 1, description="0 only with echo.")] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    echo: Annotated[bool, or_default(False), Field(description="Begin each answer with its prompt.")] = False
+
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 is only allowed together with echo=true; ask for at least 1 token")
+        return self
+
     @property
     def output_limit(self) -> int:
         """New tokens at most, per prompt."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are told with each new one; ``None``: no log-probabilities at all."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An answer that repeats its prompt tells of the prompt's tokens what it tells of its own."""
+        asked = [
+            count
+            for count in (self.prompt_logprobs, self.logprobs if self.echo else None)
+            if count is not None
+        ]
+        return max(asked, default=None)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing but the prompt is to be answered."""
+        return self.max_tokens == 0

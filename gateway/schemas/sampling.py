@@ -5,7 +5,7 @@ whether the workers serve them is the scheduler's to say.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -15,6 +15,18 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_LENGTH: Final = 1_000
 
 MAX_LOGIT_BIASES: Final = 1024
+
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_LENGTH: Final = 200
+
+# Choices a prompt; the scheduler's own limit, which may be lower where there are few slots.
+MAX_SEQUENCES: Final = 128
+
+# OpenAI's own for chats.
+MAX_LOGPROBS: Final = 20
+
+# More than any vocabulary has: beyond it a list is refused before it is read.
+MAX_TOKEN_IDS: Final = 2**19
 
 _UINT32_MAX: Final = 2**32 - 1
 
@@ -29,15 +41,29 @@ ModelName = Annotated[str, Field(max_length=256)]
 
 def _stop_strings(value: Any) -> list[str]:
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be a string or a list of strings")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
-    if "" in stops:
+    if not isinstance(stops, list):
+        raise ValueError("must be a string or a list of strings")  # noqa: TRY004 - pydantic's signal
+    return _strings(stops, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
+
+
+def _bad_words(value: Any) -> list[str]:
+    words = [] if value is None else value
+    if not isinstance(words, list):
+        raise ValueError("must be a list of strings")  # noqa: TRY004 - pydantic's signal
+    return _strings(words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+
+
+def _strings(strings: list[Any], most: int, longest: int) -> list[str]:
+    # Before they are looked at one by one.
+    if len(strings) > most:
+        raise ValueError(f"takes at most {most} strings, got {len(strings)}")
+    if not all(isinstance(string, str) for string in strings):
+        raise ValueError("must hold strings only")
+    if "" in strings:
         raise ValueError("must not contain an empty string")
-    if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
-        raise ValueError(f"takes strings of at most {MAX_STOP_LENGTH} characters")
-    return stops
+    if any(len(string) > longest for string in strings):
+        raise ValueError(f"takes strings of at most {longest} characters")
+    return strings
 
 
 def or_default(default: Any) -> BeforeValidator:
@@ -51,7 +77,9 @@ def _token_keys(value: Any) -> Any:
         return value
     if len(value) > MAX_LOGIT_BIASES:
         raise ValueError(f"takes at most {MAX_LOGIT_BIASES} token ids, got {len(value)}")
-    if any(not isinstance(key, str) or not key.isascii() or not key.isdigit() for key in value):
+    if any(
+        not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10) for key in value
+    ):
         raise ValueError('must map token ids to biases, for example {"50256": -100}')
     return {int(key): bias for key, bias in value.items()}
 
@@ -67,21 +95,13 @@ class StreamOptions(RequestModel):
 
 # Accepted at their neutral value by both endpoints.
 COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
-    "n": Unserved((1,), "one sequence a request is served; send several requests"),
-    "best_of": Unserved((1,), "one sequence a request is served; send several requests"),
     "use_beam_search": Unserved((False,)),
     "length_penalty": Unserved((1.0,), "it belongs to beam search, which is not served"),
-    "prompt_logprobs": Unserved(),
     "logprob_token_ids": Unserved(([],)),
-    "bad_words": Unserved(([],)),
-    "truncate_prompt_tokens": Unserved((), "shorten the prompt before you send it"),
-    "truncation_side": Unserved(),
-    "spaces_between_special_tokens": Unserved((True,)),
     "response_format": Unserved(
         ({"type": "text"},), 'constrained output is not served yet; use {"type": "text"}'
     ),
     "structured_outputs": Unserved((), "constrained output is not served yet"),
-    "return_tokens_as_token_ids": Unserved((False,)),
     "return_token_ids": Unserved((False,)),
     "prompt_embeds": Unserved(),
     "repetition_detection": Unserved(),
@@ -112,7 +132,36 @@ class SamplingRequest(RequestModel):
         dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
         BeforeValidator(_token_keys),
     ] = None
-    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_TOKEN_IDS)] = None
+    bad_words: Annotated[
+        list[str],
+        BeforeValidator(_bad_words, json_schema_input_type=list[str] | None),
+        Field(description="Texts that must not be produced, at the start of a word or within a text."),
+    ] = Field(default_factory=list)
+    n: Annotated[
+        int, or_default(1), Field(ge=1, le=MAX_SEQUENCES, description="Choices for each prompt.")
+    ] = 1
+    best_of: Annotated[
+        int | None, Field(ge=1, description="Only as large as n: no choices are made and thrown away.")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_LOGPROBS, description="Log-probabilities of the prompt's tokens; not streamed."),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool, or_default(False), Field(description="Log-probabilities name tokens as token_id:5.")
+    ] = False
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Field(
+            ge=-1,
+            le=_UINT32_MAX,
+            description="Keep only that many tokens of a prompt; -1: as many as leave room for the answer.",
+        ),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, Field(description="Where tokens are cut off; left by default.")
+    ] = None
     max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32_MAX)] = None
     min_tokens: Annotated[int, or_default(0), Field(ge=0, le=_UINT32_MAX)] = 0
     stop: Annotated[
@@ -122,6 +171,7 @@ class SamplingRequest(RequestModel):
     include_stop_str_in_output: Annotated[bool, or_default(False)] = False
     ignore_eos: Annotated[bool, or_default(False)] = False
     skip_special_tokens: Annotated[bool, or_default(True)] = True
+    spaces_between_special_tokens: Annotated[bool, or_default(True)] = True
     add_special_tokens: bool | None = None
     stream: Annotated[bool, or_default(False)] = False
     stream_options: StreamOptions | None = None
@@ -144,10 +194,45 @@ class SamplingRequest(RequestModel):
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({limit})")
         return self
 
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> "SamplingRequest":
+        if self.best_of not in (None, self.n):
+            raise ValueError(
+                f"best_of={self.best_of} is not supported: no more choices are made than are returned; leave it out, or send n alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_are_not_streamed(self) -> "SamplingRequest":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be streamed; send stream=false")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> "SamplingRequest":
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens=0 leaves nothing of the prompt; send at least 1, or -1")
+        return self
+
     @property
     def output_limit(self) -> int | None:
         """New tokens at most; ``None``: as many as the context has room for."""
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are told with each new one; ``None``: no log-probabilities at all."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing but the prompt is to be answered."""
+        return False
 
     @property
     def include_usage(self) -> bool:

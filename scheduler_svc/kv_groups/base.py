@@ -88,6 +88,9 @@ class KvGroupManager(Protocol):
     def copied_tokens(self, num_tokens: int) -> int:
         """How many tokens of the last block have to be copied for a sequence that continues behind ``num_tokens``; 0: none."""
 
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
+        """Whether the blocks of a sequence with ``num_computed`` tokens still hold what a query at position ``num_tokens`` sees."""
+
     def trim(self, table: Table, num_computed: int) -> int:
         """Gives up blocks that no query from position ``num_computed`` on can see; returns how many."""
 

@@ -61,6 +61,10 @@ class FullGroup:
         """What the last, partly filled block holds."""
         return num_tokens % self._grid.block_size
 
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:  # noqa: ARG002 - the interface's
+        """As far as one likes."""
+        return num_tokens <= num_computed
+
     def trim(self, table: Table, num_computed: int) -> int:  # noqa: ARG002 - the interface's
         """Nothing: every token is read for ever."""
         return 0

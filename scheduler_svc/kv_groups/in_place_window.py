@@ -61,6 +61,10 @@ class InPlaceWindowGroup:
         """What of the sequence the window still holds."""
         return min(num_tokens, self._window)
 
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:  # noqa: ARG002 - the interface's
+        """Not at all: the content has moved on with the last token."""
+        return num_tokens == num_computed
+
     def trim(self, table: Table, num_computed: int) -> int:  # noqa: ARG002 - the interface's
         """Nothing: the block slides by itself."""
         return 0

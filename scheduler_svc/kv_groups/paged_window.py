@@ -69,6 +69,10 @@ class PagedWindowGroup(FullGroup):
             self.pool.touch((source,))
         return Table([self.pool.null] * first + blocks, first), source
 
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
+        """Until the first block of that query's window was given up."""
+        return num_tokens <= num_computed and table.first <= self._first_needed(num_tokens)
+
     def trim(self, table: Table, num_computed: int) -> int:
         """Frees what lies behind the window of the query at ``num_computed``, oldest first, so that it is evicted first."""
         first = min(self._first_needed(num_computed), len(table.blocks))

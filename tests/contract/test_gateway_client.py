@@ -155,8 +155,9 @@ async def test_a_broken_stream_is_a_pause(peer: ScriptedInference) -> None:
         assert await tokens_of(client.submit([request("a")])) == [REPLY]
         again = peer.requests[-1]
         assert again.request_id == "a.r1"
-        assert list(again.resumed_token_ids) == REPLY[: len(again.resumed_token_ids)]
-        assert len(again.resumed_token_ids) >= 5
+        (part,) = again.resumed
+        assert list(part.token_ids) == REPLY[: len(part.token_ids)]
+        assert len(part.token_ids) >= 5
 
 
 async def test_a_restarted_scheduler_is_a_pause(peer: ScriptedInference) -> None:
@@ -168,7 +169,7 @@ async def test_a_restarted_scheduler_is_a_pause(peer: ScriptedInference) -> None
             submission = client.submit([request("a")])
             reader = asyncio.create_task(tokens_of(submission))
             await peer.until(lambda: bool(peer.requests))
-            while len(submission.live[0].received) < 4:
+            while len(submission.live[0].received[0]) < 4:
                 await asyncio.sleep(0.01)
             await server.stop(0)
             successor = ScriptedInference(smollm2_folder(), REPLY)
@@ -177,7 +178,7 @@ async def test_a_restarted_scheduler_is_a_pause(peer: ScriptedInference) -> None
             async with serving(successor, port):
                 assert await asyncio.wait_for(reader, 20) == [REPLY]
             assert [r.request_id for r in successor.requests] == ["a.r1", "a.r2", "a.r3"]
-            assert all(list(r.resumed_token_ids) == REPLY[:4] for r in successor.requests)
+            assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
 
 
 async def test_an_unheard_end_is_not_continued(peer: ScriptedInference) -> None:
@@ -185,10 +186,10 @@ async def test_an_unheard_end_is_not_continued(peer: ScriptedInference) -> None:
     peer.pause_after = 5
     async with serving(peer) as server, connected(server.port) as client:
         submission = client.submit([request("a", max_tokens=6)])
-        while len(submission.live[0].received) < 5:
+        while len(submission.live[0].received[0]) < 5:
             await asyncio.sleep(0.01)
         # Now all but the last event has come; pretend that the last token came without the word that it was the last.
-        submission.live[0].received.append(REPLY[5])
+        submission.live[0].received[0].append(REPLY[5])
         peer.break_after, peer.pause_after = 1, 5
         client._put(inference.ConnectRequest(generate=request("other")))
         await asyncio.wait_for(_drained(submission), 10)
@@ -227,7 +228,7 @@ async def test_a_resumed_request_may_wait_its_turn(peer: ScriptedInference) -> N
     """Once a scheduler has it again, a long queue is no reason to give up."""
 
     def hold(sent: inference.GenerateRequest) -> None:
-        if sent.resumed_token_ids:
+        if sent.resumed:
             peer.pause_after = 0
 
     peer.break_after, peer.refuse = 5, hold
@@ -243,7 +244,7 @@ async def test_a_resumed_request_may_wait_its_turn(peer: ScriptedInference) -> N
 async def test_a_scheduler_that_only_refuses_is_given_up(peer: ScriptedInference) -> None:
     """Each attempt is heard, yet the time between them adds up."""
     peer.break_after = 5
-    peer.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed_token_ids else None
+    peer.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
     async with serving(peer) as server, connected(server.port, resume_timeout_s=0.3) as client:
         with pytest.raises(Unavailable, match="could not be resumed within"):
             await asyncio.wait_for(tokens_of(client.submit([request("a")])), 10)
@@ -306,10 +307,8 @@ async def test_another_schema_is_not_retried(peer: ScriptedInference) -> None:
 async def test_an_abort_from_elsewhere_is_an_error(peer: ScriptedInference) -> None:
     """A request that somebody else aborted does not look finished."""
     client = InferenceClient("unused:1")
-    submission = Submission(1, lambda _: None)
-    live = Live(request("a"), submission, 0)
-    client._live["a"] = live
-    submission.live.append(live)
+    submission = Submission([request("a")], lambda _, __: None)
+    client._live["a"] = submission.live[0]
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
     client._deliver(inference.ConnectResponse(events=[event]))
     with pytest.raises(Aborted):

@@ -94,7 +94,14 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
             "invalid_value",
             "temperature",
         ),
-        ("POST", "/v1/completions", b'{"prompt": "x", "n": 2}', 400, "unsupported_parameter", "n"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "x", "best_of": 2}',
+            400,
+            "unsupported_parameter",
+            "best_of",
+        ),
         (
             "POST",
             "/v1/completions",

@@ -94,7 +94,9 @@ async def test_connect_aborts_by_id() -> None:
         worker.gate.clear()
         call = scheduler.inference.Connect()
         await call.write(
-            inference_pb2.ConnectRequest(schema_revision=1, generate=generate_request(request_id="a"))
+            inference_pb2.ConnectRequest(
+                schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="a")
+            )
         )
         await call.write(inference_pb2.ConnectRequest(abort=inference_pb2.AbortRequest(request_id="a")))
         response = await call.read()
@@ -157,7 +159,6 @@ async def test_the_end_of_a_call_and_an_abort_both_free_the_request(how: str) ->
         ),
         (generate_request([96] * 64), ContextExceeded, "64 tokens"),
         (generate_request(request_id="x" * 129), InvalidArgument, "longer than 128 bytes"),
-        (inference_pb2.GenerateRequest(prompt_token_ids=[5], n=2), Unsupported, "n must be 1"),
         (inference_pb2.GenerateRequest(prompt_token_ids=[5], lora_name="l"), NotFound, "no adapter"),
         (
             inference_pb2.GenerateRequest(prompt_token_ids=[5], model="other"),
@@ -311,7 +312,7 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request() -> None:
         call = scheduler.inference.Connect()
         for _ in range(2):
             message = inference_pb2.ConnectRequest(
-                schema_revision=1, generate=generate_request(request_id="twin")
+                schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="twin")
             )
             await call.write(message)
         response = await call.read()

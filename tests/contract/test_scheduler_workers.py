@@ -101,7 +101,7 @@ async def test_two_workers_share_the_queue() -> None:
 @pytest.mark.parametrize(
     ("worker", "settings", "error", "text"),
     [
-        (ScriptedWorker(schema_revision=2), Settings(), SchemaMismatch, "schema revision 2"),
+        (ScriptedWorker(schema_revision=99), Settings(), SchemaMismatch, "schema revision 99"),
         (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_UNSPECIFIED), Settings(), ConfigurationRefused, "does not know"),
         (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW, window=6), Settings(block_size=8, max_num_batched_tokens=8), ConfigurationRefused, "must be a multiple of the window"),
         (ScriptedWorker(), Settings(max_model_len=65), ConfigurationRefused, "exceeds the model's context of 64"),

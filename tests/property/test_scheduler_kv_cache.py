@@ -182,7 +182,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         child.end = MAX_LEN
         if parent.request_id in self.decoding and len(child.token_ids) == parent.num_computed + 1:
             child.token_ids[-1] = token
-        if not self.kv.fork(parent, child):
+        if not self.kv.fork(parent, child, parent.num_computed):
             assert not child.tables
             return
         assert child.num_computed == parent.num_computed

@@ -164,27 +164,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease)  # fmt: skip
-        self.wanted: dict[str, list[int]] = {}
-        self.aborted: set[str] = set()
+        # Tokens by request and sequence.
+        self.wanted: dict[str, list[list[int]]] = {}
+        self.aborted: set[tuple[str, int]] = set()
         self.pins: list[str] = []
         self.count = 0
 
     # Few distinct tokens and lengths: prefixes repeat.
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12),
-        salt=st.sampled_from(["", "", "a"]), priority=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "a"]), priority=st.integers(0, 1), n=st.sampled_from([1, 1, 1, 2, 3, 6]),
     )  # fmt: skip
-    def submit(self, prompt: list[int], max_tokens: int, salt: str, priority: int) -> None:
+    def submit(self, prompt: list[int], max_tokens: int, salt: str, priority: int, n: int) -> None:
         if len(prompt) + max_tokens > self.rig.scheduler.kv.max_tokens(40):
             return
         self.count += 1
         name = f"r{self.count}"
         self.rig.submit(
             make_submission(
-                prompt, request_id=name, max_tokens=max_tokens, cache_salt=salt, priority=priority
+                prompt, request_id=name, max_tokens=max_tokens, cache_salt=salt, priority=priority, n=n
             )
         )
-        self.wanted[name] = expected_tokens(prompt, max_tokens)
+        self.wanted[name] = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -194,35 +195,47 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
+        self.draw_and_abort(data)
+
+    def draw_and_abort(self, data: st.DataObject) -> None:
+        """A whole request, or one of its sequences."""
         name = data.draw(st.sampled_from(sorted(self.wanted)))
-        if self.rig.engine.abort(name):
-            self.aborted.add(name)
+        sequences = range(len(self.wanted[name]))
+        one = data.draw(st.sampled_from([None, *sequences]))
+        ended = self.ended(name)
+        if self.rig.engine.abort(name, one):
+            now = [one] if one is not None else [each for each in sequences if each not in ended]
+            assert not ended.intersection(now)
+            self.aborted |= {(name, each) for each in now}
+
+    def ended(self, name: str) -> set[int]:
+        return {event.sequence for event in self.rig.sinks[name].events if event.finish_reason}
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def abort_while_a_step_runs(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.wanted)))
         after = data.draw(st.integers(0, 3), label="steps")
 
         def abort() -> None:
             nonlocal after
             after -= 1
-            if after < 0 and self.rig.engine.abort(name):
-                self.aborted.add(name)
+            if after == -1:
+                self.draw_and_abort(data)
 
         self.rig.meanwhile = abort
         self.rig.step()
         self.rig.meanwhile = lambda: None
 
     @rule(
-        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), after=st.integers(0, 3)
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), after=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 3]),
     )  # fmt: skip
-    def submit_while_a_step_runs(self, prompt: list[int], max_tokens: int, after: int) -> None:
+    def submit_while_a_step_runs(self, prompt: list[int], max_tokens: int, after: int, n: int) -> None:
         def submit() -> None:
             nonlocal after
             after -= 1
             if after == -1:
-                self.submit(prompt, max_tokens, "", 0)
+                self.submit(prompt, max_tokens, "", 0, n)
 
         self.rig.meanwhile = submit
         self.rig.step()
@@ -264,16 +277,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.run()
         for name in self.pins:
             self.rig.engine.unpin(name)
-        for name, wanted in self.wanted.items():
-            sink = self.rig.sinks[name]
-            if name in self.aborted:
-                assert sink.tokens == wanted[: len(sink.tokens)]
-                assert sink.events[-1].finish_reason is FinishReason.ABORT
-            else:
-                assert EOS not in wanted
-                assert sink.tokens == wanted, "no token lost, doubled or changed"
-                assert sink.events[-1].finish_reason is FinishReason.LENGTH
-            assert sum(event.finish_reason is not None for event in sink.events) == 1
+        for name, sequences in self.wanted.items():
+            events = self.rig.sinks[name].events
+            assert {event.request_id for event in events} == {name}
+            assert sum(event.first for event in events) <= 1
+            for sequence, wanted in enumerate(sequences):
+                mine = [event for event in events if event.sequence == sequence]
+                tokens = [token for event in mine for token in event.token_ids]
+                if (name, sequence) in self.aborted:
+                    assert tokens == wanted[: len(tokens)]
+                    assert mine[-1].finish_reason is FinishReason.ABORT
+                else:
+                    assert EOS not in wanted
+                    assert tokens == wanted, "no token lost, doubled or changed"
+                    assert mine[-1].finish_reason is FinishReason.LENGTH
+                assert sum(event.finish_reason is not None for event in mine) == 1
         for group in self.rig.scheduler.kv.groups:
             assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
 

@@ -10,18 +10,21 @@ from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
 
-def make(size: int = 1) -> tuple[Submission, list[Live]]:
-    aborted: list[Live] = []
-    submission = Submission(size, aborted.append)
-    for index in range(size):
-        submission.live.append(Live(inference.GenerateRequest(request_id=f"r{index}"), submission, index))
-    return submission, aborted
+def make(size: int = 1, n: int | None = None) -> tuple[Submission, list[tuple[int, int | None]]]:
+    """With what was aborted: the request's first sequence in the submission, and which of its sequences if not all."""
+    aborted: list[tuple[int, int | None]] = []
+    requests = [inference.GenerateRequest(request_id=f"r{index}", n=n) for index in range(size)]
+
+    def abort(live: Live, sequence: int | None) -> None:
+        aborted.append((live.index, sequence))
+
+    return Submission(requests, abort), aborted
 
 
 def event(
-    *tokens: int, reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+    *tokens: int, reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED, sequence: int = 0
 ) -> inference.GenerateEvent:
-    return inference.GenerateEvent(token_ids=tokens, finish_reason=reason)
+    return inference.GenerateEvent(token_ids=tokens, finish_reason=reason, sequence=sequence)
 
 
 async def test_events_that_wait_are_taken_together() -> None:
@@ -67,7 +70,7 @@ async def test_aborting_drops_all() -> None:
     """Whoever stops reading stops the requests."""
     submission, aborted = make(2)
     submission.abort()
-    assert [live.index for live in aborted] == [0, 1]
+    assert aborted == [(0, None), (1, None)]
 
 
 async def test_finishing_one_leaves_the_others() -> None:
@@ -75,7 +78,7 @@ async def test_finishing_one_leaves_the_others() -> None:
     submission, aborted = make(2)
     submission.put(0, event(1, reason=pb.FINISH_REASON_LENGTH))
     submission.finish(0)
-    assert [live.index for live in aborted] == [0]
+    assert aborted == [(0, 0)]
     assert len(await submission.take()) == 1
     reader = asyncio.create_task(submission.take())
     await asyncio.sleep(0)
@@ -89,13 +92,49 @@ def test_a_renewed_request_continues() -> None:
     submission, _ = make()
     live = submission.live[0]
     live.request.prompt_token_ids.extend([7, 8])
-    live.on_event([1, 2])
+    live.on_event(event(1, 2))
     live.renew()
-    live.on_event([3])
+    live.on_event(event(3))
     live.renew()
     assert live.wire_id == "r0.r2"
     assert list(live.request.prompt_token_ids) == [7, 8]
-    assert list(live.request.resumed_token_ids) == [1, 2, 3]
+    assert list(live.request.resumed) == [inference.ResumedSequence(token_ids=[1, 2, 3])]
+
+
+def test_a_renewed_request_says_what_is_there_of_each_sequence() -> None:
+    """One has finished, one goes on, one has not begun; the prompt is not asked about twice."""
+    submission, _ = make(n=3)
+    live = submission.live[0]
+    live.request.sampling.prompt_logprobs = 1
+    live.renew()
+    assert live.request.sampling.HasField("prompt_logprobs")
+    told = event(5, sequence=2)
+    told.prompt_logprobs.add(logprob=-1.0, rank=1)
+    live.on_event(told)
+    live.on_event(event(6, reason=pb.FINISH_REASON_STOP))
+    live.renew()
+    assert live.request.n == 3
+    assert list(live.request.resumed) == [
+        inference.ResumedSequence(sequence=0, finished=True),
+        inference.ResumedSequence(sequence=2, token_ids=[5]),
+    ]
+    assert not live.request.sampling.HasField("prompt_logprobs")
+    assert not live.over
+    live.on_event(event(reason=pb.FINISH_REASON_STOP, sequence=1))
+    live.on_event(event(reason=pb.FINISH_REASON_STOP, sequence=2))
+    assert live.over
+
+
+async def test_sequences_are_numbered_through() -> None:
+    """All of one prompt's before the next one's; each is finished alone."""
+    submission, aborted = make(2, n=3)
+    assert [live.index for live in submission.live] == [0, 3]
+    submission.finish(4)
+    assert aborted == [(3, 1)]
+    for index in (0, 1, 2, 3, 5):
+        submission.put(index, event(reason=pb.FINISH_REASON_STOP, sequence=index % 3))
+    assert len(await submission.take()) == 5
+    assert await submission.take() == []
 
 
 @pytest.mark.parametrize(
@@ -115,5 +154,6 @@ def test_an_unheard_end_is_recognised(
     sampling: pb.SamplingParams, received: list[int], reason: int | None
 ) -> None:
     """Complete tokens are never continued after a reconnect."""
-    ended = finished_already(inference.GenerateRequest(sampling=sampling), received, frozenset({2}))
+    ended = finished_already(inference.GenerateRequest(sampling=sampling), 3, received, frozenset({2}))
+    assert ended is None or ended.sequence == 3
     assert (ended.finish_reason if ended is not None else None) == reason

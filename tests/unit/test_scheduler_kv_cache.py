@@ -348,7 +348,7 @@ def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
     kv.release(prefill(kv, range(20, 28), chunk=2))
     origin, fork = make_request(range(20, 28)), make_request(range(20, 28))
     assert kv.admit(origin)
-    assert kv.fork(origin, fork)
+    assert kv.fork(origin, fork, origin.num_computed)
     kv.release(origin)
     copies = kv.take_copies()
     assert copies is not None

@@ -53,12 +53,14 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
-    RESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique among its live requests; at most 128 bytes. Empty: the scheduler makes one (see the first event)."""
     n: _builtins.int
-    """Sequences sampled from the same prompt. Unset: 1."""
+    """Sequences sampled from the same prompt, 1 .. 128; at most sixteen for each slot of the deployment. Unset: 1. Each ends with an event
+    of its own; if one fails, the request does.
+    """
     priority: _builtins.int
     """Lower runs earlier. Default 0."""
     tenant: _builtins.str
@@ -76,9 +78,9 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
-    def resumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of sequence 0 that the client already has, when a request is resubmitted after a lost scheduler: generation
-        continues behind them and they are not sent again. They count against max_tokens.
+    def resumed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedSequence]:
+        """What the client already has, when a request is resubmitted after a lost scheduler; each sequence at most once. Those that are not
+        named begin anew.
         """
 
     def __init__(
@@ -92,18 +94,50 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         lora_name: _builtins.str = ...,
-        resumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         model: _builtins.str = ...,
+        resumed: _abc.Iterable[Global___ResumedSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumedSequence(_message.Message):
+    """A sequence that a client has seen a part of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """0 .. n-1."""
+    finished: _builtins.bool
+    """The sequence has ended: nothing more is wanted of it. At least one must be left."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens so far: generation continues behind them and they are not sent again. They count against max_tokens and min_tokens."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedSequence: _TypeAlias = ResumedSequence  # noqa: Y015
 
 @_typing.final
 class GenerateEvent(_message.Message):
@@ -119,6 +153,7 @@ class GenerateEvent(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sequence: _builtins.int
     """0 .. n-1."""
@@ -136,11 +171,17 @@ class GenerateEvent(_message.Message):
 
     @_builtins.property
     def prompt(self) -> Global___PromptStats:
-        """Set in a request's first event."""
+        """Set in a request's first event, whatever its sequence."""
 
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Connect only: the request failed; no further events of it follow."""
+        """Connect only: the request failed with all its sequences; no further events of it follow."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per prompt token but the first, which nothing precedes, if they were asked for: in one event of the request, before or with
+        its first token.
+        """
 
     def __init__(
         self,
@@ -153,10 +194,11 @@ class GenerateEvent(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         prompt: Global___PromptStats | None = ...,
         error: _common_pb2.Error | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "prompt", b"prompt", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -248,17 +290,23 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    sequence: _builtins.int
+    """Ends this sequence alone. Unset: all of the request's."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sequence: _TypeAlias = _typing.Literal["sequence"]  # noqa: Y015
+    _WhichOneofArgType__sequence: _TypeAlias = _typing.Literal["_sequence", b"_sequence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence) -> _WhichOneofReturnType__sequence | None: ...
 
 Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 

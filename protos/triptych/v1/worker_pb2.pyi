@@ -680,6 +680,7 @@ class SlotOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -695,6 +696,10 @@ class SlotOutput(_message.Message):
     def pooled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Row-major values of a pooling result."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per prompt token but the first, when the prompt's last chunk is done and they were asked for."""
+
     def __init__(
         self,
         *,
@@ -703,10 +708,11 @@ class SlotOutput(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         error: _common_pb2.Error | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "pooled", b"pooled", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
