@@ -680,10 +680,11 @@ class SlotOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sampled tokens (more than one only with jump-ahead or speculation)."""
+        """Sampled tokens (more than one only with jump-ahead or speculation); none for a chunk that does not end the prompt."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
@@ -695,6 +696,12 @@ class SlotOutput(_message.Message):
     def pooled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Row-major values of a pooling result."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """After a chunk, if the request asked for them: of the prompt tokens start + 1 .. min(start + num_tokens, num_prompt_tokens - 1), each
+        given those before it.
+        """
+
     def __init__(
         self,
         *,
@@ -703,10 +710,11 @@ class SlotOutput(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         error: _common_pb2.Error | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "pooled", b"pooled", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,81 @@
+"""Drops unlikely tokens: ``min_p``, ``top_k``, then ``top_p`` over what is left.
+
+Each of the three is a threshold on the tokens' weights, ``exp(logit - largest logit)``, so tokens of equal weight (common in bfloat16) are
+kept or dropped together, whatever their order. The threshold of ``top_k`` is the largest value that at least ``k`` tokens reach, that
+of ``top_p`` the largest value such that the tokens that reach it have at least the wanted mass. Both are found without sorting: the bits
+of a float in [0, 1] are in the order of its value, so the search goes over histograms of the highest bits, then of the next within the
+bin that was found, and once more: three passes whatever the distribution is, and exact.
+"""
+
+import torch
+
+# A weight of 1 as an integer mass. 2**18 tokens of it stay below 2**63.
+_ONE = 2.0**44
+# A float32 in [0, 1] has 30 bits that vary: three times ten.
+_SHIFTS = (20, 10, 0)
+_BINS = 1 << 10
+
+
+def masses(weights: torch.Tensor) -> torch.Tensor:
+    """The weights, float32 in [0, 1], as integers: int64, of the same shape. What is less than 2**-44 has none."""
+    return (weights * _ONE).long()
+
+
+def cut(
+    weights: torch.Tensor,
+    mass: torch.Tensor,
+    min_p: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+) -> torch.Tensor:
+    """The masses of what is kept, 0 for the rest.
+
+    Args:
+        weights: float32 [rows, vocab] in [0, 1]; a row's largest is 1.
+        mass: int64 [rows, vocab], the weights' :func:`masses`; overwritten.
+        min_p: float32 [rows]: tokens with less than this times the largest weight are dropped. ``None``: of no row.
+        top_k: int64 [rows]: tokens that are kept, at least 1; the vocabulary's size for all. ``None``: of no row.
+        top_p: float64 [rows]: share of the mass that is kept, at most 1. ``None``: of no row.
+
+    Returns:
+        int64 [rows, vocab].
+    """
+    bits = weights.view(torch.int32)
+    floor: torch.Tensor | None = None
+    if min_p is not None:
+        floor = min_p.view(torch.int32)[:, None]
+    if top_k is not None:
+        kth = least_kept(bits, None, top_k[:, None])
+        floor = kth if floor is None else torch.maximum(floor, kth)
+    if floor is not None:
+        mass = mass.masked_fill_(bits < floor, 0)
+    if top_p is not None:
+        total = mass.sum(dim=-1, keepdim=True)
+        wanted = (top_p[:, None] * total).ceil_().long()
+        mass = mass.masked_fill_(bits < least_kept(bits, mass, torch.minimum(wanted, total)), 0)
+    return mass
+
+
+def least_kept(bits: torch.Tensor, mass: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    """The largest value such that the tokens that reach it have the wanted mass.
+
+    Args:
+        bits: int32 [rows, vocab], those of floats in [0, 1].
+        mass: int64 [rows, vocab]; ``None``: each token counts 1.
+        wanted: int64 [rows, 1], at least 1.
+
+    Returns:
+        int32 [rows, 1], the value's bits; 0 or less where all together have less than what is wanted.
+    """
+    if mass is None:
+        mass = torch.ones((), dtype=torch.int32, device=bits.device).expand(bits.shape)
+    base = torch.zeros((bits.shape[0], 1), dtype=torch.int32, device=bits.device)
+    for shift in _SHIFTS:
+        # Bin 0 is what lies below those that are looked at, the last one what lies above.
+        bins = ((bits >> shift) - base).clamp_(-1, _BINS).add_(1)
+        histogram = mass.new_zeros((bits.shape[0], _BINS + 2)).scatter_add_(1, bins.long(), mass)
+        from_above = histogram.flip(1).cumsum(1)
+        too_few = (from_above < wanted).sum(dim=1, keepdim=True, dtype=torch.int32)
+        # Bins count from 1, those from above to the last one are too few together.
+        base = (base + _BINS - too_few) << (10 if shift else 0)
+    return base
