@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from worker_svc.plan import Admission, Sampling
-from worker_svc.sampling import SamplingState, Vocabulary, sample
+from worker_svc.sampling import Needs, SamplingState, Vocabulary, sample
+from worker_svc.sampling.adjust import adjust
+from worker_svc.sampling.draw import draw, uniform
+from worker_svc.sampling.sampler import kept_masses
 
 LONGEST = 64
 
@@ -81,21 +84,23 @@ def draw_many(logits: torch.Tensor, sampling: Sampling, count: int, **history: S
 def _under_seeds(
     state: SamplingState,
     seeds: torch.Tensor,
-    needs: object,
+    needs: Needs,
     logits: torch.Tensor,
     rows: torch.Tensor,
     length: int,
 ) -> torch.Tensor:
     """One draw a row, each of the same slot under a seed of its own."""
-    from worker_svc.sampling.adjust import adjust
-    from worker_svc.sampling.draw import draw, uniform
-    from worker_svc.sampling.sampler import kept_masses
-    from worker_svc.sampling.state import Needs
-
-    assert isinstance(needs, Needs)
     positions = torch.full_like(rows, length)
-    adjusted = adjust(state, needs, logits, rows, positions) if needs.adjusts else logits
-    return draw(kept_masses(state, needs, adjusted, rows), uniform(seeds, positions))
+    scratch = state.scratch(len(rows))
+    adjusted = logits
+    if needs.adjusts:
+        adjusted = adjust(state, needs, logits, rows, positions, scratch.logits(len(rows)))
+    best, numbers = adjusted.amax(dim=-1, keepdim=True), uniform(seeds, positions)
+    drawn = [
+        draw(kept_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
+        for part, tile in scratch.tiles(len(rows))
+    ]
+    return torch.cat(drawn)
 
 
 def chi_square_p(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:

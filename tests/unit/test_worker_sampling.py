@@ -10,6 +10,7 @@ from worker_svc.plan import Sampling
 from worker_svc.sampling import Needs, report, reports_of
 from worker_svc.sampling.cut import least_kept
 from worker_svc.sampling.draw import draw, sequence_seed, uniform
+from worker_svc.sampling.scratch import Scratch
 
 VOCAB = 50
 
@@ -149,10 +150,12 @@ def test_the_search_is_exact() -> None:
     values[:, ::7] = values[:, 1::7][:, : values[:, ::7].shape[1]]
     values[:, 5], values[:, 6] = 1.0, 0.0
     ordered = values.sort(dim=-1, descending=True).values
+    scratch, ones = Scratch(4, 300, torch.device("cpu")), torch.ones(4, 300, dtype=torch.int32)
+    ((_, tile),) = scratch.tiles(4)
     for k in (1, 2, 3, 17, 150, 299, 300):
-        found = least_kept(values.view(torch.int32), None, torch.full((4, 1), k))
+        found = least_kept(values.view(torch.int32), ones, torch.full((4, 1), k), tile)
         assert torch.equal(found.view(torch.float32)[:, 0], ordered[:, k - 1])
-    assert (least_kept(values.view(torch.int32), None, torch.full((4, 1), 301)) <= 0).all()
+    assert (least_kept(values.view(torch.int32), ones, torch.full((4, 1), 301), tile) <= 0).all()
 
 
 def test_rows_filter_independently() -> None:

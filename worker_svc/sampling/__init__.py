@@ -12,10 +12,12 @@ the device, so that all of it can be captured.
 
 from worker_svc.sampling.report import NUM_TOP, report, reports_of
 from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.scratch import SCRATCH_BYTES
 from worker_svc.sampling.state import Needs, SamplingBatch, SamplingState, Vocabulary, state_bytes
 
 __all__ = [
     "NUM_TOP",
+    "SCRATCH_BYTES",
     "Needs",
     "SamplingBatch",
     "SamplingState",

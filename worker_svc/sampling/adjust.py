@@ -13,7 +13,12 @@ from worker_svc.sampling.state import FOREVER, Needs, SamplingState
 
 
 def adjust(
-    state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    state: SamplingState,
+    needs: Needs,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    adjusted: torch.Tensor,
 ) -> torch.Tensor:
     """The logits after masks, bad words, ``min_tokens``, ``logit_bias`` and penalties, in this order.
 
@@ -23,11 +28,14 @@ def adjust(
         logits: float32 [rows, vocab]; not changed.
         rows: int64 [rows], the rows' slots.
         positions: int64 [rows], the position of the token to be sampled, which is the number of tokens before it.
+        adjusted: float32 [rows, vocab], where to write.
 
     Returns:
-        float32 [rows, vocab]; -inf for what must not be sampled.
+        ``adjusted``; -inf for what must not be sampled.
     """
-    adjusted = _masked(state, logits, rows) if needs.masks else logits.clone()
+    adjusted.copy_(logits)
+    if needs.masks:
+        _mask(state, adjusted, rows)
     if needs.bans:
         _ban(state, needs, adjusted, rows, positions)
     if needs.biases:
@@ -38,11 +46,11 @@ def adjust(
     return adjusted
 
 
-def _masked(state: SamplingState, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The logits with -inf wherever one of the row's masks has a 0."""
+def _mask(state: SamplingState, logits: torch.Tensor, rows: torch.Tensor) -> None:
+    """Makes a logit -inf wherever one of the row's masks has a 0."""
     words = state.allowed[rows] & state.grammar[rows]
     added = torch.nn.functional.embedding(words.view(torch.uint8).int(), _bits_of_bytes(logits.device))
-    return logits + added.view(logits.shape[0], -1)[:, : logits.shape[1]]
+    logits.add_(added.view(logits.shape[0], -1)[:, : logits.shape[1]])
 
 
 @functools.cache

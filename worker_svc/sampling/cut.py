@@ -9,6 +9,8 @@ bin that was found, and once more: three passes whatever the distribution is, an
 
 import torch
 
+from worker_svc.sampling.scratch import Tile
+
 # A weight of 1 as an integer mass. 2**18 tokens of it stay below 2**63.
 _ONE = 2.0**44
 # A float32 in [0, 1] has 30 bits that vary: three times ten.
@@ -16,14 +18,8 @@ _SHIFTS = (20, 10, 0)
 _BINS = 1 << 10
 
 
-def masses(weights: torch.Tensor) -> torch.Tensor:
-    """The weights, float32 in [0, 1], as integers: int64, of the same shape. What is less than 2**-44 has none."""
-    return (weights * _ONE).long()
-
-
 def cut(
-    weights: torch.Tensor,
-    mass: torch.Tensor,
+    tile: Tile,
     min_p: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
@@ -31,51 +27,57 @@ def cut(
     """The masses of what is kept, 0 for the rest.
 
     Args:
-        weights: float32 [rows, vocab] in [0, 1]; a row's largest is 1.
-        mass: int64 [rows, vocab], the weights' :func:`masses`; overwritten.
+        tile: whose ``weights`` [rows, vocab] are in [0, 1], with 1 as each row's largest. The rest of it is overwritten.
         min_p: float32 [rows]: tokens with less than this times the largest weight are dropped. ``None``: of no row.
         top_k: int64 [rows]: tokens that are kept, at least 1; the vocabulary's size for all. ``None``: of no row.
         top_p: float64 [rows]: share of the mass that is kept, at most 1. ``None``: of no row.
 
     Returns:
-        int64 [rows, vocab].
+        int64 [rows, vocab] in the tile: 2**44 times the weights. What is less than 2**-44 has none.
     """
-    bits = weights.view(torch.int32)
+    bits = tile.weights.view(torch.int32)
+    mass = tile.mass.copy_(torch.mul(tile.weights, _ONE, out=tile.logits))
     floor: torch.Tensor | None = None
     if min_p is not None:
         floor = min_p.view(torch.int32)[:, None]
     if top_k is not None:
-        kth = least_kept(bits, None, top_k[:, None])
+        kth = least_kept(bits, tile.logits.view(torch.int32).fill_(1), top_k[:, None], tile)
         floor = kth if floor is None else torch.maximum(floor, kth)
     if floor is not None:
-        mass = mass.masked_fill_(bits < floor, 0)
+        _drop_below(floor, bits, tile)
     if top_p is not None:
         total = mass.sum(dim=-1, keepdim=True)
-        wanted = (top_p[:, None] * total).ceil_().long()
-        mass = mass.masked_fill_(bits < least_kept(bits, mass, torch.minimum(wanted, total)), 0)
+        wanted = torch.minimum((top_p[:, None] * total).ceil_().long(), total)
+        _drop_below(least_kept(bits, mass, wanted, tile), bits, tile)
     return mass
 
 
-def least_kept(bits: torch.Tensor, mass: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """The largest value such that the tokens that reach it have the wanted mass.
+def least_kept(bits: torch.Tensor, measure: torch.Tensor, wanted: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The largest value such that the tokens that reach it have so much together.
 
     Args:
         bits: int32 [rows, vocab], those of floats in [0, 1].
-        mass: int64 [rows, vocab]; ``None``: each token counts 1.
+        measure: int64 or int32 [rows, vocab], what each token has.
         wanted: int64 [rows, 1], at least 1.
+        tile: whose ``words`` and ``places`` are overwritten.
 
     Returns:
-        int32 [rows, 1], the value's bits; 0 or less where all together have less than what is wanted.
+        int32 [rows, 1], the value's bits; 0 or less where all tokens together have less than what is wanted.
     """
-    if mass is None:
-        mass = torch.ones((), dtype=torch.int32, device=bits.device).expand(bits.shape)
     base = torch.zeros((bits.shape[0], 1), dtype=torch.int32, device=bits.device)
     for shift in _SHIFTS:
         # Bin 0 is what lies below those that are looked at, the last one what lies above.
-        bins = ((bits >> shift) - base).clamp_(-1, _BINS).add_(1)
-        histogram = mass.new_zeros((bits.shape[0], _BINS + 2)).scatter_add_(1, bins.long(), mass)
+        bins = torch.bitwise_right_shift(bits, shift, out=tile.words).sub_(base).clamp_(-1, _BINS).add_(1)
+        histogram = measure.new_zeros((bits.shape[0], _BINS + 2))
+        histogram.scatter_add_(1, tile.places.copy_(bins), measure)
         from_above = histogram.flip(1).cumsum(1)
         too_few = (from_above < wanted).sum(dim=1, keepdim=True, dtype=torch.int32)
         # Bins count from 1, those from above to the last one are too few together.
         base = (base + _BINS - too_few) << (10 if shift else 0)
     return base
+
+
+def _drop_below(floor: torch.Tensor, bits: torch.Tensor, tile: Tile) -> None:
+    """Takes the mass of tokens below a row's threshold (bits of a float, int32 [rows, 1]): ands it with the sign of how far they are above."""
+    kept = torch.sub(bits, floor, out=tile.words).bitwise_right_shift_(31).bitwise_not_()
+    tile.mass.bitwise_and_(tile.places.copy_(kept))

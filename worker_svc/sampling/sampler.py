@@ -3,8 +3,9 @@
 import torch
 
 from worker_svc.sampling.adjust import adjust
-from worker_svc.sampling.cut import cut, masses
+from worker_svc.sampling.cut import cut
 from worker_svc.sampling.draw import draw, uniform
+from worker_svc.sampling.scratch import Tile
 from worker_svc.sampling.state import Needs, SamplingState
 
 
@@ -23,44 +24,57 @@ def sample(
     Returns:
         The tokens, int64 [rows], and the same for telling others: -1 where no token at all was allowed.
     """
-    adjusted = adjust(state, needs, logits, rows, positions) if needs.adjusts else logits
-    chosen = _choose(state, needs, adjusted, rows, positions) if needs.random else adjusted.argmax(dim=-1)
+    scratch = state.scratch(logits.shape[0])
+    adjusted = logits
+    if needs.adjusts:
+        adjusted = adjust(state, needs, logits, rows, positions, scratch.logits(logits.shape[0]))
+    best = adjusted.amax(dim=-1, keepdim=True)
+    if not needs.random:
+        chosen = adjusted.argmax(dim=-1)
+    else:
+        # First, as the tiles' memory is that of the adjusted logits.
+        likeliest = adjusted.argmax(dim=-1) if needs.greedy else None
+        numbers = uniform(state.seed[rows], positions)
+        drawn = [
+            draw(kept_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
+            for part, tile in scratch.tiles(logits.shape[0])
+        ]
+        chosen = torch.cat(drawn)
+        if likeliest is not None:
+            chosen = torch.where(state.temperature[rows] == 0, likeliest, chosen)
     if needs.history:
         state.count(rows, chosen)
     if not needs.adjusts:
         return chosen, chosen
-    return chosen, torch.where(adjusted.amax(dim=-1) == -torch.inf, -1, chosen)
+    return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)
 
 
 def kept_masses(
-    state: SamplingState, needs: Needs, adjusted: torch.Tensor, rows: torch.Tensor
+    state: SamplingState,
+    needs: Needs,
+    adjusted: torch.Tensor,
+    best: torch.Tensor,
+    rows: torch.Tensor,
+    tile: Tile,
 ) -> torch.Tensor:
     """What is drawn from, after temperature and filters: int64 [rows, vocab], in proportion to the tokens' probabilities.
 
     Args:
         state: the slots'.
         needs: which filters are looked at.
-        adjusted: float32 [rows, vocab].
+        adjusted: float32 [rows, vocab]; overwritten if it is the tile's.
+        best: float32 [rows, 1], the largest of each row.
         rows: int64 [rows], the rows' slots.
+        tile: of as many rows; the result is in it.
     """
     temperature = state.temperature[rows]
-    scaled = adjusted / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    temperature = torch.where(temperature == 0, 1.0, temperature)[:, None]
     # A row of which nothing is allowed has no largest logit.
-    best = scaled.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-    weights = scaled.sub_(best).exp_()
+    largest = (best / temperature).clamp_(min=torch.finfo(torch.float32).min)
+    torch.div(adjusted, temperature, out=tile.weights).sub_(largest).exp_()
     return cut(
-        weights,
-        masses(weights),
+        tile,
         state.min_p[rows] if needs.min_p else None,
         state.top_k[rows] if needs.top_k else None,
         state.top_p[rows] if needs.top_p else None,
     )
-
-
-def _choose(
-    state: SamplingState, needs: Needs, adjusted: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    drawn = draw(kept_masses(state, needs, adjusted, rows), uniform(state.seed[rows], positions))
-    if not needs.greedy:
-        return drawn
-    return torch.where(state.temperature[rows] == 0, adjusted.argmax(dim=-1), drawn)

@@ -12,6 +12,7 @@ import torch
 from protos.errors import InvalidArgument
 from worker_svc.plan import Admission, Sampling
 from worker_svc.sampling.draw import sequence_seed
+from worker_svc.sampling.scratch import Scratch
 
 # What one request may have; tables are as wide.
 MAX_BIASES = 4096
@@ -135,6 +136,7 @@ class SamplingState:
         self.repetition = torch.ones(rows, device=device)
         self.frequency = torch.zeros(rows, device=device)
         self.presence = torch.zeros(rows, device=device)
+        self._scratch = Scratch(0, vocabulary.size, device)
         self._has_tables = False
         self._needs = [Needs(greedy=True)] * rows
         self._logprobs: list[int | None] = [None] * rows
@@ -161,6 +163,12 @@ class SamplingState:
         )
         self.ban_prefix_len = torch.zeros((rows, MAX_BANS), dtype=torch.int32, device=device)
         self._has_tables = True
+
+    def scratch(self, rows: int) -> Scratch:
+        """Memory for a step of so many rows; it stays for the next one."""
+        if rows > self._scratch.num_rows:
+            self._scratch = Scratch(rows, self.vocabulary.size, self.tokens.device)
+        return self._scratch
 
     def variants(self) -> list[Needs]:
         """What is captured: one of these covers any step, the cheapest first."""
