@@ -17,6 +17,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence beside the model's own end tokens.
         ignore_eos: do not end at the model's end tokens.
         logprobs: None for none, else the number of likeliest tokens reported beside the chosen one.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens.
     """
 
     temperature: float
@@ -28,6 +29,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None = None
 
 
 NOTHING_SAMPLED = SamplingParams(

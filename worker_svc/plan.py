@@ -162,7 +162,7 @@ class Output:
     logprobs: Sequence[Logprobs] = field(default=())
     """One per token, if the request asked for them."""
     prompt_logprobs: Sequence[Logprobs] = ()
-    """Of prompt tokens: those that the chunk's tokens are followed by."""
+    """One per prompt token but the first, with a request's last chunk, if it asked for them."""
     error: TriptychError | None = None
     """Why this slot alone failed; then there are no tokens."""
     pooled: Sequence[float] = ()

@@ -108,6 +108,7 @@ class Runner:
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._decode_steps: dict[int, _DecodeStep] = {}
         self._made: set[Signature] = set()
+        self._prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
@@ -187,6 +188,7 @@ class Runner:
 
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)
+        self._prompt_logprobs.pop(request.slot, None)
         for group_id, block_ids in request.blocks.items():
             tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
             hit = math.ceil(request.num_computed_tokens / tokens)
@@ -195,7 +197,7 @@ class Runner:
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         hidden = self._prefill_hidden(tokens, positions, inputs)
-        prompt_logprobs = self._prompt_logprobs(work, hidden)
+        prompt_logprobs = self._prompt_logprobs_after(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
             return [Output(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
@@ -204,31 +206,33 @@ class Runner:
         rows = torch.tensor([work.slot], device=self._device.torch_device)
         batch = self._batch.sampling_of([work.slot])
         chosen, told = self._sample(batch.needs, logits, rows, positions[last])
+        self._batch.sampling.count(batch.needs, rows, chosen)
         self._batch.advance_prefill(work, chosen)
         reports = report(logits, chosen) if batch.reports else None
         (output,) = _outputs([work.slot], told, batch, reports)
+        self._prompt_logprobs.pop(work.slot, None)
         return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
 
-    def _prompt_logprobs(self, work: PrefillWork, hidden: torch.Tensor) -> list[Logprobs]:
-        """Of the prompt tokens that the chunk's tokens are followed by, if the request asked for them.
+    def _prompt_logprobs_after(self, work: PrefillWork, hidden: torch.Tensor) -> Sequence[Logprobs]:
+        """Those of the whole prompt, once its last chunk is computed and until the first token is sampled, if the request asked for them.
 
         In pieces of as many rows as the largest bucket, whose logits there is memory for. The last piece reaches back, so that all of
         them have one shape.
         """
         count = self._batch.sampling.prompt_logprobs[work.slot]
         if count is None:
-            return []
+            return ()
         chunk, rows = self._geometry.chunk, min(self._geometry.chunk, self._geometry.decode_buckets[-1])
         found = self._batch.prompt_targets(work)
         targets = torch.zeros(chunk, dtype=torch.int64, device=found.device)
         targets[: len(found)] = found
-        logprobs: list[Logprobs] = []
+        logprobs = self._prompt_logprobs.setdefault(work.slot, [])
         for start in range(0, len(found), rows):
             piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
             wanted = min(start + rows, len(found)) - start
             reported = report(self._model.logits(hidden[piece]), targets[piece])[start - piece.start :]
             logprobs += [each for each in reports_of(reported, [count] * wanted) if each is not None]
-        return logprobs
+        return logprobs if len(logprobs) == self._batch.sampling.prompt_lens[work.slot] - 1 else ()
 
     def _sample(
         self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
@@ -247,6 +251,8 @@ class Runner:
         return hidden
 
     def _decode(self, work: DecodeWork) -> list[Output]:
+        for slot in self._prompt_logprobs.keys() & set(work.slots) if self._prompt_logprobs else ():
+            del self._prompt_logprobs[slot]
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
         logits, chosen, positions = step.choose(rows)
@@ -254,6 +260,7 @@ class Runner:
         told = chosen
         if not batch.needs.none:
             chosen, told = step.sample(batch.needs, logits, rows, positions)
+            self._batch.sampling.count(batch.needs, rows, chosen)
         step.advance(rows, chosen)
         self._batch.advance_decode(work.slots)
         reports = step.report(logits, chosen)[0] if batch.reports else None

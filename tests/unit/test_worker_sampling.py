@@ -64,6 +64,18 @@ def test_positions_are_independent_draws() -> None:
     assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
 
 
+def test_a_redraw_under_a_mask_is_as_good_as_a_mask_first() -> None:
+    """What is refused and drawn again, masked, under another attempt, comes with the probability that it has among what is allowed."""
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    mass = (probabilities * 2**40).long().expand(20_000, -1).contiguous()
+    seeds, positions = torch.arange(20_000), torch.full((20_000,), 9)
+    tokens = draw(mass, uniform(seeds, positions))
+    mass[:, 0] = mass[:, 2] = 0
+    again = draw(mass, uniform(seeds, positions, attempt=1))
+    tokens = torch.where((tokens == 0) | (tokens == 2), again, tokens)
+    assert chi_square_p(tokens, torch.tensor([0.0, 0.75, 0.0, 0.25])) > 1e-4
+
+
 def test_sequences_are_independent_draws() -> None:
     """The same for neighbouring sequences of a request."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])

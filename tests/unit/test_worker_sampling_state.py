@@ -91,6 +91,8 @@ class Slots(RuleBasedStateMachine):
             else:
                 assert expected[token] > -torch.inf or sampling.min_tokens > len(output)
             self.state.tokens[slot, self._length(slot)] = token
+            needs = self.state.batch([slot], [self._length(each) for each in range(SLOTS)]).needs
+            self.state.count(needs, torch.tensor([slot]), torch.tensor([token]))
             output.append(token)
 
     def _length(self, slot: int) -> int:
@@ -139,29 +141,12 @@ def test_tables_come_with_the_first_request_that_needs_them() -> None:
     state = make_state([request(0, Sampling(temperature=0.0))], VOCAB, slots=3)
     assert not hasattr(state, "counts")
     admit(state, request(1, Sampling(temperature=0.0, presence_penalty=1.0), [4], [4]))
-    tables = (state.counts, state.allowed, state.grammar, state.bias_ids, state.bias_values,
+    tables = (state.counts, state.allowed, state.bias_ids, state.bias_values,
               state.ban_tokens, state.ban_until, state.ban_prefix, state.ban_prefix_len)  # fmt: skip
     assert sum(each.nbytes for each in tables) == state_bytes(3, VOCAB)
     logits = torch.zeros(2, VOCAB)
     logits[:, 4] = 0.5
     assert choose(state, logits, [1, 2, 0], [0, 1]).tolist() == [4, 0]
-
-
-def test_a_grammar_says_what_comes_next() -> None:
-    """Its mask holds until the next one, goes together with allowed tokens, and goes with the request."""
-    state = make_state([request(slot, Sampling(temperature=0.0)) for slot in range(2)], VOCAB)
-    admit(state, request(0, Sampling(temperature=0.0, allowed_token_ids=(33, 40, 64))))
-    logits = torch.arange(VOCAB).float().expand(2, -1)
-    assert state.batch([1], [1, 1]).needs == Needs(greedy=True)
-    masks = torch.zeros(2, 3, dtype=torch.int32)
-    masks[0, 1] = 1 << 1 | 1 << 8  # 33 and 40
-    masks[1, 1], masks[1, 2] = -(1 << 31), 1  # 63 and 64
-    state.constrain([0, 1], masks)
-    assert choose(state, logits, [1, 1]).tolist() == [40, 64]
-    state.constrain([1], masks[:1])
-    assert choose(state, logits, [1, 1]).tolist() == [40, 40]
-    admit(state, request(1, Sampling(temperature=0.0)))
-    assert choose(state, logits, [1, 1]).tolist() == [40, VOCAB - 1]
 
 
 @pytest.mark.parametrize(

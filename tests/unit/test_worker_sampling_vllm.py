@@ -99,6 +99,7 @@ def theirs(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.
             min_p=sampling.min_p,
             logit_bias=dict(sampling.logit_bias) or None,
             min_tokens=sampling.min_tokens,
+            max_tokens=64,
             stop_token_ids=list(sampling.stop_token_ids),
         )
         params.update_from_generation_config({"eos_token_id": list(ENDS)}, ENDS[0])

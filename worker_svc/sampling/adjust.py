@@ -47,8 +47,8 @@ def adjust(
 
 
 def _mask(state: SamplingState, logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """Makes a logit -inf wherever one of the row's masks has a 0."""
-    words = state.allowed[rows] & state.grammar[rows]
+    """Makes a logit -inf wherever the row's mask has a 0."""
+    words = state.allowed[rows]
     added = torch.nn.functional.embedding(words.view(torch.uint8).int(), _bits_of_bytes(logits.device))
     logits.add_(added.view(logits.shape[0], -1)[:, : logits.shape[1]])
 

@@ -18,9 +18,11 @@ def sequence_seed(seed: int, sequence: int) -> int:
     return _signed((seed + sequence * _GOLDEN_64) & _MASK_64)
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1), float64 [rows], each a hash of its row's seed and position (int64 [rows])."""
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, attempt: int = 0) -> torch.Tensor:
+    """Numbers in [0, 1), float64 [rows], each a hash of its row's seed and position (int64 [rows]), and of which attempt it is for."""
     words = _mix_64(_mix_64(seeds) + positions)
+    if attempt:
+        words = _mix_64(words + attempt)
     return ((words >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
 
 

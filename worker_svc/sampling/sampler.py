@@ -10,9 +10,19 @@ from worker_svc.sampling.state import Needs, SamplingState
 
 
 def sample(
-    state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    state: SamplingState,
+    needs: Needs,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    attempt: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses one token a row, and counts it where that matters.
+    """Chooses one token a row. Whoever takes it counts it (``SamplingState.count``).
+
+    A grammar's mask belongs on the logits before: what is -inf there stays so. A row whose token the grammar refuses may also be masked
+    then and drawn again, under another ``attempt``: as its numbers are new ones, the token comes with the same probability as under a mask
+    from the start (not with filters, which must see the mask first).
 
     Args:
         state: the slots'.
@@ -20,6 +30,7 @@ def sample(
         logits: float32 [rows, vocab]; not changed.
         rows: int64 [rows], the rows' slots, padding included.
         positions: int64 [rows], the position that each sampled token will have in its sequence.
+        attempt: which draw of the same token this is.
 
     Returns:
         The tokens, int64 [rows], and the same for telling others: -1 where no token at all was allowed.
@@ -34,7 +45,7 @@ def sample(
     else:
         # First, as the tiles' memory is that of the adjusted logits.
         likeliest = adjusted.argmax(dim=-1) if needs.greedy else None
-        numbers = uniform(state.seed[rows], positions)
+        numbers = uniform(state.seed[rows], positions, attempt)
         drawn = [
             draw(kept_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
             for part, tile in scratch.tiles(logits.shape[0])
@@ -42,8 +53,6 @@ def sample(
         chosen = torch.cat(drawn)
         if likeliest is not None:
             chosen = torch.where(state.temperature[rows] == 0, likeliest, chosen)
-    if needs.history:
-        state.count(rows, chosen)
     if not needs.adjusts:
         return chosen, chosen
     return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)

@@ -99,7 +99,6 @@ class SamplingState:
         prompt_len: int64 [slots + 1].
         counts: int32 [slots + 1, vocab], how often each token is in the output of a slot with penalties.
         allowed: int32 [slots + 1, words], a bit for each token that ``allowed_token_ids`` lets through, lowest first.
-        grammar: the same of what a grammar lets through; see :meth:`constrain`.
         bias_ids: int64 [slots + 1, entries] with ``bias_values``, float32. Entries without use add 0 to token 0.
         prompt_lens: the host's copy of ``prompt_len``.
         prompt_logprobs: by slot; see ``Sampling``.
@@ -109,7 +108,6 @@ class SamplingState:
 
     counts: torch.Tensor
     allowed: torch.Tensor
-    grammar: torch.Tensor
     bias_ids: torch.Tensor
     bias_values: torch.Tensor
     ban_tokens: torch.Tensor
@@ -153,7 +151,6 @@ class SamplingState:
         words = -(-size // 32)
         self.counts = torch.zeros((rows, size), dtype=torch.int32, device=device)
         self.allowed = torch.full((rows, words), -1, dtype=torch.int32, device=device)
-        self.grammar = torch.full((rows, words), -1, dtype=torch.int32, device=device)
         self.bias_ids = torch.zeros((rows, MAX_BIASES), dtype=torch.int64, device=device)
         self.bias_values = torch.zeros((rows, MAX_BIASES), device=device)
         self.ban_tokens = torch.zeros((rows, MAX_BANS), dtype=torch.int64, device=device)
@@ -245,24 +242,6 @@ class SamplingState:
             counts = torch.bincount(output, minlength=self.vocabulary.size)
             self.counts[slot] = counts.to(self.counts)
 
-    def constrain(self, slots: Sequence[int], masks: torch.Tensor) -> None:
-        """Says what grammars let these slots sample next: the place where a grammar's mask is applied.
-
-        It holds, for each of the slots, until it is called again or the slot has another request; the mask is applied where
-        ``allowed_token_ids`` is, before everything else.
-
-        Args:
-            slots: of requests that are admitted.
-            masks: int32 [slots, ceil(vocab / 32)], a bit for each token, 1 for allowed, lowest bit first (xgrammar's layout).
-        """
-        self.allocate()
-        for slot in slots:
-            if not self._needs[slot].masks:
-                self._needs[slot] = replace(self._needs[slot], masks=True)
-                self._last_slots = None
-        rows = torch.tensor(slots, device=self.grammar.device)
-        self.grammar[rows] = masks.to(self.grammar.device, non_blocking=True)
-
     def batch(self, slots: Sequence[int], lengths: Sequence[int]) -> SamplingBatch:
         """What a step has to compute.
 
@@ -283,10 +262,11 @@ class SamplingState:
         history = min(_width(longest), self.tokens.shape[1])
         return replace(self._last, needs=replace(self._last.needs, history=history))
 
-    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts one more sampled token of each row (int64 [rows], both). :func:`sample` does; others do for tokens that they choose."""
-        places = rows * self.vocabulary.size + tokens
-        self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+    def count(self, needs: Needs, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts a token that each row got (int64 [rows], both), if the step needs that; without a look at what the tensors hold."""
+        if needs.history:
+            places = rows * self.vocabulary.size + tokens
+            self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def _needs_of(self, sampling: Sampling, bans: Sequence[tuple[Sequence[int], int]]) -> Needs:
         random = sampling.temperature > 0
@@ -317,7 +297,6 @@ class SamplingState:
         return bans
 
     def _set_masks(self, slot: int, allowed: Sequence[int]) -> None:
-        self.grammar[slot] = -1
         if not allowed:
             self.allowed[slot] = -1
             return
@@ -351,7 +330,7 @@ class SamplingState:
 
 def state_bytes(num_slots: int, vocab_size: int) -> int:
     """Memory of the tables and counts of so many slots."""
-    masks = 2 * 4 * -(-vocab_size // 32)
+    masks = 4 * -(-vocab_size // 32)
     bans = MAX_BANS * (8 + 8 + 4 * MAX_BAN_TOKENS)
     return (num_slots + 1) * (4 * vocab_size + masks + MAX_BIASES * (8 + 4) + bans)
 

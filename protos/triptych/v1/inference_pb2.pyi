@@ -171,29 +171,21 @@ class PromptStats(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens served from the prefix cache."""
     queue_ms: _builtins.float
     """Time from arrival to the first chunk's start, milliseconds."""
-    @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """If the request asked for them: of the prompt's tokens, each given those before it. The first token has none, so there is one less
-        than `num_tokens`.
-        """
-
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
-        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

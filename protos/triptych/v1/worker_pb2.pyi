@@ -684,7 +684,7 @@ class SlotOutput(_message.Message):
     slot: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sampled tokens (more than one only with jump-ahead or speculation); none for a chunk that does not end the prompt."""
+        """Sampled tokens (more than one only with jump-ahead or speculation)."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
@@ -698,9 +698,7 @@ class SlotOutput(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """After a chunk, if the request asked for them: of the prompt tokens start + 1 .. min(start + num_tokens, num_prompt_tokens - 1), each
-        given those before it.
-        """
+        """One per prompt token but the first, when the prompt's last chunk is done and they were asked for."""
 
     def __init__(
         self,
