@@ -101,7 +101,9 @@ class Runner:
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
         if device.captures:
-            self._batch.sampling.allocate()  # graphs know where the tables are
+            # Captured steps know where tables and scratch are: neither may move afterwards.
+            self._batch.sampling.allocate()
+            self._batch.sampling.scratch(geometry.decode_buckets[-1])
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._last_slots: list[int] = []
