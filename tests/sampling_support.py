@@ -67,10 +67,16 @@ def choose(
     return told[: len(slots)]
 
 
-def draw_many(logits: torch.Tensor, sampling: Sampling, count: int, **history: Sequence[int]) -> torch.Tensor:
+def draw_many(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    count: int,
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+) -> torch.Tensor:
     """The same draw under seeds 0 .. count - 1, int64 [count]; ``logits`` are [vocab]."""
-    state = make_state([request(0, sampling, **history)], logits.shape[0])
-    length = len(history.get("prompt", (0,))) + len(history.get("output", ()))
+    state = make_state([request(0, sampling, prompt, output)], logits.shape[0])
+    length = len(prompt) + len(output)
     needs = state.batch([0], [length]).needs
     drawn = []
     for start in range(0, count, 1000):

@@ -95,7 +95,7 @@ class Worker:
         device = CapturingDevice() if captured else PlainDevice()
         self.runner = Runner(Noise(), device, GROUPS, SIZES, vocabulary=vocabulary, options=options)
         if captured:
-            self.runner.graphs.has = lambda _: True  # type: ignore[method-assign]
+            self.runner.graphs.has = lambda signature: True  # type: ignore[method-assign]
         self.runner.warm_up(lambda *_: None)
         self.slots: dict[int, int] = {}
         self.step = 0
@@ -112,6 +112,7 @@ class Worker:
         admit = [
             Admission(slot, tuple(known), 0, sampling, blocks, num_prompt_tokens=len(prompt), request_id=str(index))
         ]  # fmt: skip
+        outputs: list[Output] = []
         for start in range(0, len(known), SIZES.chunk):
             count = min(SIZES.chunk, len(known) - start)
             outputs = self.run(admit=admit, work=PrefillWork(slot, start, count, start + count == len(known)))
@@ -148,7 +149,8 @@ def test_neighbours_order_and_preemption_change_nothing(order: int, captured: bo
     chance = random.Random(order)
     worker = Worker(captured=captured)
     known = {index: list(REQUESTS[index][1]) for index in range(len(REQUESTS))}
-    waiting, running, preempted = chance.sample(range(len(REQUESTS)), len(REQUESTS)), {}, 0
+    waiting, preempted = chance.sample(range(len(REQUESTS)), len(REQUESTS)), 0
+    running: dict[int, list[int]] = {}
     while waiting or running:
         free = [slot for slot in range(SIZES.max_num_seqs) if slot not in worker.slots.values()]
         if waiting and free and chance.random() < 0.7:

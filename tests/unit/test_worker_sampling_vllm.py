@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 @st.composite
-def rows(draw: st.DrawFn, **always: Any) -> Row:
+def rows(draw: st.DrawFn) -> Row:
     """A request with any parameters, each of them mostly off."""
 
     def maybe(strategy: st.SearchStrategy[Any], off: Any) -> Any:
@@ -44,9 +44,10 @@ def rows(draw: st.DrawFn, **always: Any) -> Row:
     prompt = draw(st.lists(tokens, min_size=1, max_size=12))
     output = draw(st.lists(tokens, max_size=12))
     words = draw(st.lists(st.lists(tokens, min_size=1, max_size=4), max_size=4))
-    if output and draw(st.booleans()):  # one that is begun
+    begun: bool = draw(st.booleans())
+    if output and begun:
         words.append([*output[-draw(st.integers(1, 3)) :], draw(tokens)])
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
         "top_p": maybe(st.floats(0.0625, 0.984375, width=32), 1.0),
         "top_k": maybe(st.integers(1, VOCAB + 5), 0),
@@ -60,7 +61,7 @@ def rows(draw: st.DrawFn, **always: Any) -> Row:
         "min_tokens": maybe(st.integers(1, 20), 0),
         "stop_token_ids": tuple(draw(st.lists(tokens, max_size=3))),
     }
-    return Row(Sampling(**{**fields, **always}), prompt, output)
+    return Row(Sampling(**fields), prompt, output)
 
 
 def logits_of(seed: int, count: int) -> torch.Tensor:
