@@ -95,7 +95,7 @@ class Worker:
         device = CapturingDevice() if captured else PlainDevice()
         self.runner = Runner(Noise(), device, GROUPS, SIZES, vocabulary=vocabulary, options=options)
         if captured:
-            self.runner.graphs.has = lambda signature: True  # type: ignore[method-assign]
+            self.runner.graphs.has = lambda signature: True  # type: ignore[method-assign]  # noqa: ARG005 - its name
         self.runner.warm_up(lambda *_: None)
         self.slots: dict[int, int] = {}
         self.step = 0
