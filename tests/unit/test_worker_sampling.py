@@ -10,7 +10,9 @@ from worker_svc.plan import Sampling
 from worker_svc.sampling import Needs, report, reports_of
 from worker_svc.sampling.cut import least_kept
 from worker_svc.sampling.draw import draw, sequence_seed, uniform
+from worker_svc.sampling.sampler import kept_masses
 from worker_svc.sampling.scratch import Scratch
+from worker_svc.sampling.state import Reach
 
 VOCAB = 50
 
@@ -170,6 +172,31 @@ def test_the_search_is_exact() -> None:
     assert (least_kept(values.view(torch.int32), ones, torch.full((4, 1), 301), tile) <= 0).all()
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
+def test_the_few_likeliest_are_enough(kind: str) -> None:
+    """Where a small top_k is set, what is kept is the same, found among the few largest or in the whole vocabulary; with more ties than these, too."""
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
+    logits = {"float32": logits, "bfloat16": (logits * 2).bfloat16().float(), "flat": logits.round()}[kind]
+    each = [Sampling(top_k=k, top_p=p, min_p=m) for k, p, m in (
+        (1, 1, 0), (50, 1, 0), (64, 0.9, 0), (20, 0.5, 0), (20, 0.05, 0), (40, 0.99, 0.3), (0, 1, 0), (0, 1, 0.2)
+    )]  # fmt: skip
+    state = make_state([request(slot, sampling) for slot, sampling in enumerate(each)], 500)
+    few = state.batch(list(range(8)), [1] * 8).needs
+    assert (few.top_k, few.top_p) == (Reach.FEW, Reach.FEW)
+    kept = []
+    for needs in (
+        few,
+        replace(few, top_p=Reach.ALL),
+        replace(few, top_k=Reach.ALL, top_p=Reach.ALL),
+        replace(few, top_k=Reach.ALL),
+    ):
+        ((_, tile),) = state.scratch(8).tiles(8)
+        best = logits.amax(dim=-1, keepdim=True)
+        kept.append(kept_masses(state, needs, logits, best, torch.arange(8), tile).clone())
+    assert all(torch.equal(other, kept[0]) for other in kept[1:])
+    assert (kept[0] > 0).any(dim=-1).all()
+
+
 def test_rows_filter_independently() -> None:
     """Each row of a mixed batch keeps what its own filters keep."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
@@ -186,6 +213,7 @@ MIXED = [
     Sampling(seed=7, min_p=0.1),
     Sampling(temperature=0.0),
     Sampling(seed=8, top_k=30, top_p=0.9, min_p=0.01, logprobs=2),
+    Sampling(seed=11, top_k=VOCAB - 1, top_p=0.7),
     Sampling(seed=9, logit_bias={3: 2.0}, presence_penalty=1.0),
     Sampling(seed=10, allowed_token_ids=(1, 2, 3), repetition_penalty=1.5),
     Sampling(temperature=0.0, bad_words=((1,), (0, 2)), frequency_penalty=0.5),
@@ -195,7 +223,7 @@ MIXED = [
 def test_seed_decides_whatever_the_neighbours() -> None:
     """A request draws the same token alone, beside others, above padding, and with all that others may need computed."""
     logits = some_logits(len(MIXED), seed=1)
-    lengths = [3, 9, 1, 60, 2, 5, 7, 4, 8]
+    lengths = [3, 9, 1, 60, 2, 5, 33, 7, 4, 8]
     together = pick(logits, MIXED, lengths)
     for row, sampling in enumerate(MIXED):
         alone = pick(logits[row : row + 1], [sampling], lengths[row : row + 1])
@@ -210,7 +238,7 @@ def test_every_variant_that_covers_a_step_draws_the_same() -> None:
     logits = some_logits(len(MIXED), seed=2)
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     rows, lengths = torch.arange(len(MIXED)), [4] * len(MIXED)
-    for slots in ([4], [0], [0, 4], [1, 2], [5, 3, 0], [8], [6, 7], list(range(len(MIXED)))):
+    for slots in ([4], [0], [0, 4], [1, 2], [2, 6], [5, 3, 0], [9], [7, 8], list(range(len(MIXED)))):
         needs = state.batch(slots, lengths).needs
         covering = [each for each in state.variants() if each.covers(needs)]
         assert covering or needs.none
@@ -251,10 +279,10 @@ def test_needs_are_the_union_of_the_rows() -> None:
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     lengths = [17] * len(MIXED)
     assert state.batch([0], lengths).needs == Needs(random=True)
-    assert state.batch([1, 2], lengths).needs == Needs(random=True, top_k=True, top_p=True)
+    assert state.batch([1, 2], lengths).needs == Needs(random=True, top_k=Reach.FEW, top_p=Reach.ALL)
     assert state.batch([4, 3], lengths).needs == Needs(random=True, greedy=True, min_p=True)
-    assert state.batch([8], lengths).needs == Needs(greedy=True, bans=16, ban_prefix=1, history=64)
-    assert state.batch([6, 7], [5] * 8).needs == Needs(random=True, masks=True, biases=16, history=16)
+    assert state.batch([9], lengths).needs == Needs(greedy=True, bans=16, ban_prefix=1, history=64)
+    assert state.batch([7, 8], [5] * 10).needs == Needs(random=True, masks=True, biases=16, history=16)
 
 
 def test_logprobs_are_of_the_unfiltered_distribution() -> None:

@@ -5,7 +5,12 @@ kept or dropped together, whatever their order. The threshold of ``top_k`` is th
 of ``top_p`` the largest value such that the tokens that reach it have at least the wanted mass. Both are found without sorting: the bits
 of a float in [0, 1] are in the order of its value, so the search goes over histograms of the highest bits, then of the next within the
 bin that was found, and once more: three passes whatever the distribution is, and exact.
+
+Where every ``top_k`` of a step is small, its threshold is found among the few largest weights, and so is that of ``top_p`` where whoever
+has one has such a ``top_k``, too: what is likelier than a token that ``top_k`` keeps is among them. The thresholds are the same.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -17,12 +22,18 @@ _ONE = 2.0**44
 _SHIFTS = (20, 10, 0)
 _BINS = 1 << 10
 
+FEW = 64
+"""The largest ``top_k`` that is small."""
+
 
 def cut(
     tile: Tile,
     min_p: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
+    *,
+    few: bool = False,
+    nucleus_in_few: bool = False,
 ) -> torch.Tensor:
     """The masses of what is kept, 0 for the rest.
 
@@ -31,25 +42,62 @@ def cut(
         min_p: float32 [rows]: tokens with less than this times the largest weight are dropped. ``None``: of no row.
         top_k: int64 [rows]: tokens that are kept, at least 1; the vocabulary's size for all. ``None``: of no row.
         top_p: float64 [rows]: share of the mass that is kept, at most 1. ``None``: of no row.
+        few: whether each ``top_k`` is at most ``FEW`` or keeps all.
+        nucleus_in_few: whether besides each row with a ``top_p`` below 1 has one that is at most ``FEW``.
 
     Returns:
         int64 [rows, vocab] in the tile: 2**44 times the weights. What is less than 2**-44 has none.
     """
     bits = tile.weights.view(torch.int32)
     mass = tile.mass.copy_(torch.mul(tile.weights, _ONE, out=tile.logits))
-    floor: torch.Tensor | None = None
-    if min_p is not None:
-        floor = min_p.view(torch.int32)[:, None]
+    floor = None if min_p is None else min_p.view(torch.int32)[:, None]
+    likeliest = _Likeliest.of(tile.weights, top_k) if top_k is not None and few else None
     if top_k is not None:
-        kth = least_kept(bits, tile.logits.view(torch.int32).fill_(1), top_k[:, None], tile)
+        if likeliest is not None:
+            kth = likeliest.kth()
+        else:
+            kth = least_kept(bits, tile.logits.view(torch.int32).fill_(1), top_k[:, None], tile)
         floor = kth if floor is None else torch.maximum(floor, kth)
     if floor is not None:
         _drop_below(floor, bits, tile)
     if top_p is not None:
         total = mass.sum(dim=-1, keepdim=True)
         wanted = torch.minimum((top_p[:, None] * total).ceil_().long(), total)
-        _drop_below(least_kept(bits, mass, wanted, tile), bits, tile)
+        if likeliest is not None and nucleus_in_few:
+            nucleus = likeliest.least_kept(mass, wanted)
+        else:
+            nucleus = least_kept(bits, mass, wanted, tile)
+        _drop_below(nucleus, bits, tile)
     return mass
+
+
+@dataclass(frozen=True)
+class _Likeliest:
+    """The few largest weights of each row, [rows, few], largest first, for rows that keep no more of them, or all tokens."""
+
+    weights: torch.Tensor
+    tokens: torch.Tensor
+    top_k: torch.Tensor
+    """int64 [rows, 1]."""
+
+    @classmethod
+    def of(cls, weights: torch.Tensor, top_k: torch.Tensor) -> "_Likeliest":
+        values, ids = weights.topk(min(FEW, weights.shape[1]), dim=-1)
+        return cls(values, ids, top_k[:, None])
+
+    def kth(self) -> torch.Tensor:
+        """Bits of each row's k-th largest weight, int32 [rows, 1]; 0 for rows that keep all."""
+        return self._bits(self.weights.gather(1, self.top_k.clamp(max=self.weights.shape[1]) - 1))
+
+    def least_kept(self, mass: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The same as :func:`least_kept`; ``mass`` of what :meth:`kth` drops is 0 already."""
+        found = mass.gather(1, self.tokens)
+        # Of equal tokens the first one counts: before it, there are only likelier ones.
+        outside = found.cumsum(dim=1).sub_(found) >= wanted
+        return self._bits(self.weights.masked_fill(outside, torch.inf).amin(dim=1, keepdim=True))
+
+    def _bits(self, threshold: torch.Tensor) -> torch.Tensor:
+        return threshold.masked_fill(self.top_k > FEW, 0.0).view(torch.int32)
 
 
 def least_kept(bits: torch.Tensor, measure: torch.Tensor, wanted: torch.Tensor, tile: Tile) -> torch.Tensor:

@@ -6,7 +6,7 @@ from worker_svc.sampling.adjust import adjust
 from worker_svc.sampling.cut import cut
 from worker_svc.sampling.draw import draw, uniform
 from worker_svc.sampling.scratch import Tile
-from worker_svc.sampling.state import Needs, SamplingState
+from worker_svc.sampling.state import Needs, Reach, SamplingState
 
 
 def sample(
@@ -86,4 +86,6 @@ def kept_masses(
         state.min_p[rows] if needs.min_p else None,
         state.top_k[rows] if needs.top_k else None,
         state.top_p[rows] if needs.top_p else None,
+        few=needs.top_k == Reach.FEW,
+        nucleus_in_few=needs.top_p == Reach.FEW,
     )

@@ -4,6 +4,7 @@ Small ones are always there. Tables and counts come with the first request that 
 they take is counted either way (:func:`state_bytes`).
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -11,6 +12,7 @@ import torch
 
 from protos.errors import InvalidArgument
 from worker_svc.plan import Admission, Sampling
+from worker_svc.sampling.cut import FEW
 from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.scratch import Scratch
 
@@ -33,6 +35,15 @@ class Vocabulary:
     """Tokens that end a sequence: ``min_tokens`` holds them back."""
 
 
+class Reach(enum.IntEnum):
+    """Among how many tokens a filter has to look for its threshold."""
+
+    NONE = 0
+    FEW = 1
+    """The few likeliest."""
+    ALL = 2
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a step has to compute so that each of its rows gets what it asked for. Widths are of tables, in entries; 0 for none of it."""
@@ -42,8 +53,8 @@ class Needs:
     greedy: bool = False
     """Some are not."""
     min_p: bool = False
-    top_k: bool = False
-    top_p: bool = False
+    top_k: Reach = Reach.NONE
+    top_p: Reach = Reach.NONE
     masks: bool = False
     bans: int = 0
     ban_prefix: int = 0
@@ -177,8 +188,9 @@ class SamplingState:
             history=self.tokens.shape[1],
         )
         drawn = Needs(random=True, greedy=True)
-        filtered = replace(drawn, min_p=True, top_k=True, top_p=True)
-        return [drawn, filtered, full | Needs(greedy=True), full | drawn, full | filtered]
+        few = replace(drawn, min_p=True, top_k=Reach.FEW, top_p=Reach.FEW)
+        filtered = replace(drawn, min_p=True, top_k=Reach.ALL, top_p=Reach.ALL)
+        return [drawn, few, filtered, *(full | each for each in (Needs(greedy=True), drawn, few, filtered))]
 
     def check(self, request: Admission) -> None:
         """Does nothing if a request's parameters can be met.
@@ -273,12 +285,15 @@ class SamplingState:
         penalties = (
             sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
         )
+        top_k = Reach.NONE
+        if random and 0 < sampling.top_k < self.vocabulary.size:
+            top_k = Reach.FEW if sampling.top_k <= FEW else Reach.ALL
         return Needs(
             random=random,
             greedy=not random,
             min_p=random and sampling.min_p > 0,
-            top_k=random and 0 < sampling.top_k < self.vocabulary.size,
-            top_p=random and sampling.top_p < 1,
+            top_k=top_k,
+            top_p=(top_k or Reach.ALL) if random and sampling.top_p < 1 else Reach.NONE,
             masks=bool(sampling.allowed_token_ids),
             bans=min(_width(len(bans)), MAX_BANS),
             ban_prefix=max((len(word) - 1 for word, _ in bans), default=0),
