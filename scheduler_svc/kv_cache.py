@@ -231,8 +231,12 @@ class KvCache:
     # ---- prefixes ------------------------------------------------------------------------------------------------------------------
 
     def keys_of(self, request: Request) -> tuple[list[BlockKey], int]:
-        """The request's keys and how many of them a hit may have: the granules up to the last chunk boundary before its last token."""
-        if not self._options.prefix_caching:
+        """The request's keys and how many of them a hit may have: the granules up to the last chunk boundary before its last token.
+
+        None where prefixes are not reused, or the request wants to know of each token of its prompt.
+        """
+        # The log-probabilities of a prompt come with its tokens' computation: whoever wants them computes all of it.
+        if not self._options.prefix_caching or request.sampling.prompt_logprobs is not None:
             return [], 0
         unit = self._grid.unit
         limit = (len(request.token_ids) - 1) // (self._grid.granule * unit) * unit

@@ -21,6 +21,7 @@ from worker_svc.devices import open_device
 from worker_svc.geometry import Geometry, GroupKind, group_layers
 from worker_svc.kv_cache import count_blocks
 from worker_svc.runner import Runner
+from worker_svc.sampling import Vocabulary
 from worker_svc.vllm_adapter.engine import VllmModel
 
 
@@ -38,7 +39,13 @@ class LocalReplica:
             layers, Geometry(max_model_len, slots, chunk, block_size, buckets, (), kept), kv_bytes
         )
         sizes = Geometry(max_model_len, slots, chunk, block_size, buckets, blocks, kept)
-        self.runner = Runner(model, open_device("cpu"), layers, sizes)
+        self.runner = Runner(
+            model,
+            open_device("cpu"),
+            layers,
+            sizes,
+            vocabulary=Vocabulary(model.description.vocab_size, model.description.eos_token_ids),
+        )
         groups = [KvGroup(SchedulerKind[group.kind.name], group.window) for group in layers]
         geometry = SchedulerGeometry(max_model_len, slots, chunk, block_size, buckets)
         self.engine = Engine(

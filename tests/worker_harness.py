@@ -12,6 +12,7 @@ from worker_svc.graphs import GraphOptions
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
+from worker_svc.sampling import Vocabulary
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import engine
 
@@ -73,7 +74,10 @@ class Harness:
         assert count_blocks(self.groups, self.geometry, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
-        self.runner = Runner(model, device, self.groups, self.geometry, options=options)
+        vocabulary = Vocabulary(model.description.vocab_size, model.description.eos_token_ids)
+        self.runner = Runner(
+            model, device, self.groups, self.geometry, vocabulary=vocabulary, options=options
+        )
         if warm:
             self.runner.make_graphs(lambda *_: None)
         self.runner.graphs.finish()

@@ -9,7 +9,7 @@ from protos.errors import Internal
 from worker_svc.devices.base import AttentionInput, InPlaceInput, StepInput
 from worker_svc.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
 from worker_svc.plan import Admission, DecodeWork, Growth, PrefillWork
-from worker_svc.sampling import SamplingState
+from worker_svc.sampling import SamplingBatch, SamplingState, Vocabulary
 
 
 class Batch:
@@ -23,7 +23,12 @@ class Batch:
     """
 
     def __init__(
-        self, geometry: Geometry, groups: Sequence[KvGroup], num_blocks: Sequence[int], device: torch.device
+        self,
+        geometry: Geometry,
+        groups: Sequence[KvGroup],
+        num_blocks: Sequence[int],
+        device: torch.device,
+        vocabulary: Vocabulary,
     ) -> None:
         """Every slot starts free."""
         self._geometry = geometry
@@ -39,7 +44,7 @@ class Batch:
             torch.full((rows, group.table_width(geometry)), NULL_BLOCK, dtype=torch.int32, device=device)
             for group in groups
         ]
-        self.sampling = SamplingState(geometry.max_num_seqs, device)
+        self.sampling = SamplingState(self._tokens, vocabulary)
         self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
         # The host's copies, so that a plan is checked without waiting for the device. -1 marks a free slot.
         self._num_known = [-1] * rows
@@ -66,6 +71,7 @@ class Batch:
 
         Raises:
             Internal: if the slot is taken or the request does not fit; nothing has changed then.
+            InvalidArgument: if its sampling parameters cannot be met; likewise.
         """
         slot, known = request.slot, len(request.token_ids)
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
@@ -78,11 +84,16 @@ class Batch:
         grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
         for grant in grants:
             self._check_grant(grant, request.num_computed_tokens)
+        if not 0 <= request.prompt_len <= known:
+            raise Internal(
+                f"the plan admits {known} tokens with a prompt of {request.prompt_len} to slot {slot}"
+            )
+        self.sampling.check(request)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
         self._computed[slot] = request.num_computed_tokens
         self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
-        self.sampling.set(slot, request.sampling, request.sequence)
+        self.sampling.set(request)
         for grant in grants:
             self._append(grant)
 
@@ -175,6 +186,15 @@ class Batch:
             slots = tables.gather(1, blocks)[:, 0].long() * block_size + offsets
             inputs.append(AttentionInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
         return tokens, positions, inputs
+
+    def sampling_of(self, slots: Sequence[int]) -> SamplingBatch:
+        """What a step of these slots has to compute to choose their tokens."""
+        return self.sampling.batch(slots, self._num_known)
+
+    def prompt_targets(self, work: PrefillWork) -> torch.Tensor:
+        """The prompt tokens that the chunk's tokens are followed by, int64 [count]: one less than those of the prompt's last chunk."""
+        end = min(work.start + work.num_tokens + 1, self.sampling.prompt_lens[work.slot])
+        return self._tokens[work.slot, work.start + 1 : end]
 
     def advance_prefill(self, work: PrefillWork, token: torch.Tensor | None) -> None:
         """Records that a chunk is computed and, if it was sampled, the next token (int64 [1])."""

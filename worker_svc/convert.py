@@ -20,12 +20,16 @@ from worker_svc.plan import (
     PrefillWork,
     Sampling,
 )
+from worker_svc.sampling import NUM_TOP
 from worker_svc.worker import Phase, Ready, Worker
 
 # Fields of SamplingParams that change what is sampled here. Those that only say when to stop are the scheduler's.
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs")
-# More than a chat client can ask for, little enough to be cheap.
-_MAX_LOGPROBS = 20
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+# Of them, what a model's authors may recommend.
+_RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Rows and tokens beyond which a static graph is a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
 # Each leased step is a message that the scheduler may be slow to take.
@@ -84,7 +88,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         if pooling
         else [common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
         sampling_fields=() if pooling else _SAMPLING_FIELDS,
-        max_logprobs=_MAX_LOGPROBS,
+        max_logprobs=NUM_TOP,
         max_lease_steps=1 if pooling else _MAX_LEASE,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
     )
@@ -94,7 +98,7 @@ def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingPar
     """What a model's authors recommend, as far as it is served: gateways put it into every request."""
     defaults = common_pb2.SamplingParams()
     for name, value in recommended.items():
-        if name not in _SAMPLING_FIELDS or value < 0:  # some write top_k -1 for "off"
+        if name not in _RECOMMENDED_FIELDS or value < 0:  # some write top_k -1 for "off"
             get_logger().warning("recommended_sampling_ignored", name=name, value=value)
             continue
         setattr(defaults, name, int(value) if name == "top_k" else float(value))
@@ -202,6 +206,7 @@ def result_to_proto(
                 logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.logprobs],
                 error=output.error.to_proto() if output.error else None,
                 pooled=output.pooled,
+                prompt_logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.prompt_logprobs],
             )
             for output in outputs
         ],
@@ -224,7 +229,10 @@ def is_compact(plan: Plan, outputs: Sequence[Output]) -> bool:
         return False
     slots = (plan.work.slot,) if isinstance(plan.work, PrefillWork) else plan.work.slots
     return len(outputs) == len(slots) and all(
-        output.slot == slot and len(output.token_ids) == 1 and not output.logprobs and output.error is None
+        output.slot == slot
+        and len(output.token_ids) == 1
+        and not (output.logprobs or output.prompt_logprobs)
+        and output.error is None
         for slot, output in zip(slots, outputs, strict=True)
     )
 
@@ -241,11 +249,25 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=sampling.seed,
-            logprobs=min(sampling.logprobs, _MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
+            logprobs=min(sampling.logprobs, NUM_TOP) if sampling.HasField("logprobs") else None,
+            prompt_logprobs=min(sampling.prompt_logprobs, NUM_TOP)
+            if sampling.HasField("prompt_logprobs")
+            else None,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty
+            if sampling.HasField("repetition_penalty")
+            else 1.0,
+            logit_bias=dict(sampling.logit_bias),
+            allowed_token_ids=tuple(sampling.allowed_token_ids),
+            bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=tuple(sampling.stop_token_ids),
         ),
         blocks={blocks.group_id: tuple(blocks.block_ids) for blocks in request.blocks},
         request_id=request.request_id,
         sequence=request.sequence,
+        num_prompt_tokens=request.num_prompt_tokens or None,
         normalize=request.pooling.normalize if request.pooling.HasField("normalize") else None,
     )
 

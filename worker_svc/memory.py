@@ -8,9 +8,12 @@ the sum of the input and output sizes of all matrices of the widest layer (an ex
 
 bytes: layers take turns in the same memory, and the second term is for norms, which some models compute in float32. Recorded graphs
 have memory of their own, so theirs add up over all signatures; without recording, the largest step counts alone. Behind them come the
-logits of the largest bucket, in the model's own type, in float32, and twice in float32 for sampling ::
+logits of the largest bucket, in the model's own type and in float32, and what sampling computes in (``sampling/scratch.py``) ::
 
-    rows * vocab * (itemsize + 3 * 4)
+    rows * vocab * (itemsize + 4 + 28)
+
+Tables of sampling parameters, with a row per slot, come on top (``sampling.state_bytes``): counted from the start, though they are made only
+when a request needs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +24,11 @@ from worker_svc.checkpoint import Checkpoint
 from worker_svc.devices.base import Device
 from worker_svc.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.kv_cache import count_blocks
+from worker_svc.sampling import SCRATCH_BYTES, state_bytes
 
 _GIB = 2**30
 _FLOAT32 = 4
 _WIDE_STATES = 6
-_LOGITS = 3
 # What types that a setting may name take; models saved in float32 run in half of that unless they are asked not to.
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
@@ -56,7 +59,7 @@ def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded:
         recorded: whether each signature has memory of its own, as recorded graphs do.
     """
     per_token = size.width * size.itemsize + _WIDE_STATES * size.hidden_size * _FLOAT32
-    logits = rows * size.vocab_size * (size.itemsize + _LOGITS * _FLOAT32)
+    logits = rows * size.vocab_size * (size.itemsize + _FLOAT32 + SCRATCH_BYTES)
     return (sum(steps) if recorded else max(steps)) * per_token + logits
 
 
@@ -167,7 +170,8 @@ class Budget:
 
     def _working(self, geometry: Geometry) -> int:
         steps = (geometry.chunk, *geometry.decode_buckets)
-        return working_bytes(self.size, steps, geometry.decode_buckets[-1], recorded=self.recorded)
+        graphs = working_bytes(self.size, steps, geometry.decode_buckets[-1], recorded=self.recorded)
+        return graphs + state_bytes(geometry.max_num_seqs, self.size.vocab_size)
 
     def _beside(self, free: int) -> str:
         return f"beside {_gib(self.size.weight_bytes)} of weights device {self.device.name} has {_gib(free)} free"

@@ -23,6 +23,24 @@ class Sampling:
     """Unsigned, 64 bits."""
     logprobs: int | None = None
     """Likeliest tokens whose log-probabilities are reported beside the chosen one's; ``None`` for no report at all."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the output has; 0 is off."""
+    frequency_penalty: float = 0.0
+    """The same for each time that the output has them."""
+    repetition_penalty: float = 1.0
+    """Divides the logits above 0, and multiplies those below, of tokens that prompt or output have; more than 0, 1 is off."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits, by token."""
+    allowed_token_ids: Sequence[int] = ()
+    """If not empty, no others are sampled."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Token sequences whose last token is not sampled where the output ends with the others."""
+    min_tokens: int = 0
+    """End tokens and ``stop_token_ids`` are not sampled before that many new tokens."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the sequence beside the model's own end tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +59,15 @@ class Admission:
     """For logs."""
     sequence: int = 0
     """Which of the request's sequences; mixed into its random numbers."""
+    num_prompt_tokens: int | None = None
+    """How many of ``token_ids`` are the prompt; ``None`` for all."""
     normalize: bool | None = None
     """Pooling models: whether the embedding is scaled to length 1; ``None`` for what the model's authors do."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) if self.num_prompt_tokens is None else self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +161,8 @@ class Output:
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs] = field(default=())
     """One per token, if the request asked for them."""
+    prompt_logprobs: Sequence[Logprobs] = ()
+    """One per prompt token but the first, with a request's last chunk, if it asked for them."""
     error: TriptychError | None = None
     """Why this slot alone failed; then there are no tokens."""
     pooled: Sequence[float] = ()

@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from protos.errors import Internal
+from protos.errors import Internal, InvalidArgument, TriptychError
 from worker_svc.batch import Batch
 from worker_svc.capture import Recording
 from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.geometry import Geometry, KvGroup
 from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.kv_cache import KvCache
-from worker_svc.plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
-from worker_svc.sampling import SamplingBatch, logprobs_of, sample
+from worker_svc.plan import Admission, DecodeWork, Logprobs, Output, Plan, PoolWork, PrefillWork
+from worker_svc.sampling import Needs, SamplingBatch, Vocabulary, report, reports_of, sample
 
 Progress = Callable[[int, int, str], None]
 """Told of units done, units in total, and what is being done."""
@@ -52,6 +52,14 @@ class _DecodeStep:
     """Of rows, int64 [bucket]: logits [bucket, vocab], the most probable tokens and the rows' positions, int64 [bucket]."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
     """Of rows and the tokens chosen for them, int64 [bucket]."""
+    sample: "_Sample"
+    """Chooses the tokens where not every row takes the most probable one."""
+    report: Callable[..., tuple[torch.Tensor, ...]]
+    """Of logits and the chosen tokens: the rows' log-probabilities; see ``sampling.report``."""
+
+
+_Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""Of what is needed, logits, rows and the positions of the last known tokens; see ``sampling.sample``."""
 
 
 class Runner:
@@ -69,6 +77,7 @@ class Runner:
         groups: Sequence[KvGroup],
         geometry: Geometry,
         *,
+        vocabulary: Vocabulary,
         options: GraphOptions | None = None,
     ) -> None:
         """Allocates the cache and the batch.
@@ -78,6 +87,7 @@ class Runner:
             device: the model's.
             groups: the model's KV groups.
             geometry: with ``num_blocks`` set.
+            vocabulary: the model's.
             options: how steps are made graphs; see ``Graphs``. By default as the device does.
 
         Raises:
@@ -89,13 +99,18 @@ class Runner:
         self._geometry = geometry
         self._layer_names = [[layer.name for layer in group.layers] for group in groups]
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
-        self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
+        self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
+        if device.captures:
+            # Captured steps know where tables and scratch are: neither may move afterwards.
+            self._batch.sampling.allocate()
+            self._batch.sampling.scratch(geometry.decode_buckets[-1])
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._last_slots: list[int] = []
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._decode_steps: dict[int, _DecodeStep] = {}
         self._made: set[Signature] = set()
+        self._prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
@@ -148,7 +163,7 @@ class Runner:
         for request in plan.admit:
             try:
                 self._admit(request)
-            except Internal as error:
+            except TriptychError as error:
                 refused[request.slot] = Output(request.slot, (), error=error)
         for growth in plan.grow:
             if growth.slot not in refused:
@@ -175,6 +190,7 @@ class Runner:
 
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)
+        self._prompt_logprobs.pop(request.slot, None)
         for group_id, block_ids in request.blocks.items():
             tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
             hit = math.ceil(request.num_computed_tokens / tokens)
@@ -183,16 +199,47 @@ class Runner:
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         hidden = self._prefill_hidden(tokens, positions, inputs)
+        prompt_logprobs = self._prompt_logprobs_after(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
-            return []
-        logits = self._model.logits(hidden[work.num_tokens - 1 : work.num_tokens])
+            return [Output(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
+        last = slice(work.num_tokens - 1, work.num_tokens)
+        logits = self._model.logits(hidden[last])
         rows = torch.tensor([work.slot], device=self._device.torch_device)
-        next_positions = positions[work.num_tokens - 1 : work.num_tokens] + 1
-        sampling = self._batch.sampling.gather([work.slot], rows)
-        token = sample(logits, next_positions, sampling)
-        self._batch.advance_prefill(work, token)
-        return list(_outputs([work.slot], token, logits, sampling))
+        batch = self._batch.sampling_of([work.slot])
+        chosen, told = self._sample(batch.needs, logits, rows, positions[last])
+        self._batch.sampling.count(batch.needs, rows, chosen)
+        self._batch.advance_prefill(work, chosen)
+        reports = report(logits, chosen) if batch.reports else None
+        (output,) = _outputs([work.slot], told, batch, reports)
+        self._prompt_logprobs.pop(work.slot, None)
+        return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
+
+    def _prompt_logprobs_after(self, work: PrefillWork, hidden: torch.Tensor) -> Sequence[Logprobs]:
+        """Those of the whole prompt, once its last chunk is computed and until the first token is sampled, if the request asked for them.
+
+        In pieces of as many rows as the largest bucket, whose logits there is memory for. The last piece reaches back, so that all of
+        them have one shape.
+        """
+        count = self._batch.sampling.prompt_logprobs[work.slot]
+        if count is None:
+            return ()
+        chunk, rows = self._geometry.chunk, min(self._geometry.chunk, self._geometry.decode_buckets[-1])
+        found = self._batch.prompt_targets(work)
+        targets = torch.zeros(chunk, dtype=torch.int64, device=found.device)
+        targets[: len(found)] = found
+        logprobs = self._prompt_logprobs.setdefault(work.slot, [])
+        for start in range(0, len(found), rows):
+            piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
+            wanted = min(start + rows, len(found)) - start
+            reported = report(self._model.logits(hidden[piece]), targets[piece])[start - piece.start :]
+            logprobs += [each for each in reports_of(reported, [count] * wanted) if each is not None]
+        return logprobs if len(logprobs) == self._batch.sampling.prompt_lens[work.slot] - 1 else ()
+
+    def _sample(
+        self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample(self._batch.sampling, needs, logits, rows, positions + 1)
 
     def _prefill_hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
@@ -206,15 +253,20 @@ class Runner:
         return hidden
 
     def _decode(self, work: DecodeWork) -> list[Output]:
+        for slot in self._prompt_logprobs.keys() & set(work.slots) if self._prompt_logprobs else ():
+            del self._prompt_logprobs[slot]
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
         logits, chosen, positions = step.choose(rows)
-        sampling = self._batch.sampling.gather(work.slots, rows)
-        if not sampling.is_greedy:
-            chosen = sample(logits, positions + 1, sampling)
+        batch = self._batch.sampling_of(work.slots)
+        told = chosen
+        if not batch.needs.none:
+            chosen, told = step.sample(batch.needs, logits, rows, positions)
+            self._batch.sampling.count(batch.needs, rows, chosen)
         step.advance(rows, chosen)
         self._batch.advance_decode(work.slots)
-        return list(_outputs(work.slots, chosen, logits, sampling))
+        reports = step.report(logits, chosen)[0] if batch.reports else None
+        return list(_outputs(work.slots, told, batch, reports))
 
     def _rows_of(self, work: DecodeWork) -> torch.Tensor:
         """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
@@ -277,12 +329,40 @@ class Runner:
             self._batch.advance_rows(rows, chosen)
             return ()
 
+        def report_of(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor]:
+            return (report(logits, tokens),)
+
         if not (self._device.captures and self.graphs.has(signature)):
-            return _DecodeStep(choose, advance)
+            return _DecodeStep(choose, advance, self._sample, report_of)
+        captured = self._device.capture(choose, [padding])
+        # What is captured behind it reads its results where they are.
+        logits, tokens, positions = captured(padding)
+        reporting = self._device.capture(lambda tokens: report_of(logits, tokens), [tokens])
         return _DecodeStep(
-            self._device.capture(choose, [padding]),
-            self._device.capture(advance, [padding, torch.zeros_like(padding)]),
+            captured,
+            self._device.capture(advance, [padding, tokens]),
+            self._capture_samplers(logits, padding, positions),
+            lambda _, tokens: reporting(tokens),
         )
+
+    def _capture_samplers(
+        self, logits: torch.Tensor, padding: torch.Tensor, positions: torch.Tensor
+    ) -> "_Sample":
+        """The kinds of sampling that steps may need, each captured: few, that each compute more than most steps need."""
+        captured = []
+        for needs in self._batch.sampling.variants():
+
+            def choose(rows: torch.Tensor, needs: Needs = needs) -> tuple[torch.Tensor, torch.Tensor]:
+                return self._sample(needs, logits, rows, positions)
+
+            captured.append((needs, self._device.capture(choose, [padding])))
+
+        def sample_captured(
+            needs: Needs, _: torch.Tensor, rows: torch.Tensor, __: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            return next(each for kind, each in captured if kind.covers(needs))(rows)
+
+        return sample_captured
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
@@ -325,8 +405,14 @@ def _without(
 
 
 def _outputs(
-    slots: Sequence[int], tokens: torch.Tensor, logits: torch.Tensor, sampling: SamplingBatch
+    slots: Sequence[int], tokens: torch.Tensor, batch: SamplingBatch, reports: torch.Tensor | None
 ) -> Iterator[Output]:
-    reports = logprobs_of(logits, tokens, sampling.asked)
-    for slot, token, report in zip(slots, tokens[: len(slots)].tolist(), reports, strict=True):
-        yield Output(slot, (token,), () if report is None else (report,))
+    logprobs = [None] * len(slots) if reports is None else reports_of(reports, batch.logprobs)
+    for slot, token, entry in zip(slots, tokens[: len(slots)].tolist(), logprobs, strict=True):
+        if token < 0:
+            error = InvalidArgument(
+                "no token is left to sample: allowed_token_ids, bad_words, logit_bias and the grammar exclude all of them"
+            )
+            yield Output(slot, (), error=error)
+        else:
+            yield Output(slot, (token,), () if entry is None else (entry,))

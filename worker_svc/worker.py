@@ -21,6 +21,7 @@ from worker_svc.plan import Output, Plan
 from worker_svc.pool_runner import PoolRunner
 from worker_svc.precompiled import CompiledCode
 from worker_svc.runner import Runner
+from worker_svc.sampling import Vocabulary
 from worker_svc.settings import Settings
 
 if TYPE_CHECKING:
@@ -187,7 +188,14 @@ class Worker:
                 lap("load")
                 geometry = self._budget(model).fit(geometry, self.groups)
                 progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
-                runner = Runner(model, self.device, self.groups, geometry, options=self._graph_options())
+                runner = Runner(
+                    model,
+                    self.device,
+                    self.groups,
+                    geometry,
+                    vocabulary=Vocabulary(self.description.vocab_size, self.description.eos_token_ids),
+                    options=self._graph_options(),
+                )
             lap("allocate")
             self._make_ready(runner, progress, lap)
         except BaseException:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.scheduler_factories import (
     make_geometry,
     make_request,
     make_rig,
+    make_sampling,
     make_submission,
 )
 
@@ -72,6 +74,22 @@ def test_a_hit_inside_a_block_copies_its_beginning() -> None:
     assert kv.take_copies() is None
     kv.copied(copies)
     assert source.ref_count == 1
+
+
+def test_who_wants_log_probabilities_of_the_prompt_computes_all_of_it() -> None:
+    """Nothing that is cached is used for it; what it computes is found by others."""
+    kv = make_cache(FULL)
+    prefill(kv, range(20, 36))
+    wanting = make_request(range(20, 40), sampling=replace(make_sampling(), prompt_logprobs=0))
+    assert kv.hit_limit(wanting) == 0
+    assert kv.peek(wanting) == 0
+    assert kv.admit(wanting)
+    assert (wanting.num_cached, wanting.num_computed) == (0, 0)
+    for start in range(0, 20, 4):
+        assert kv.grow(wanting, start + 4) is not None
+        kv.computed(wanting, start, start + 4)
+        wanting.num_computed = start + 4
+    assert kv.peek(make_request(range(20, 41))) == 20
 
 
 def test_without_sub_block_reuse_hits_end_at_blocks() -> None:

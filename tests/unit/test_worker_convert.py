@@ -1,5 +1,7 @@
 """Between the wire and the worker's own types."""
 
+from dataclasses import fields
+
 import pytest
 
 from protos.errors import Internal
@@ -41,7 +43,9 @@ def test_a_full_plan_arrives() -> None:
         release=(3, 1),
         copies=(BlockCopy(1, 5, 6, 64),),
         admit=(
-            Admission(2, (10, 11, 12), 1, Sampling(0.5, 0.25, 4, 0.125, 2**64 - 1, 3), {0: (8, 9)}, "r", 1),
+            Admission(
+                2, (10, 11, 12), 1, Sampling(0.5, 0.25, 4, 0.125, 2**64 - 1, 3), {0: (8, 9)}, "r", 1, 2
+            ),
         ),
         grow=(Growth(0, 1, (4,)),),
         work=DecodeWork((0, 2), (5, 6), 4),
@@ -57,6 +61,23 @@ def test_absent_sampling_fields_are_off() -> None:
     first, second = convert.plan_from_proto(worker_pb2.StepPlan(admit=slots)).admit
     assert first.sampling == Sampling(1.0, 1.0, 0, 0.0, 0, None)
     assert second.sampling.temperature == 0
+
+
+def test_every_sampling_parameter_arrives() -> None:
+    """What the worker says it honours is there, and nothing that it does not say."""
+    sampling = common_pb2.SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=4, min_p=0.125, seed=7, min_tokens=3, stop_token_ids=[5, 6], presence_penalty=0.5,
+        frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={8: -1.5}, allowed_token_ids=[1, 2],
+        bad_words=[common_pb2.TokenSequence(token_ids=[3, 4])], logprobs=50, prompt_logprobs=2,
+    )  # fmt: skip
+    plan = worker_pb2.StepPlan(admit=[worker_pb2.SlotRequest(token_ids=[1], sampling=sampling)])
+    (admission,) = convert.plan_from_proto(plan).admit
+    assert admission.sampling == Sampling(
+        0.5, 0.25, 4, 0.125, 7, 20, 2, 0.5, -0.5, 1.5, {8: -1.5}, (1, 2), ((3, 4),), 3, (5, 6)
+    )
+    arrived = {each.name for each in fields(Sampling)} - {"stop_token_ids"}
+    assert arrived == set(convert._SAMPLING_FIELDS)
+    assert admission.prompt_len == 1
 
 
 def test_prefill_and_no_work() -> None:
@@ -104,6 +125,7 @@ def test_the_common_result_is_token_ids_alone(work: PrefillWork | DecodeWork, ou
         (DecodeWork((4,), (0,), 2), [Output(4, (9, 8))]),
         (DecodeWork((4,), (0,), 2), [Output(4, (), error=Internal("broken"))]),
         (DecodeWork((4,), (0,), 2), [Output(4, (9,), (Logprobs(-0.5, 2),))]),
+        (PrefillWork(4, 0, 8, sample=True), [Output(4, (9,), prompt_logprobs=(Logprobs(-0.5, 2),))]),
         (PrefillWork(4, 0, 8, sample=False), []),
         (PrefillWork(4, 0, 8, sample=False), [Output(1, (), error=Internal("broken"))]),
         (None, []),
@@ -164,8 +186,8 @@ def test_geometry_arrives() -> None:
 
 
 def test_only_recommendations_that_are_served_reach_the_gateways() -> None:
-    """A model that recommends a repetition penalty must not have every request refused for it."""
+    """A model that recommends what is not served, or an "off" of its own, must not have every request refused for it."""
     defaults = convert._served_defaults(
-        {"temperature": 0.7, "repetition_penalty": 1.1, "top_k": -1.0, "top_p": 0.8}
+        {"temperature": 0.7, "repetition_penalty": 1.5, "top_k": -1.0, "typical_p": 0.8}
     )
-    assert {field.name for field, _ in defaults.ListFields()} == {"temperature", "top_p"}
+    assert {field.name for field, _ in defaults.ListFields()} == {"temperature", "repetition_penalty"}

@@ -76,8 +76,8 @@ def test_the_formula() -> None:
     """Recorded graphs add up, steps that take turns do not; logits are those of the largest batch."""
     size = ModelSize(0, width=1000, hidden_size=10, vocab_size=50, itemsize=2)
     per_token = 1000 * 2 + 6 * 10 * 4
-    assert working_bytes(size, (128, 1, 8), 8, recorded=True) == 137 * per_token + 8 * 50 * (2 + 12)
-    assert working_bytes(size, (128, 1, 8), 8, recorded=False) == 128 * per_token + 8 * 50 * (2 + 12)
+    assert working_bytes(size, (128, 1, 8), 8, recorded=True) == 137 * per_token + 8 * 50 * (2 + 4 + 28)
+    assert working_bytes(size, (128, 1, 8), 8, recorded=False) == 128 * per_token + 8 * 50 * (2 + 4 + 28)
 
 
 def test_blocks_follow_from_what_is_left() -> None:
@@ -143,7 +143,7 @@ def test_graphs_that_are_too_large_name_what_is_too_large(geometry: Geometry, fl
     """The chunk or the batch, and a size of it with which graphs fit."""
     text = reason(budget(GIB), geometry)
     assert re.match(r"beside 3 GiB of weights device cpu has 1 GiB free, and graphs need [\d.]+ GiB; ", text)
-    assert int(number(rf"; {flag} (\d+) would fit$", text)) >= 256
+    assert int(number(rf"; {flag} (\d+) would fit$", text)) >= 128
     assert reason(budget(1000), geometry).endswith("use a smaller model or a device with more memory")
 
 

@@ -13,6 +13,7 @@ from worker_svc.geometry import AttentionLayer, Geometry, GroupKind, group_layer
 from worker_svc.graphs import GraphOptions
 from worker_svc.plan import Admission, BlockCopy, DecodeWork, Growth, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
+from worker_svc.sampling import Vocabulary
 
 GREEDY = Sampling(temperature=0.0)
 VOCABULARY = 64
@@ -60,7 +61,14 @@ class Successor:
 @pytest.fixture
 def runner() -> Runner:
     """Warmed up, with 1 in all of its memory."""
-    runner = Runner(Successor(), PlainDevice(), GROUPS, SIZES, options=GraphOptions(level=0))
+    runner = Runner(
+        Successor(),
+        PlainDevice(),
+        GROUPS,
+        SIZES,
+        vocabulary=Vocabulary(VOCABULARY),
+        options=GraphOptions(level=0),
+    )
     runner.warm_up(lambda *_: None)
     for tensor in runner.cache.by_layer().values():
         tensor.fill_(1)

@@ -1,28 +1,29 @@
 """What the sampler keeps, what it draws, and of what its draws are independent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.sampling_support import chi_square_p, choose, draw_many, make_state, request
 from worker_svc.plan import Sampling
-from worker_svc.sampling import SamplingState, exponential_noise, logprobs_of, sample
+from worker_svc.sampling import Needs, report, reports_of
+from worker_svc.sampling.cut import least_kept
+from worker_svc.sampling.draw import draw, sequence_seed, uniform
+from worker_svc.sampling.sampler import kept_masses
+from worker_svc.sampling.scratch import Scratch
+from worker_svc.sampling.state import Reach
 
 VOCAB = 50
 
 
-def draw(
-    logits: torch.Tensor, samplings: list[Sampling], positions: torch.Tensor | None = None, padding: int = 0
+def pick(
+    logits: torch.Tensor, samplings: list[Sampling], lengths: list[int] | None = None, padding: int = 0
 ) -> list[int]:
     """One token for each sampling; ``logits`` are [rows, vocab], or [vocab] for all rows."""
-    state = SamplingState(len(samplings), torch.device("cpu"))
-    for slot, sampling in enumerate(samplings):
-        state.set(slot, sampling, sequence=0)
-    slots = list(range(len(samplings)))
-    rows = torch.tensor(slots + [len(samplings)] * padding)
     logits = logits.expand(len(samplings), -1) if logits.dim() == 1 else logits
-    logits = torch.cat([logits, torch.zeros(padding, logits.shape[-1])])
-    if positions is None:
-        positions = torch.zeros(len(rows), dtype=torch.int64)
-    return sample(logits, positions, state.gather(slots, rows)).tolist()[: len(samplings)]
+    state = make_state([request(slot, each) for slot, each in enumerate(samplings)], logits.shape[-1])
+    return choose(state, logits, lengths or [1] * len(samplings), padding=padding).tolist()
 
 
 def seeds(count: int, **fields: float) -> list[Sampling]:
@@ -34,182 +35,260 @@ def some_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def chi_square(tokens: list[int], probabilities: torch.Tensor) -> float:
-    """The statistic of observed against expected counts."""
-    observed = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
-    expected = probabilities.double() * len(tokens)
-    assert not observed[expected == 0].any()
-    used = expected > 0
-    return float(((observed - expected)[used] ** 2 / expected[used]).sum())
-
-
 def test_greedy_takes_the_likeliest() -> None:
     """Temperature 0 is the argmax, whatever else is set."""
     logits = some_logits(3)
     samplings = [Sampling(temperature=0.0, top_k=5, top_p=0.3, min_p=0.2, seed=seed) for seed in range(3)]
-    assert draw(logits, samplings) == logits.argmax(dim=-1).tolist()
+    assert pick(logits, samplings) == logits.argmax(dim=-1).tolist()
 
 
-def test_greedy_only_step_gathers_nothing() -> None:
-    """A step of greedy rows alone has no parameters to compute with."""
-    state = SamplingState(2, torch.device("cpu"))
-    state.set(0, Sampling(temperature=0.0, top_p=0.5), 0)
-    batch = state.gather([0], torch.tensor([0, 2]))
-    assert batch.temperature is None
-    assert batch.top_p is None
+def test_greedy_only_step_needs_nothing() -> None:
+    """A step of greedy rows alone does not come to the sampler, filters or not; tables are not even made."""
+    state = make_state([request(0, Sampling(temperature=0.0, top_p=0.5))], VOCAB)
+    assert state.batch([0], [1]).needs.none
+    assert not hasattr(state, "counts")
 
 
 def test_greedy_rows_ignore_random_neighbours() -> None:
     """A greedy row among random ones is still the argmax."""
     logits = some_logits(2)
-    tokens = draw(logits, [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=3, top_k=3)])
+    tokens = pick(logits, [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=3, top_k=3)])
     assert tokens[0] == int(logits[0].argmax())
 
 
-def test_samples_follow_the_distribution() -> None:
-    """Counts over many seeds fit the softmax (chi-square, 1 in 10,000)."""
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
-    tokens = draw(logits, seeds(20_000))
-    assert chi_square(tokens, logits.softmax(-1)) < 25.7  # 5 degrees of freedom
-
-
 def test_positions_are_independent_draws() -> None:
-    """Counts over many positions of one seed fit the softmax too."""
-    logits = torch.tensor([1.0, 0.5, 0.0, -0.5])
-    count = 20_000
-    positions = torch.arange(count)
-    tokens = draw(logits, [Sampling(seed=7)] * count, positions)
-    assert chi_square(tokens, logits.softmax(-1)) < 21.1  # 3 degrees of freedom
-    pairs = [first * 4 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]
-    expected = torch.outer(logits.softmax(-1), logits.softmax(-1)).flatten()
-    assert chi_square(pairs, expected) < 44.3  # 15 degrees of freedom
+    """Pairs of draws at neighbouring positions of one seed fit the product of the distributions."""
+    probabilities = torch.tensor([1.0, 0.5, 0.0, -0.5]).softmax(-1)
+    mass = (probabilities * 2**40).long().expand(20_000, -1)
+    tokens = draw(mass, uniform(torch.full((20_000,), 7), torch.arange(20_000)))
+    assert chi_square_p(tokens, probabilities) > 1e-4
+    pairs = tokens[::2] * 4 + tokens[1::2]
+    assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
 
 
-def test_temperature_flattens() -> None:
-    """Counts at temperature 2 fit the softmax of half the logits."""
-    logits = torch.tensor([2.0, 0.0, -2.0])
-    tokens = draw(logits, seeds(20_000, temperature=2.0))
-    assert chi_square(tokens, (logits / 2).softmax(-1)) < 18.4  # 2 degrees of freedom
+def test_a_redraw_under_a_mask_is_as_good_as_a_mask_first() -> None:
+    """What is refused and drawn again, masked, under another attempt, comes with the probability that it has among what is allowed."""
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    mass = (probabilities * 2**40).long().expand(20_000, -1).contiguous()
+    seeds, positions = torch.arange(20_000), torch.full((20_000,), 9)
+    tokens = draw(mass, uniform(seeds, positions))
+    mass[:, 0] = mass[:, 2] = 0
+    again = draw(mass, uniform(seeds, positions, attempt=1))
+    tokens = torch.where((tokens == 0) | (tokens == 2), again, tokens)
+    assert chi_square_p(tokens, torch.tensor([0.0, 0.75, 0.0, 0.25])) > 1e-4
+
+
+def test_sequences_are_independent_draws() -> None:
+    """The same for neighbouring sequences of a request."""
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    mass = (probabilities * 2**40).long().expand(20_000, -1)
+    words = [sequence_seed(seed, sequence) for seed in range(10_000) for sequence in (0, 1)]
+    tokens = draw(mass, uniform(torch.tensor(words), torch.full((20_000,), 3)))
+    pairs = tokens[::2] * 4 + tokens[1::2]
+    assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
+
+
+def test_numbers_are_uniform() -> None:
+    """Numbers of neighbouring seeds and positions fill [0, 1) evenly and are unrelated."""
+    keys = torch.cartesian_prod(torch.arange(200), torch.arange(200))
+    numbers = uniform(keys[:, 0], keys[:, 1])
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    assert chi_square_p((numbers * 100).long(), torch.full((100,), 0.01)) > 1e-4
+    grid = numbers.view(200, 200)
+    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
+        correlation = float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])
+        assert abs(correlation) < 0.02
+
+
+def test_a_draw_reaches_the_first_and_the_last_token() -> None:
+    """Numbers at the ends of [0, 1) give tokens at the ends; tokens without mass are passed over, whatever the vocabulary's size."""
+    for vocab in (1, 3, 127, 128, 129, 1000):
+        mass = torch.zeros(2, vocab, dtype=torch.int64)
+        mass[:, vocab // 3 : vocab // 2 + 1] = 1 << 44
+        tokens = draw(mass, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
+        assert tokens.tolist() == [vocab // 3, vocab // 2]
 
 
 def test_tiny_temperature_is_greedy() -> None:
     """Near 0 nothing overflows and the likeliest token wins."""
     logits = some_logits(4)
-    assert draw(logits, seeds(4, temperature=1e-4)) == logits.argmax(dim=-1).tolist()
-
-
-def test_top_k_keeps_k() -> None:
-    """Only the k likeliest are drawn, in their own proportions."""
-    logits = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
-    tokens = draw(logits, seeds(10_000, top_k=3))
-    kept = torch.where(logits >= 1.0, logits, -torch.inf)
-    assert chi_square(tokens, kept.softmax(-1)) < 18.4
+    assert pick(logits, seeds(4, temperature=1e-4)) == logits.argmax(dim=-1).tolist()
 
 
 def test_top_k_keeps_ties() -> None:
     """Tokens as likely as the k-th stay together, so that their order cannot matter."""
     logits = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    assert set(draw(logits, seeds(500, top_k=2))) == {0, 1, 2}
+    assert set(draw_many(logits, Sampling(top_k=2), 1000).tolist()) == {0, 1, 2}
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
     """A k larger than the vocabulary is off."""
-    logits = torch.zeros(4)
-    assert set(draw(logits, seeds(500, top_k=100))) == {0, 1, 2, 3}
+    assert set(draw_many(torch.zeros(4), Sampling(top_k=100), 1000).tolist()) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.999, 4)])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.999, 4)]
+)
 def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, kept: int) -> None:
     """Of probabilities 0.5, 0.3, 0.15, 0.05 the nucleus is the shortest prefix with at least the mass."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw(logits, seeds(2_000, top_p=top_p))) == set(range(kept))
+    assert set(draw_many(logits, Sampling(top_p=top_p), 2_000).tolist()) == set(range(kept))
 
 
 def test_top_p_works_on_what_top_k_left() -> None:
     """After top_k 2 of 0.5, 0.3, ..., the likeliest has 0.625 of the mass: enough for a top_p of 0.6."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw(logits, seeds(500, top_k=2, top_p=0.6))) == {0}
-    assert set(draw(logits, seeds(500, top_k=2, top_p=0.7))) == {0, 1}
+    assert set(draw_many(logits, Sampling(top_k=2, top_p=0.6), 1000).tolist()) == {0}
+    assert set(draw_many(logits, Sampling(top_k=2, top_p=0.7), 1000).tolist()) == {0, 1}
 
 
-def test_flat_nucleus_beyond_the_candidates() -> None:
-    """A nucleus larger than the candidates that are looked at first is found all the same."""
-    vocab = 5_000
-    logits = torch.linspace(1.0, 0.0, vocab)
-    tokens = draw(logits, seeds(400, top_p=0.5))
+def test_a_flat_nucleus_is_found() -> None:
+    """A nucleus of thousands of almost equal tokens ends where their mass says."""
+    logits = torch.linspace(1.0, 0.0, 5_000)
+    tokens = draw_many(logits, Sampling(top_p=0.5), 2_000)
     cutoff = int((logits.softmax(-1).cumsum(-1) < 0.5).sum())
-    assert max(tokens) <= cutoff
-    assert max(tokens) > 1_024
+    assert cutoff - 20 < int(tokens.max()) <= cutoff
 
 
 def test_min_p_drops_the_unlikely() -> None:
     """Tokens below min_p times the likeliest are not drawn."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw(logits, seeds(1_000, min_p=0.5))) == {0, 1}
+    assert set(draw_many(logits, Sampling(min_p=0.5), 1_000).tolist()) == {0, 1}
+
+
+def test_the_search_is_exact() -> None:
+    """The threshold is the k-th largest value to the bit, for every k, among values of all magnitudes and with ties."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.rand(4, 300, generator=generator) * torch.tensor([1.0, 1e-3, 1e-20, 1e-40])[:, None]
+    values[:, ::7] = values[:, 1::7][:, : values[:, ::7].shape[1]]
+    values[:, 5], values[:, 6] = 1.0, 0.0
+    ordered = values.sort(dim=-1, descending=True).values
+    scratch, ones = Scratch(4, 300, torch.device("cpu")), torch.ones(4, 300, dtype=torch.int32)
+    ((_, tile),) = scratch.tiles(4)
+    for k in (1, 2, 3, 17, 150, 299, 300):
+        found = least_kept(values.view(torch.int32), ones, torch.full((4, 1), k), tile)
+        assert torch.equal(found.view(torch.float32)[:, 0], ordered[:, k - 1])
+    assert (least_kept(values.view(torch.int32), ones, torch.full((4, 1), 301), tile) <= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
+def test_the_few_likeliest_are_enough(kind: str) -> None:
+    """Where a small top_k is set, what is kept is the same, found among the few largest or in the whole vocabulary; with more ties than these, too."""
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
+    logits = {"float32": logits, "bfloat16": (logits * 2).bfloat16().float(), "flat": logits.round()}[kind]
+    each = [Sampling(top_k=k, top_p=p, min_p=m) for k, p, m in (
+        (1, 1, 0), (50, 1, 0), (64, 0.9, 0), (20, 0.5, 0), (20, 0.05, 0), (40, 0.99, 0.3), (0, 1, 0), (0, 1, 0.2)
+    )]  # fmt: skip
+    state = make_state([request(slot, sampling) for slot, sampling in enumerate(each)], 500)
+    few = state.batch(list(range(8)), [1] * 8).needs
+    assert (few.top_k, few.top_p) == (Reach.FEW, Reach.FEW)
+    kept = []
+    for needs in (
+        few,
+        replace(few, top_p=Reach.ALL),
+        replace(few, top_k=Reach.ALL, top_p=Reach.ALL),
+        replace(few, top_k=Reach.ALL),
+    ):
+        ((_, tile),) = state.scratch(8).tiles(8)
+        best = logits.amax(dim=-1, keepdim=True)
+        kept.append(kept_masses(state, needs, logits, best, torch.arange(8), tile).clone())
+    assert all(torch.equal(other, kept[0]) for other in kept[1:])
+    assert (kept[0] > 0).any(dim=-1).all()
 
 
 def test_rows_filter_independently() -> None:
     """Each row of a mixed batch keeps what its own filters keep."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     mixed = [Sampling(seed=s, top_k=1) if s % 2 else Sampling(seed=s) for s in range(1_000)]
-    tokens = draw(logits, mixed)
+    tokens = pick(logits, mixed)
     assert set(tokens[1::2]) == {0}
     assert set(tokens[0::2]) == {0, 1, 2, 3}
 
 
+MIXED = [
+    Sampling(seed=2**64 - 1),
+    Sampling(seed=5, top_p=0.8),
+    Sampling(seed=6, top_k=4, temperature=1.5),
+    Sampling(seed=7, min_p=0.1),
+    Sampling(temperature=0.0),
+    Sampling(seed=8, top_k=30, top_p=0.9, min_p=0.01, logprobs=2),
+    Sampling(seed=11, top_k=VOCAB - 1, top_p=0.7),
+    Sampling(seed=9, logit_bias={3: 2.0}, presence_penalty=1.0),
+    Sampling(seed=10, allowed_token_ids=(1, 2, 3), repetition_penalty=1.5),
+    Sampling(temperature=0.0, bad_words=((1,), (0, 2)), frequency_penalty=0.5),
+]
+
+
 def test_seed_decides_whatever_the_neighbours() -> None:
-    """A request draws the same token alone, beside others and above padding."""
-    logits = some_logits(6, seed=1)
-    samplings = [
-        Sampling(seed=2**64 - 1),
-        Sampling(seed=5, top_p=0.8),
-        Sampling(seed=6, top_k=4, temperature=1.5),
-        Sampling(seed=7, min_p=0.1),
-        Sampling(temperature=0.0),
-        Sampling(seed=8, top_k=30, top_p=0.9, min_p=0.01),
-    ]
-    positions = torch.tensor([3, 9, 1, 1000, 2, 5])
-    together = draw(logits, samplings, positions)
-    for row, sampling in enumerate(samplings):
-        alone = draw(logits[row : row + 1], [sampling], positions[row : row + 1])
-        padded = draw(
-            logits[row : row + 1], [sampling], torch.tensor([int(positions[row]), 0, 0, 0]), padding=3
-        )
+    """A request draws the same token alone, beside others, above padding, and with all that others may need computed."""
+    logits = some_logits(len(MIXED), seed=1)
+    lengths = [3, 9, 1, 60, 2, 5, 33, 7, 4, 8]
+    together = pick(logits, MIXED, lengths)
+    for row, sampling in enumerate(MIXED):
+        alone = pick(logits[row : row + 1], [sampling], lengths[row : row + 1])
+        padded = pick(logits[row : row + 1], [sampling], lengths[row : row + 1], padding=3)
         assert alone == padded == [together[row]]
 
 
+def test_every_variant_that_covers_a_step_draws_the_same() -> None:
+    """What is captured computes more than a step needs; the tokens are those of a step that computes just that."""
+    from worker_svc.sampling import sample
+
+    logits = some_logits(len(MIXED), seed=2)
+    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
+    rows, lengths = torch.arange(len(MIXED)), [4] * len(MIXED)
+    for slots in ([4], [0], [0, 4], [1, 2], [2, 6], [5, 3, 0], [9], [7, 8], list(range(len(MIXED)))):
+        needs = state.batch(slots, lengths).needs
+        covering = [each for each in state.variants() if each.covers(needs)]
+        assert covering or needs.none
+        arguments = logits[slots], rows[slots], torch.full((len(slots),), 4)
+        expected = sample(state, needs, *arguments)[0].tolist()
+        assert all(sample(state, each, *arguments)[0].tolist() == expected for each in covering)
+
+
 def test_seed_and_position_and_sequence_change_the_draw() -> None:
-    """Each of the three leads to other noise."""
+    """Each of the three leads to other numbers."""
     logits = torch.zeros(1, 10_000)
-    rows = torch.tensor([0])
 
     def one(seed: int, position: int, sequence: int) -> int:
-        state = SamplingState(1, torch.device("cpu"))
-        state.set(0, Sampling(seed=seed), sequence)
-        return int(sample(logits, torch.tensor([position]), state.gather([0], rows)))
+        state = make_state([request(0, Sampling(seed=seed), sequence=sequence)], 10_000)
+        return int(choose(state, logits, [position]))
 
     drawn = [one(1, 0, 0), one(2, 0, 0), one(1, 1, 0), one(1, 0, 1), one(0, 0, 0)]
     assert len(set(drawn)) == len(drawn)
 
 
-def test_noise_is_exponential() -> None:
-    """Mean, variance and tail of the noise are those of a standard exponential."""
-    noise = exponential_noise(torch.arange(64), 4_096).double()
-    assert noise.min() > 0
-    assert float(noise.mean()) == pytest.approx(1, abs=0.01)
-    assert float(noise.var()) == pytest.approx(1, abs=0.03)
-    assert float((noise > 3).double().mean()) == pytest.approx(0.0498, abs=0.002)
-    # Neighbouring rows and neighbouring columns are unrelated.
-    for first, second in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1])):
-        correlation = float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])
-        assert abs(correlation) < 0.01
+def test_a_row_without_any_allowed_token_says_so() -> None:
+    """It is told as -1; what goes on to the device is a token all the same, and the neighbours are not touched."""
+    nothing = Sampling(seed=1, allowed_token_ids=(2,), bad_words=((2,),))
+    logits = some_logits(3)
+    told = pick(logits, [nothing, replace(nothing, temperature=0.0), Sampling(temperature=0.0)])
+    assert told == [-1, -1, int(logits[2].argmax())]
+
+
+def test_early_end_tokens_give_way_where_nothing_else_is_left() -> None:
+    """min_tokens does not make a request fail whose grammar, or list, allows nothing but the end."""
+    sampling = Sampling(temperature=0.0, allowed_token_ids=(2, 4), bad_words=((4,),), min_tokens=3)
+    state = make_state([request(0, sampling)], VOCAB, ends=(2, 4))
+    assert choose(state, some_logits(), [1]).tolist() == [2]
+
+
+def test_needs_are_the_union_of_the_rows() -> None:
+    """A step computes what one of its rows needs, at the width of the widest."""
+    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
+    lengths = [17] * len(MIXED)
+    assert state.batch([0], lengths).needs == Needs(random=True)
+    assert state.batch([1, 2], lengths).needs == Needs(random=True, top_k=Reach.FEW, top_p=Reach.ALL)
+    assert state.batch([4, 3], lengths).needs == Needs(random=True, greedy=True, min_p=True)
+    assert state.batch([9], lengths).needs == Needs(greedy=True, bans=16, ban_prefix=1, history=64)
+    assert state.batch([7, 8], [5] * 10).needs == Needs(random=True, masks=True, biases=16, history=16)
 
 
 def test_logprobs_are_of_the_unfiltered_distribution() -> None:
     """Chosen token, rank and likeliest tokens are reported before temperature and filters, for rows that asked."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    asked = [Sampling(temperature=0.2, top_k=1, logprobs=2), Sampling()]
-    first, second = logprobs_of(logits, torch.tensor([2, 3]), asked)
+    first, second = reports_of(report(logits, torch.tensor([2, 3])), [2, None])
     expected = logits[0].log_softmax(-1)
     assert second is None
     assert first is not None
@@ -220,8 +299,8 @@ def test_logprobs_are_of_the_unfiltered_distribution() -> None:
 
 
 def test_logprobs_of_the_chosen_token_alone() -> None:
-    """0 asks for the chosen token's log-probability and no others."""
-    (report,) = logprobs_of(torch.zeros(1, 4), torch.tensor([1]), [Sampling(logprobs=0)])
-    assert report is not None
-    assert report.logprob == pytest.approx(-1.386294, abs=1e-5)
-    assert (report.rank, list(report.top_token_ids)) == (1, [])
+    """0 asks for the chosen token's log-probability and no others; padded rows are not reported."""
+    (entry,) = reports_of(report(torch.zeros(3, 4), torch.tensor([1, 0, 0])), [0])
+    assert entry is not None
+    assert entry.logprob == pytest.approx(-1.386294, abs=1e-5)
+    assert (entry.rank, list(entry.top_token_ids)) == (1, [])

@@ -1,0 +1,102 @@
+"""What requests do to their logits before anything is chosen, in vLLM's order.
+
+All of it but masks looks at few tokens of a row: those that are listed in a table, or that are in the row's sequence. So it gathers these
+and puts them back, and costs little beside a pass over the vocabulary. A token may be listed more than once: then each of its entries
+computes the same, and it does not matter which of them is written last.
+"""
+
+import functools
+
+import torch
+
+from worker_svc.sampling.state import FOREVER, Needs, SamplingState
+
+
+def adjust(
+    state: SamplingState,
+    needs: Needs,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    adjusted: torch.Tensor,
+) -> torch.Tensor:
+    """The logits after masks, bad words, ``min_tokens``, ``logit_bias`` and penalties, in this order.
+
+    Args:
+        state: the slots'.
+        needs: which of these are looked at.
+        logits: float32 [rows, vocab]; not changed.
+        rows: int64 [rows], the rows' slots.
+        positions: int64 [rows], the position of the token to be sampled, which is the number of tokens before it.
+        adjusted: float32 [rows, vocab], where to write.
+
+    Returns:
+        ``adjusted``; -inf for what must not be sampled.
+    """
+    adjusted.copy_(logits)
+    if needs.masks:
+        _mask(state, adjusted, rows)
+    if needs.bans:
+        _ban(state, needs, adjusted, rows, positions)
+    if needs.biases:
+        ids, values = state.bias_ids[:, : needs.biases][rows], state.bias_values[:, : needs.biases][rows]
+        adjusted.scatter_add_(1, ids, values)
+    if needs.history:
+        _penalize(state, needs, adjusted, rows, positions)
+    return adjusted
+
+
+def _mask(state: SamplingState, logits: torch.Tensor, rows: torch.Tensor) -> None:
+    """Makes a logit -inf wherever the row's mask has a 0."""
+    words = state.allowed[rows]
+    added = torch.nn.functional.embedding(words.view(torch.uint8).int(), _bits_of_bytes(logits.device))
+    logits.add_(added.view(logits.shape[0], -1)[:, : logits.shape[1]])
+
+
+@functools.cache
+def _bits_of_bytes(device: torch.device) -> torch.Tensor:
+    """For each byte and bit, lowest first, what is added to a logit: float32 [256, 8]."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
+    return torch.where(bits & 1 == 1, 0.0, -torch.inf)
+
+
+def _ban(
+    state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Bans last tokens of bad words whose beginning is there, then end tokens that come too early.
+
+    End tokens are let through where nothing else is left.
+    """
+    tokens, until = state.ban_tokens[:, : needs.bans][rows], state.ban_until[:, : needs.bans][rows]
+    active = positions[:, None] < until
+    if needs.ban_prefix:
+        width = needs.ban_prefix
+        # Aligned at their ends, like the tokens that they are compared with; -1 goes with any token.
+        prefix = state.ban_prefix[:, : needs.bans, -width:][rows]
+        places = positions[:, None] - width + torch.arange(width, device=rows.device)
+        last = state.tokens[rows[:, None], places.clamp_(min=0)]
+        matches = ((prefix == last[:, None, :]) | (prefix < 0)).all(dim=-1)
+        start = positions[:, None] - state.ban_prefix_len[:, : needs.bans][rows]
+        active &= matches & (start >= state.prompt_len[rows][:, None])
+    early = until < FOREVER
+    logits.scatter_add_(1, tokens, torch.where(active & ~early, -torch.inf, 0.0))
+    before = logits.gather(1, tokens)
+    logits.scatter_add_(1, tokens, torch.where(active & early, -torch.inf, 0.0))
+    nothing_left = logits.amax(dim=-1, keepdim=True) == -torch.inf
+    logits.scatter_(1, tokens, torch.where(nothing_left, before, logits.gather(1, tokens)))
+
+
+def _penalize(
+    state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Repetition of what is in prompt or output, then frequency and presence in the output."""
+    known = state.tokens[:, : needs.history][rows]
+    seen = torch.arange(needs.history, device=rows.device) < positions[:, None]
+    ids = torch.where(seen, known, known[:, :1])
+    counts = state.counts.view(-1)[rows[:, None] * logits.shape[1] + ids]
+    was = logits.gather(1, ids)
+    repetition = state.repetition[rows][:, None]
+    value = torch.where(was > 0, was / repetition, was * repetition)
+    value -= state.frequency[rows][:, None] * counts
+    value -= state.presence[rows][:, None] * (counts > 0)
+    logits.scatter_(1, ids, value)
