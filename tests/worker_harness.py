@@ -8,6 +8,7 @@ import torch
 
 from worker_svc.devices import Device, DeviceName, open_device
 from worker_svc.geometry import Geometry, GroupKind, group_layers
+from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs import GraphOptions
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
@@ -62,6 +63,7 @@ class Harness:
         backend: Backend = "compiled",
         level: int | None = None,
         warm: bool = True,
+        constraints: Constraints | None = None,
     ) -> None:
         device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
@@ -73,7 +75,9 @@ class Harness:
         assert count_blocks(self.groups, self.geometry, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
-        self.runner = Runner(model, device, self.groups, self.geometry, options=options)
+        self.runner = Runner(
+            model, device, self.groups, self.geometry, options=options, constraints=constraints
+        )
         if warm:
             self.runner.make_graphs(lambda *_: None)
         self.runner.graphs.finish()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from protos.errors import TriptychError
 from worker_svc.geometry import PoolShape
+from worker_svc.grammars.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class Sampling:
     logprobs: int | None = None
     """Likeliest tokens whose log-probabilities are reported beside the chosen one's; ``None`` for no report at all."""
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are dropped by how likely others are."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -41,6 +47,10 @@ class Admission:
     """For logs."""
     sequence: int = 0
     """Which of the request's sequences; mixed into its random numbers."""
+    num_prompt_tokens: int = 0
+    """Leading tokens that are the prompt; those behind them were generated."""
+    structured: Spec | None = None
+    """What the output must match."""
     normalize: bool | None = None
     """Pooling models: whether the embedding is scaled to length 1; ``None`` for what the model's authors do."""
 

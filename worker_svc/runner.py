@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-from protos.errors import Internal
+from protos.errors import Internal, TriptychError
 from worker_svc.batch import Batch
 from worker_svc.capture import Recording
 from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.geometry import Geometry, KvGroup
+from worker_svc.grammars.constraints import Choice, Constraints
 from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.kv_cache import KvCache
 from worker_svc.plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
@@ -70,6 +71,7 @@ class Runner:
         geometry: Geometry,
         *,
         options: GraphOptions | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         """Allocates the cache and the batch.
 
@@ -79,6 +81,7 @@ class Runner:
             groups: the model's KV groups.
             geometry: with ``num_blocks`` set.
             options: how steps are made graphs; see ``Graphs``. By default as the device does.
+            constraints: of requests whose output must match a grammar; without, there are none.
 
         Raises:
             ConfigurationRefused: if the cache does not fit into memory.
@@ -87,6 +90,7 @@ class Runner:
         self._device = device
         self._groups = tuple(groups)
         self._geometry = geometry
+        self._constraints = constraints
         self._layer_names = [[layer.name for layer in group.layers] for group in groups]
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device)
@@ -142,13 +146,13 @@ class Runner:
             Internal: if the plan contradicts earlier ones; the slots it names are not to be trusted any more.
         """
         for slot in plan.release:
-            self._batch.release(slot)
+            self._release(slot)
         self.cache.copy(plan.copies)
         refused: dict[int, Output] = {}
         for request in plan.admit:
             try:
                 self._admit(request)
-            except Internal as error:
+            except TriptychError as error:
                 refused[request.slot] = Output(request.slot, (), error=error)
         for growth in plan.grow:
             if growth.slot not in refused:
@@ -165,7 +169,8 @@ class Runner:
 
     def reset(self) -> None:
         """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
-        self._batch.release_all()
+        for slot in range(self._geometry.max_num_seqs):
+            self._release(slot)
 
     def close(self) -> None:
         """Lets go of the captured steps, which hold the runner and with it the cache: their memory is free at once."""
@@ -173,8 +178,22 @@ class Runner:
         self._made.clear()
         self._captured_prefill = None
 
+    def _release(self, slot: int) -> None:
+        self._batch.release(slot)
+        if self._constraints is not None:
+            self._constraints.release(slot)
+
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)
+        if request.structured is not None:
+            try:
+                if self._constraints is None:
+                    raise Internal("the plan admits a request with a grammar, and this worker matches none")
+                output = request.token_ids[request.num_prompt_tokens :]
+                self._constraints.admit(request.slot, request.structured, output)
+            except TriptychError:
+                self._batch.release(request.slot)
+                raise
         for group_id, block_ids in request.blocks.items():
             tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
             hit = math.ceil(request.num_computed_tokens / tokens)
@@ -190,6 +209,11 @@ class Runner:
         rows = torch.tensor([work.slot], device=self._device.torch_device)
         next_positions = positions[work.num_tokens - 1 : work.num_tokens] + 1
         sampling = self._batch.sampling.gather([work.slot], rows)
+        if self._constraints is not None and self._constraints.any_of([work.slot]):
+            known = logits if sampling.asked[0].logprobs is None else logits.clone()
+            choice = self._choose(self._constraints, [work.slot], rows, logits, next_positions, sampling, None)
+            self._batch.advance_prefill(work, choice.tokens)
+            return self._constrained_outputs([work.slot], choice, known, sampling)
         token = sample(logits, next_positions, sampling)
         self._batch.advance_prefill(work, token)
         return list(_outputs([work.slot], token, logits, sampling))
@@ -210,11 +234,71 @@ class Runner:
         step = self._decode_step(work.bucket)
         logits, chosen, positions = step.choose(rows)
         sampling = self._batch.sampling.gather(work.slots, rows)
+        if self._constraints is not None and self._constraints.any_of(work.slots):
+            known = logits if all(each.logprobs is None for each in sampling.asked) else logits.clone()
+            choice = self._choose(
+                self._constraints, work.slots, rows, logits, positions + 1, sampling, chosen
+            )
+            step.advance(rows, choice.tokens)
+            self._batch.advance_decode(work.slots)
+            return self._constrained_outputs(work.slots, choice, known, sampling)
         if not sampling.is_greedy:
             chosen = sample(logits, positions + 1, sampling)
         step.advance(rows, chosen)
         self._batch.advance_decode(work.slots)
         return list(_outputs(work.slots, chosen, logits, sampling))
+
+    def _choose(
+        self, constraints: Constraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
+        positions: torch.Tensor, sampling: SamplingBatch, likeliest: torch.Tensor | None,
+    ) -> Choice:  # fmt: skip
+        """Chooses tokens for a step some of whose slots are constrained; changes ``logits``.
+
+        Args:
+            constraints: of the slots.
+            slots: of the real rows.
+            rows: int64 [bucket], all rows' slots.
+            logits: float32 [bucket, vocab].
+            positions: int64 [bucket], of the tokens to be chosen.
+            sampling: the rows' parameters.
+            likeliest: the most probable tokens, int64 [bucket], if they are known.
+        """
+
+        def draw(wanted: Sequence[int]) -> torch.Tensor:
+            if len(wanted) == logits.shape[0]:
+                if likeliest is not None and sampling.is_greedy:
+                    return likeliest.clone()
+                return sample(logits, positions, sampling)
+            index = torch.tensor(list(wanted), device=self._device.torch_device)
+            some = self._batch.sampling.gather([slots[row] for row in wanted], rows[index])
+            return sample(logits[index], positions[index], some)
+
+        return constraints.choose(
+            slots,
+            logits,
+            draw,
+            masked_first=[each.filters for each in sampling.asked],
+            # A forced token's log-probability would take the forward pass that it is spared.
+            room=[
+                self._batch.room(slot) - 1 if each.logprobs is None else 0
+                for slot, each in zip(slots, sampling.asked, strict=True)
+            ],
+        )
+
+    def _constrained_outputs(
+        self, slots: Sequence[int], choice: Choice, logits: torch.Tensor, sampling: SamplingBatch
+    ) -> list[Output]:
+        outputs = []
+        for output in _outputs(slots, choice.tokens, logits, sampling):
+            error, forced = choice.errors.get(output.slot), choice.forced.get(output.slot)
+            if error is not None:
+                outputs.append(Output(output.slot, (), error=error))
+                continue
+            if forced:
+                self._batch.append(output.slot, forced)
+                output = replace(output, token_ids=(*output.token_ids, *forced))
+            outputs.append(output)
+        return outputs
 
     def _rows_of(self, work: DecodeWork) -> torch.Tensor:
         """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
