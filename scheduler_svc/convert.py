@@ -24,10 +24,12 @@ from scheduler_svc.plan import (
 from scheduler_svc.pool_engine import PoolSubmission
 from scheduler_svc.pooling import PoolShape
 from scheduler_svc.request import Event, FinishReason, Logprobs, Pooling, PoolTask
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sampling import Grammar, SamplingParams
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256
+# Workers compile less than that; this is what a request may carry through the queue.
+MAX_GRAMMAR_BYTES = 1 << 20
 # Below the 4 MiB that gRPC's clients take unless told otherwise, tokens of a chunk or two included.
 _KEYS_PER_MESSAGE, _MESSAGE_WEIGHT = 4096, 1 << 20
 
@@ -157,7 +159,30 @@ def _sampling_from_proto(sampling: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=frozenset(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        grammar=_grammar_from_proto(sampling.structured_output)
+        if sampling.HasField("structured_output")
+        else None,
     )
+
+
+def _grammar_from_proto(structured: common_pb2.StructuredOutput) -> Grammar:
+    kind = structured.WhichOneof("spec")
+    if kind is None or not structured.ByteSize():
+        raise InvalidArgument(
+            "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag",
+            param="structured_output",
+        )
+    if structured.ByteSize() > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(
+            f"{kind} has {structured.ByteSize()} bytes; at most {MAX_GRAMMAR_BYTES} are taken",
+            param="structured_output",
+        )
+    return Grammar(structured.SerializeToString(deterministic=True))
+
+
+def grammar_to_proto(grammar: Grammar) -> common_pb2.StructuredOutput:
+    """What an output must match, for a worker."""
+    return common_pb2.StructuredOutput.FromString(grammar.serialized)
 
 
 def _bounded(
@@ -344,6 +369,7 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
             stop_token_ids=sorted(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
             logprobs=sampling.logprobs,
+            structured_output=grammar_to_proto(sampling.grammar) if sampling.grammar else None,
         ),
         blocks=[
             worker_pb2.SlotBlocks(slot=admission.slot, group_id=group_id, block_ids=block_ids)

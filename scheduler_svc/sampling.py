@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match: a message for workers, which this service does not look into."""
+
+    serialized: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Validated and complete: nothing here means "default".
 
@@ -17,6 +24,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence beside the model's own end tokens.
         ignore_eos: do not end at the model's end tokens.
         logprobs: None for none, else the number of likeliest tokens reported beside the chosen one.
+        grammar: what the output must match, as the worker gets it; None for anything.
     """
 
     temperature: float
@@ -28,6 +36,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     logprobs: int | None
+    grammar: Grammar | None = None
 
 
 NOTHING_SAMPLED = SamplingParams(
