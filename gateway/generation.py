@@ -119,6 +119,7 @@ class Generation:
     metrics: Metrics
     clock: Callable[[], float]
     arrived: float
+    constraint_param: str = ""
 
     @classmethod
     def begin(
@@ -162,7 +163,8 @@ class Generation:
             )
             for index, request in enumerate(requests)
         ]
-        return cls(client.submit(requests), sequences, metrics, clock, arrived)
+        submission = client.submit(requests)
+        return cls(submission, sequences, metrics, clock, arrived, body.constraint_param)
 
     def __enter__(self) -> Self:
         return self
@@ -178,9 +180,14 @@ class Generation:
         Raises:
             TriptychError: if the request failed.
         """
-        while events := await self.submission.take():
-            if news := list(self._news(events)):
-                return news
+        try:
+            while events := await self.submission.take():
+                if news := list(self._news(events)):
+                    return news
+        except TriptychError as error:
+            if error.param == "structured_output":
+                error.param = self.constraint_param  # as the client called it
+            raise
         return []
 
     def _news(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:

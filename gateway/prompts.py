@@ -151,6 +151,8 @@ def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams
     for token_id, bias in (body.logit_bias or {}).items():
         _known("logit_bias", (token_id,), model)
         params.logit_bias[token_id] = bias
+    if (constraint := body.constraint()) is not None:
+        params.structured_output.CopyFrom(constraint)
     return params
 
 

@@ -7,8 +7,8 @@ from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
-from worker_svc.grammars.spec import Spec
 from worker_svc.geometry import Geometry, GroupKind, PoolGeometry, PoolShape
+from worker_svc.grammars.spec import Spec
 from worker_svc.loader import display_name
 from worker_svc.plan import (
     Admission,

@@ -211,7 +211,9 @@ class Runner:
         sampling = self._batch.sampling.gather([work.slot], rows)
         if self._constraints is not None and self._constraints.any_of([work.slot]):
             known = logits if sampling.asked[0].logprobs is None else logits.clone()
-            choice = self._choose(self._constraints, [work.slot], rows, logits, next_positions, sampling, None)
+            choice = self._choose(
+                self._constraints, [work.slot], rows, logits, next_positions, sampling, None
+            )
             self._batch.advance_prefill(work, choice.tokens)
             return self._constrained_outputs([work.slot], choice, known, sampling)
         token = sample(logits, next_positions, sampling)
@@ -296,7 +298,8 @@ class Runner:
                 continue
             if forced:
                 self._batch.append(output.slot, forced)
-                output = replace(output, token_ids=(*output.token_ids, *forced))
+                outputs.append(replace(output, token_ids=(*output.token_ids, *forced)))
+                continue
             outputs.append(output)
         return outputs
 

@@ -78,7 +78,7 @@ def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> Non
     [
         ("n", 1, 2), ("best_of", 1, 3), ("use_beam_search", False, True), ("length_penalty", 1.0, 0.5),
         ("bad_words", [], ["x"]), ("prompt_logprobs", None, 1), ("truncate_prompt_tokens", None, 10),
-        ("response_format", {"type": "text"}, {"type": "json_object"}), ("return_token_ids", False, True),
+        ("guided_json", None, {"type": "object"}), ("return_token_ids", False, True),
         ("spaces_between_special_tokens", True, False), ("service_tier", "auto", "flex"),
     ],
 )  # fmt: skip

@@ -41,7 +41,9 @@ def test_a_full_plan_arrives() -> None:
         release=(3, 1),
         copies=(BlockCopy(1, 5, 6, 64),),
         admit=(
-            Admission(2, (10, 11, 12), 1, Sampling(0.5, 0.25, 4, 0.125, 2**64 - 1, 3), {0: (8, 9)}, "r", 1),
+            Admission(
+                2, (10, 11, 12), 1, Sampling(0.5, 0.25, 4, 0.125, 2**64 - 1, 3), {0: (8, 9)}, "r", 1, 2
+            ),
         ),
         grow=(Growth(0, 1, (4,)),),
         work=DecodeWork((0, 2), (5, 6), 4),

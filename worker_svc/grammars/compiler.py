@@ -185,7 +185,9 @@ class GrammarCompiler:
             return result.decode()
         if not answer:
             if not nursery.is_alive:
-                raise Internal("the process that compiles grammars ended; the next grammar starts another one")
+                raise Internal(
+                    "the process that compiles grammars ended; the next grammar starts another one"
+                )
             seconds = time.monotonic() - started
             reason = (
                 f"it takes more than {limits.cpu_s:g} s of CPU time"
@@ -228,7 +230,9 @@ class _Nursery:
             self._control.settimeout(_START_TIMEOUT_S)
             answer, payload = receive(self._control)
             if answer != DONE:
-                raise Internal(f"grammars cannot be compiled for this model: {payload.decode(errors='replace')}")
+                raise Internal(
+                    f"grammars cannot be compiled for this model: {payload.decode(errors='replace')}"
+                )
             self.tokenizer = xgrammar.TokenizerInfo.deserialize_json(payload.decode())
         except (EOFError, OSError) as error:
             self.close()
@@ -261,7 +265,7 @@ class _Nursery:
 
 
 def _reason(text: str, limits: CompilerLimits) -> str:
-    """xgrammar's own words, in one line and without its source files' names."""
+    """Xgrammar's own words, in one line and without its source files' names."""
     if "bad_alloc" in text:
         return f"it takes more than {limits.memory >> 20} MiB of memory"
     line = " ".join(text.split())

@@ -163,7 +163,9 @@ class Constraints:
         if self._try(matcher, token, slot, errors):
             return
         if not matcher.ended and (end := matcher.finish(self._masks.rows, self._masks.scratch)) is not None:
-            tokens[row] = end  # the grammar is through, and min_tokens or a bias forbids to end: the grammar wins
+            tokens[row] = (
+                end  # the grammar is through, and min_tokens or a bias forbids to end: the grammar wins
+            )
         elif matcher.ended:
             errors[slot] = Internal("the plan goes on with a request whose grammar is through")
         else:

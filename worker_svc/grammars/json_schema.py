@@ -102,7 +102,10 @@ class _Lowering:
             if name in keys:
                 others = sorted(keys - {name})
                 if others:
-                    _refuse(where, f"has {others[0]} beside {name}, which cannot be enforced together; move it inside")
+                    _refuse(
+                        where,
+                        f"has {others[0]} beside {name}, which cannot be enforced together; move it inside",
+                    )
                 return self._alone(name, node[name], where)
         if "const" in keys or "enum" in keys:
             return self._values(node, keys, where)
@@ -129,7 +132,10 @@ class _Lowering:
     def _definition(self, reference: Any, where: str) -> str:
         """The name under which what a reference means comes out."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            _refuse(where, f"has the $ref {reference!r}; only references into the schema itself (#/$defs/…) are followed")
+            _refuse(
+                where,
+                f"has the $ref {reference!r}; only references into the schema itself (#/$defs/…) are followed",
+            )
         try:
             target = resolve(self._root, reference)
         except LookupError:
@@ -185,7 +191,9 @@ class _Lowering:
     def _types(self, value: Any, where: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
         if not types or not all(isinstance(name, str) and name in _BY_TYPE for name in types):
-            _refuse(where, f"has the type {value!r}; it must be one of {', '.join(_BY_TYPE)}, or a list of them")
+            _refuse(
+                where, f"has the type {value!r}; it must be one of {', '.join(_BY_TYPE)}, or a list of them"
+            )
         return types
 
     def _typed(self, node: dict[str, Any], keys: set[str], where: str) -> Any:
@@ -217,7 +225,9 @@ class _Lowering:
         low, high = self._count(node, "minLength", where), self._count(node, "maxLength", where)
         bounded = low is not None or high is not None
         if sum((bounded, "pattern" in node, "format" in node)) > 1:
-            _refuse(where, "has more than one of pattern, format and lengths; write the lengths into the pattern")
+            _refuse(
+                where, "has more than one of pattern, format and lengths; write the lengths into the pattern"
+            )
         if "pattern" in node:
             if not isinstance(node["pattern"], str):
                 _refuse(where, "has a pattern that is no text")
@@ -237,21 +247,27 @@ class _Lowering:
     def _number(self, node: dict[str, Any], where: str) -> Any:
         integer = node["type"] == "integer"
         if "multipleOf" in node and not (integer and node["multipleOf"] == 1):
-            _refuse(where, "has multipleOf, which cannot be enforced; leave it out, or list values in an enum")
+            _refuse(
+                where, "has multipleOf, which cannot be enforced; leave it out, or list values in an enum"
+            )
         lowered: dict[str, Any] = {"type": node["type"]}
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            if name not in node:
+        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if key not in node:
                 continue
-            bound = node[name]
+            name, bound = key, node[key]
             if isinstance(bound, bool) or not isinstance(bound, int | float) or not math.isfinite(bound):
                 _refuse(where, f"has a {name} that is no number")
             if abs(bound) > _LARGEST_BOUND or round(bound, _DECIMALS) != bound:
-                _refuse(where, f"has the {name} {bound!r}; bounds are enforced up to 1e15 and with {_DECIMALS} decimals")
+                _refuse(
+                    where,
+                    f"has the {name} {bound!r}; bounds are enforced up to 1e15 and with {_DECIMALS} decimals",
+                )
+            lower = "inimum" in name
             if integer and bound != int(bound):
                 # Between two integers there is none, exclusive or not.
-                name, bound = name.replace("exclusiveM", "m"), math.ceil(bound) if "inimum" in name else math.floor(bound)
-                lowered[name] = max(bound, lowered.get(name, bound)) if name == "minimum" else min(bound, lowered.get(name, bound))
-                continue
+                name, bound = ("minimum", math.ceil(bound)) if lower else ("maximum", math.floor(bound))
+            if name in lowered:
+                bound = max(bound, lowered[name]) if lower else min(bound, lowered[name])
             lowered[name] = int(bound) if bound == int(bound) else bound
         return lowered
 
@@ -286,15 +302,11 @@ class _Lowering:
         return lowered
 
     def _object(self, node: dict[str, Any], where: str) -> Any:
-        properties, required = node.get("properties", {}), node.get("required", [])
-        if not isinstance(properties, dict):
-            _refuse(where, "has properties that are not an object")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            _refuse(where, "has a required that is not a list of names")
         low, high = self._count(node, "minProperties", where), self._count(node, "maxProperties", where)
         for name in ("patternProperties", "propertyNames"):
             if name in node:
                 return self._open_object(name, node, where, high)
+        properties, required = self._listed(node, where)
         rest = node.get("additionalProperties", node.get("unevaluatedProperties"))
         if rest is None:
             rest = not properties
@@ -302,21 +314,26 @@ class _Lowering:
         if missing and rest is False:
             _refuse(where, f"requires {missing[0]!r}, which is not among its properties")
         if rest is not False and (low or 0) > max(1, len(set(required))):
-            _refuse(where, "has minProperties and allows further properties, which cannot be enforced together")
-        every = {**properties, **dict.fromkeys(missing, rest)}
-        lowered: dict[str, Any] = {"type": "object"}
+            _refuse(
+                where, "has minProperties and allows further properties, which cannot be enforced together"
+            )
         # One that nothing matches is simply not there.
-        every = {name: schema for name, schema in every.items() if schema is not False or name in required}
+        every = {
+            name: schema
+            for name, schema in {**properties, **dict.fromkeys(missing, rest)}.items()
+            if schema is not False or name in required
+        }
+        lowered: dict[str, Any] = {"type": "object"}
         if every:
             lowered["properties"] = {
                 name: self._lower(schema, f"{where}.{name}") for name, schema in every.items()
             }
         if required:
             lowered["required"] = list(dict.fromkeys(required))
-        if rest is not False and any(schema is False for schema in properties.values()):
+        if rest is not False and False in properties.values():
             _refuse(where, "forbids a property and allows further ones, which cannot be enforced together")
-        lowered["additionalProperties"] = (
-            False if rest is False else (self._lower(rest, f"{where}.additionalProperties") or True)
+        lowered["additionalProperties"] = rest is not False and (
+            self._lower(rest, f"{where}.additionalProperties") or True
         )
         if low:
             lowered["minProperties"] = low
@@ -324,9 +341,20 @@ class _Lowering:
             lowered["maxProperties"] = high
         return lowered
 
+    def _listed(self, node: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+        """An object's properties, and the names of those that it must have."""
+        properties, required = node.get("properties", {}), node.get("required", [])
+        if not isinstance(properties, dict):
+            _refuse(where, "has properties that are not an object")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            _refuse(where, "has a required that is not a list of names")
+        return properties, required
+
     def _open_object(self, name: str, node: dict[str, Any], where: str, high: int | None) -> Any:
         """One whose keys are described instead of listed."""
-        allowed = {"type", name, "maxProperties"} | ({"additionalProperties"} if name == "propertyNames" else set())
+        allowed = {"type", name, "maxProperties"} | (
+            {"additionalProperties"} if name == "propertyNames" else set()
+        )
         closed = name == "patternProperties" and node.get("additionalProperties") is False
         others = [
             key
@@ -349,8 +377,12 @@ class _Lowering:
             lowered[name] = {pattern: self._lower(schema, f"{where}.{pattern}") or True}
             lowered["additionalProperties"] = False
             return lowered
-        names = self._lower({"type": "string", **value} if "enum" not in value else value, f"{where}.propertyNames")
-        if names.get("type") != "string" and not all(isinstance(each, str) for each in names.get("enum", [0])):
+        names = self._lower(
+            {"type": "string", **value} if "enum" not in value else value, f"{where}.propertyNames"
+        )
+        if names.get("type") != "string" and not all(
+            isinstance(each, str) for each in names.get("enum", [0])
+        ):
             _refuse(where, "has propertyNames that are not a schema of texts")
         rest = node.get("additionalProperties", True)
         if rest is False:

@@ -26,7 +26,9 @@ class Matcher:
         ended: whether an end token was taken.
     """
 
-    def __init__(self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int]) -> None:
+    def __init__(
+        self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int]
+    ) -> None:
         """Takes up behind ``output``, what was generated so far.
 
         Raises:
@@ -41,7 +43,8 @@ class Matcher:
         for index, token in enumerate(output):
             if not self.take(token):
                 raise InvalidArgument(
-                    f"output token {index} (id {token}) is not allowed by the grammar of the request", param=PARAM
+                    f"output token {index} (id {token}) is not allowed by the grammar of the request",
+                    param=PARAM,
                 )
 
     @property

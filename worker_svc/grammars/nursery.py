@@ -79,7 +79,7 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _load_xgrammar() -> Any:
-    """xgrammar's compiled half.
+    """Xgrammar's compiled half.
 
     Its Python half imports torch and transformers, which compiling does not need: 350 MB and seconds of every start.
     """
@@ -111,11 +111,11 @@ def _tokenizer(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) -> 
 
 
 def _compile(core: Any, tokenizer: Any, job: Job) -> bytes:
-    compiler = core.GrammarCompiler(tokenizer, 1, False, -1)  # noqa: FBT003 - C++: one thread, no cache
+    compiler = core.GrammarCompiler(tokenizer, 1, False, -1)
     match job.source:
         case b"j":
             # Any order of whitespace up to so many characters (a model that writes nothing else would never end); strict.
-            grammar = compiler.compile_json_schema(job.text, True, None, None, True, MAX_WHITESPACE, False)  # noqa: FBT003
+            grammar = compiler.compile_json_schema(job.text, True, None, None, True, MAX_WHITESPACE, False)
         case b"r":
             grammar = compiler.compile_regex(job.text)
         case b"e":
@@ -157,7 +157,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         core = _load_xgrammar()
-        tokenizer = _tokenizer(core, Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]])
+        tokenizer = _tokenizer(
+            core, Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]]
+        )
     except Exception as error:  # noqa: BLE001 - a tokenizer that it cannot read is the worker's to report
         send(control, REFUSED, str(error).encode(errors="replace"))
         return

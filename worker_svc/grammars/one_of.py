@@ -23,10 +23,10 @@ def resolve(root: Any, reference: str) -> Any:
             if not name.isdecimal():
                 raise LookupError(reference)
             node = node[int(name)]
-        elif isinstance(node, dict):
-            node = node[name]
-        else:
+        elif not isinstance(node, dict) or name not in node:
             raise LookupError(reference)
+        else:
+            node = node[name]
     return node
 
 

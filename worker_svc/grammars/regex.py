@@ -6,17 +6,28 @@ broken JSON, and one that asks for a quote or a backslash would match nothing.
 """
 
 import re
-from collections.abc import Callable
+from collections import Counter
 from typing import Final
 
 from protos.errors import InvalidArgument
 
-MAX_PATTERN_NESTING: Final = 64
-MAX_PATTERN_ALTERNATIVES: Final = 10_000
+MAX_NESTING: Final = 64
+MAX_ALTERNATIVES: Final = 10_000
 
-_LOOKAROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
+_PIECES: Final = re.compile(
+    r"""(?P<escape>\\.)
+      | (?P<class>\[(?P<negated>\^?)\]?(?:\\.|[^\]\\])*\])
+      | (?P<look>\(\?<?[=!])
+      | (?P<open>\()
+      | (?P<close>\))
+      | (?P<or>\|)
+      | (?P<anchor>[\^$])""",
+    re.VERBOSE | re.DOTALL,
+)
 # A control character, written out.
-_CONTROL: Final = re.compile(r"\\(?:[tnrfv0]|x[01][0-9a-fA-F]|u00[01][0-9a-fA-F]|u\{0*1?[0-9a-fA-F]\}|c[A-Za-z])|[\x00-\x1f]")
+_CONTROL: Final = re.compile(
+    r"\\(?:[tnrfv0]|x[01][0-9a-fA-F]|u00[01][0-9a-fA-F]|u\{0*1?[0-9a-fA-F]\}|c[A-Za-z])|[\x00-\x1f]"
+)
 
 
 def check_regex(pattern: str, param: str, *, in_json: bool = False) -> None:
@@ -30,68 +41,56 @@ def check_regex(pattern: str, param: str, *, in_json: bool = False) -> None:
     Raises:
         InvalidArgument: naming what to change.
     """
-
-    def refuse(what: str) -> InvalidArgument:
+    why = _objection(pattern) or (_objection_in_json(pattern) if in_json else "")
+    if why:
         shown = pattern if len(pattern) <= 60 else f"{pattern[:60]}…"
-        return InvalidArgument(f"the pattern {shown!r} {what}", param=param)
+        raise InvalidArgument(f"the pattern {shown!r} {why}", param=param)
 
+
+def _objection(pattern: str) -> str:
     if not pattern:
-        raise refuse("is empty; leave it out, or write what it should match")
+        return "is empty; leave it out, or write what it should match"
     if "\0" in pattern:
-        raise refuse("contains a NUL character")
-    depth = alternatives = 0
-    index, end = 0, len(pattern)
-    alternation_at_top = False
+        return "contains a NUL character"
+    depth = deepest = 0
+    splits: list[int] = [-1]
     anchors: list[int] = []
-    while index < end:
-        char = pattern[index]
-        if char == "\\":
-            if in_json and (match := _CONTROL.match(pattern, index)):
-                raise refuse(f"asks for the control character {match.group()!r}, which JSON strings do not hold")
-            if in_json and pattern[index + 1 : index + 2] in ('"', "\\"):
-                raise refuse("asks for a quote or a backslash, which stand escaped in JSON strings")
-            index += 2
+    count: Counter[str] = Counter()
+    for piece in _PIECES.finditer(pattern):
+        kind = piece.lastgroup or ""
+        count[kind] += 1
+        depth += (kind == "open") - (kind == "close")
+        deepest = max(deepest, depth)
+        if kind == "or" and depth == 0:
+            splits.append(piece.start())
+        elif kind == "anchor":
+            anchors.append(piece.start())
+    splits.append(len(pattern))
+    if count["look"]:
+        return "looks ahead or behind, which cannot be enforced; write what the text may be instead"
+    if deepest > MAX_NESTING:
+        return f"nests {deepest} groups; at most {MAX_NESTING} are compiled"
+    if count["or"] > MAX_ALTERNATIVES:
+        return f"has {count['or']} alternatives; at most {MAX_ALTERNATIVES} are compiled"
+    if any((at - 1 if pattern[at] == "^" else at + 1) not in splits for at in anchors):
+        return "has an anchor elsewhere than at its ends; put alternatives into a group: ^(a|b)$"
+    return ""
+
+
+def _objection_in_json(pattern: str) -> str:
+    control = "asks for a control character, which does not stand in a JSON string as it is"
+    outside = list(pattern)
+    for piece in _PIECES.finditer(pattern):
+        if piece["class"] is None and piece["escape"] is None:
             continue
-        if char == "[":
-            index = _class_end(pattern, index, refuse, in_json=in_json)
-            continue
-        if char == "(":
-            if pattern.startswith(_LOOKAROUND, index):
-                raise refuse("looks ahead or behind, which cannot be enforced; write what the text may be instead")
-            depth += 1
-            if depth > MAX_PATTERN_NESTING:
-                raise refuse(f"nests more than {MAX_PATTERN_NESTING} groups")
-        elif char == ")":
-            depth -= 1
-        elif char == "|":
-            alternatives += 1
-            alternation_at_top |= depth == 0
-        elif char in "^$":
-            anchors.append(index)
-        elif in_json and (char == '"' or char < " "):
-            raise refuse("asks for a quote or a control character, which stand escaped in JSON strings")
-        index += 1
-    if alternatives > MAX_PATTERN_ALTERNATIVES:
-        raise refuse(f"has {alternatives} alternatives; at most {MAX_PATTERN_ALTERNATIVES} are compiled")
-    if any(not _is_edge(pattern, at, top=alternation_at_top) for at in anchors):
-        raise refuse("has an anchor elsewhere than at its ends; put alternatives into a group: ^(a|b)$")
-
-
-def _is_edge(pattern: str, at: int, *, top: bool) -> bool:
-    """Whether an anchor stands at an end of the expression, or of an alternative at its top."""
-    if pattern[at] == "^":
-        return at == 0 or (top and pattern[at - 1] == "|")
-    return at == len(pattern) - 1 or (top and pattern[at + 1] == "|")
-
-
-def _class_end(pattern: str, start: int, refuse: Callable[[str], InvalidArgument], *, in_json: bool) -> int:
-    """The index behind a character class that opens at ``start``."""
-    index = start + 1
-    negated = pattern.startswith("^", index)
-    index += negated
-    first = index
-    while index < len(pattern) and (pattern[index] != "]" or index == first):
-        if in_json and not negated and (match := _CONTROL.match(pattern, index)):
-            raise refuse(f"asks for the control character {match.group()!r}, which JSON strings do not hold")
-        index += 2 if pattern[index] == "\\" else 1
-    return index + 1
+        outside[piece.start() : piece.end()] = " " * (piece.end() - piece.start())
+        if piece["escape"] in ('\\"', "\\\\"):
+            return "asks for a quote or a backslash, which do not stand in a JSON string as they are"
+        if piece["class"] and not piece["negated"] and _CONTROL.search(piece["class"]):
+            return control
+        if piece["escape"] and _CONTROL.match(pattern, piece.start()):
+            return control
+    left = "".join(outside)
+    if '"' in left:
+        return "asks for a quote, which does not stand in a JSON string as it is"
+    return control if _CONTROL.search(left) else ""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -23,6 +24,11 @@ MAX_TAGS: Final = 512
 
 # What `additionalProperties` of a schema becomes is the schema's business; any object at all is this.
 _ANY_OBJECT: Final = '{"type": "object", "additionalProperties": true}'
+
+# Texts of JSON as wholes, and what opens and closes.
+_JSON_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*"|[\[\]{}]', re.DOTALL)
+# Literals, character classes and comments of a grammar as wholes, and what is counted.
+_GRAMMAR_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[()|]', re.DOTALL)
 
 # How a structural tag of the form that older clients send is written today.
 _LEGACY_TAG: Final = "structures"
@@ -74,22 +80,9 @@ def lower(spec: Spec) -> tuple[Source, str]:
 def _parsed(spec: Spec) -> Any:
     """A spec's JSON, whose depth is bounded before it is read."""
     depth = deepest = 0
-    in_string = escaped = False
-    for char in spec.text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in "]}":
-            depth -= 1
+    for piece in _JSON_PIECES.finditer(spec.text):
+        depth += (piece.group() in "[{") - (piece.group() in "]}")
+        deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
         raise _refused(f"{spec.kind} is nested {deepest} deep; at most {MAX_NESTING} levels are compiled")
     try:
@@ -107,29 +100,17 @@ def _finite(text: str) -> float:
 
 
 def _check_grammar(text: str) -> None:
+    example = 'root ::= "yes" | "no"'
     if not text.strip():
-        raise _refused("grammar is empty; send rules such as: root ::= \"yes\" | \"no\"")
+        raise _refused(f"grammar is empty; send rules such as: {example}")
     if "::=" not in text:
-        raise _refused("grammar has no rule; write GBNF, such as: root ::= \"yes\" | \"no\" (Lark is not served)")
+        raise _refused(f"grammar has no rule; write GBNF, such as: {example} (Lark is not served)")
     depth = deepest = alternatives = 0
-    quote, escaped = "", False
-    for char in text:
-        if quote:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == quote:
-                quote = ""
-        elif char in '"[':
-            quote = "]" if char == "[" else char
-        elif char == "(":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char == ")":
-            depth -= 1
-        elif char == "|":
-            alternatives += 1
+    for piece in _GRAMMAR_PIECES.finditer(text):
+        char = piece.group()
+        alternatives += char == "|"
+        depth += (char == "(") - (char == ")")
+        deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
         raise _refused(f"grammar nests {deepest} parentheses; at most {MAX_NESTING} are compiled")
     if alternatives > MAX_ALTERNATIVES:
@@ -151,7 +132,11 @@ def _choices(spec: Spec) -> str:
 def _escaped(text: str) -> str:
     """A text as a literal of GBNF."""
     return "".join(
-        f"\\{char}" if char in '"\\' else f"\\u{ord(char):04x}" if ord(char) < 0x20 or ord(char) == 0x7F else char
+        f"\\{char}"
+        if char in '"\\'
+        else f"\\u{ord(char):04x}"
+        if ord(char) < 0x20 or ord(char) == 0x7F
+        else char
         for char in text
     )
 
