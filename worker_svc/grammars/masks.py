@@ -17,6 +17,7 @@ class Masks:
         """Allocates it for so many rows."""
         self._vocab_size = vocab_size
         self._device = device
+        self._has_kernel = device.type == "cpu"
         shape = num_rows + 1, math.ceil(vocab_size / 32)
         self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
 
@@ -34,7 +35,7 @@ class Masks:
         """
         if not rows:
             return
-        if self._device.type == "cpu":
+        if self._has_kernel:
             from xgrammar import apply_token_bitmask_inplace
 
             apply_token_bitmask_inplace(logits, self.rows, vocab_size=self._vocab_size, indices=list(rows))
