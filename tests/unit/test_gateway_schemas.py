@@ -131,7 +131,7 @@ def test_zero_is_not_false() -> None:
         chat(n=True)
 
 
-@pytest.mark.parametrize("name", ["temprature", "guided_json", "foo"])
+@pytest.mark.parametrize("name", ["temprature", "guided", "foo"])
 def test_unknown_parameters_are_refused(name: str) -> None:
     """Nothing unknown is ignored; near misses get a suggestion."""
     with pytest.raises(InvalidArgument, match=f"unknown parameter '{name}'") as caught:
