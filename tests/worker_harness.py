@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,7 +93,12 @@ class Harness:
         return self.runner.execute(Plan(self._step, **fields))  # type: ignore[arg-type]
 
     def admit(
-        self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY, computed: int = 0
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        sampling: Sampling = GREEDY,
+        computed: int = 0,
+        **fields: Any,
     ) -> Admission:
         """A request with blocks for the whole of ``max_model_len``; to be put into a plan. Slots in place have a block of their number."""
         width = self.geometry.table_width
@@ -104,7 +110,7 @@ class Harness:
             group.group_id: (1 + slot,) if group.kind is GroupKind.IN_PLACE_WINDOW else ids
             for group in self.groups
         }
-        return Admission(slot, token_ids, computed, sampling, blocks)
+        return Admission(slot, token_ids, computed, sampling, blocks, **fields)
 
     def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
         """Admits a request and runs all of its chunks; returns the first sampled token."""
