@@ -266,8 +266,8 @@ class Runner:
             likeliest: the most probable tokens, int64 [bucket], if they are known.
         """
 
-        def draw(wanted: Sequence[int]) -> torch.Tensor:
-            if len(wanted) == logits.shape[0]:
+        def draw(wanted: Sequence[int] | None) -> torch.Tensor:
+            if wanted is None:
                 if likeliest is not None and sampling.is_greedy:
                     return likeliest.clone()
                 return sample(logits, positions, sampling)

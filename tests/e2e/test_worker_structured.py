@@ -141,7 +141,7 @@ def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
     ambiguous = Spec("grammar", 'root ::= x\nx ::= x x x | "a" | ""')
     forced = Sampling(temperature=1.0, seed=1)
     results = harness.generate_constrained(
-        ["a a a", "Once"], [ambiguous, None], [forced, Sampling(temperature=0.0)], 900
+        ["a a a", "Once"], [ambiguous, None], [forced, Sampling(temperature=0.0)], 300
     )
     assert results[1][1] is None
     assert len(results[1][0]) > 20

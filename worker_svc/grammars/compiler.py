@@ -1,11 +1,13 @@
 """Compiles grammars, at most a few at a time, and keeps them."""
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,6 +222,7 @@ class _Nursery:
 
         self._control, theirs = socket.socketpair()
         self._lock = threading.Lock()
+        self._children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "worker_svc.grammars.nursery", str(theirs.fileno()), str(folder),
@@ -255,10 +258,14 @@ class _Nursery:
             except OSError:
                 ours.close()
                 raise Internal("the process that compiles grammars ended") from None
+            self._children.add(ours)
         return ours
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends it, and the wait for its children."""
+        for child in list(self._children):
+            with contextlib.suppress(OSError):
+                child.shutdown(socket.SHUT_RDWR)
         self._control.close()
         self._process.terminate()
         self._process.wait()

@@ -18,8 +18,9 @@ from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import PARAM, Spec
 
-Draw = Callable[[Sequence[int]], torch.Tensor]
-"""Draws tokens, int64 [rows], for some rows of the step's logits."""
+Draw = Callable[[Sequence[int] | None], torch.Tensor]
+"""Draws tokens, int64 [rows], for some rows of the step's logits as they are then; ``None`` for all of them, before any was masked but those
+whose filters see the mask."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Constraints:
         errors: dict[int, TriptychError] = {}
         first = [row for row, matcher in enumerate(matchers) if matcher is not None and masked_first[row]]
         self._mask(first, matchers, slots, logits, errors)
-        tokens = draw(range(logits.shape[0]))
+        tokens = draw(None)
         chosen = tokens.tolist()
         again = []
         for row, matcher in enumerate(matchers):

@@ -14,9 +14,10 @@ from protos.errors import InvalidArgument
 MAX_NESTING: Final = 64
 MAX_ALTERNATIVES: Final = 10_000
 
+# What is never closed goes on to the end: every character is read once, whatever the text.
 _PIECES: Final = re.compile(
     r"""(?P<escape>\\.)
-      | (?P<class>\[(?P<negated>\^?)\]?(?:\\.|[^\]\\])*\])
+      | (?P<class>\[(?P<negated>\^?)\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z))
       | (?P<look>\(\?<?[=!])
       | (?P<open>\()
       | (?P<close>\))

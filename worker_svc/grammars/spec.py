@@ -26,9 +26,12 @@ MAX_TAGS: Final = 512
 _ANY_OBJECT: Final = '{"type": "object", "additionalProperties": true}'
 
 # Texts of JSON as wholes, and what opens and closes.
-_JSON_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*"|[\[\]{}]', re.DOTALL)
+# What is never closed goes on to the end: every character is read once, whatever the text.
+_JSON_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 # Literals, character classes and comments of a grammar as wholes, and what is counted.
-_GRAMMAR_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[()|]', re.DOTALL)
+_GRAMMAR_PIECES: Final = re.compile(
+    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*|[()|]', re.DOTALL
+)
 
 # How a structural tag of the form that older clients send is written today.
 _LEGACY_TAG: Final = "structures"
