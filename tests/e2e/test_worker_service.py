@@ -329,19 +329,18 @@ async def test_grammars_compile_while_steps_go_on(
 ) -> None:
     """A hostile one costs nobody a step; what is refused says why; an output follows what was compiled."""
 
-    async def compile_(**spec: Any) -> worker_pb2.CompileGrammarResponse:
+    def compile_(**spec: Any) -> "grpc.aio.UnaryUnaryCall[Any, worker_pb2.CompileGrammarResponse]":
         structured = common_pb2.StructuredOutput(**spec)
-        request = worker_pb2.CompileGrammarRequest(structured_output=structured)
-        return await stub.CompileGrammar(request, timeout=60)
+        return stub.CompileGrammar(worker_pb2.CompileGrammarRequest(structured_output=structured), timeout=60)
 
     description = await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION))
     assert "structured_output" in description.sampling_fields
-    hostile = asyncio.ensure_future(compile_(grammar="root ::= " + " ".join("[a-z]*" for _ in range(2000))))
-    assert (await compile_(choice=common_pb2.Choices(values=["yes", "no"]))).memory_bytes > 0
+    hostile = compile_(grammar="root ::= " + " ".join("[a-z]*" for _ in range(2000)))
+    assert (await compile_(choice=common_pb2.Choices(values=["0", "1"]))).memory_bytes > 0
     sampling = common_pb2.SamplingParams(
         temperature=1.0,
         seed=3,
-        structured_output=common_pb2.StructuredOutput(choice=common_pb2.Choices(values=["yes", "no"])),
+        structured_output=common_pb2.StructuredOutput(choice=common_pb2.Choices(values=["0", "1"])),
     )
     result = await run(
         steps, step=1, admit=[admission(0, [5, 6, 7], [1], sampling=sampling)], prefill=prefill(0, 0, 3)
