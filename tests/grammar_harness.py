@@ -7,9 +7,9 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from worker_harness import Harness, load
 
 from protos.errors import TriptychError
+from tests.worker_harness import Harness, load
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec

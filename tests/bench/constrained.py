@@ -8,19 +8,14 @@ Then one request after the other, with forced tokens emitted at once and one by 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the harness, as tests import it
-
-from grammar_harness import Constrained, compiler, tokenizer
-from worker_harness import tokens_of
-
 from tests.bench.report import report
+from tests.grammar_harness import Constrained, compiler, tokenizer
+from tests.worker_harness import tokens_of
 from worker_svc.grammars.spec import Spec
 from worker_svc.plan import PrefillWork, Sampling
 

@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from grammar_harness import END, Constrained, compiler, text_of
 from jsonschema import Draft202012Validator
-from structured_cases import GRAMMARS, REGEXES, schema
 
 from protos.errors import InvalidArgument
+from tests.grammar_harness import END, Constrained, compiler, text_of
+from tests.structured_cases import GRAMMARS, REGEXES, schema
 from worker_svc.grammars.spec import Spec
 from worker_svc.plan import Sampling
 

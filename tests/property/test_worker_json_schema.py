@@ -151,7 +151,7 @@ def test_what_the_grammar_accepts_is_valid(schema: Any) -> None:
 @pytest.mark.parametrize("number", range(300))
 def test_every_case_of_the_end_to_end_test_is_served(number: int) -> None:
     """None of the schemas that SmolLM2 generates under is refused."""
-    from structured_cases import schema
+    from tests.structured_cases import schema
 
     try:
         lower(Spec("json_schema", json.dumps(schema(number))))

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from grammar_harness import END, SMOLLM2, VOCAB, compiler, constraints, tokenizer
-from structured_cases import schema
 
 from protos.errors import InvalidArgument, Unavailable
+from tests.grammar_harness import END, SMOLLM2, VOCAB, compiler, constraints, tokenizer
+from tests.structured_cases import schema
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
