@@ -204,7 +204,10 @@ class GrammarCompiler:
         with self._starting:
             if self._closed:
                 raise Internal("the worker is ending")
-            if self._nursery is None or not self._nursery.is_alive:
+            if self._nursery is not None and not self._nursery.is_alive:
+                self._nursery.close()
+                self._nursery = None
+            if self._nursery is None:
                 self._nursery = _Nursery(self._folder, self._vocab_size, self._end_ids)
             return self._nursery
 

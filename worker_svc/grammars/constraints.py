@@ -146,14 +146,14 @@ class Constraints:
             assert matcher is not None
             try:
                 matcher.fill(self._masks.rows, row)
-            except InvalidArgument as error:
+            except TriptychError as error:
                 errors[slots[row]] = error
         self._masks.apply(logits, rows)
 
     def _try(self, matcher: Matcher, token: int, slot: int, errors: dict[int, TriptychError]) -> bool:
         try:
             return matcher.take(token)
-        except InvalidArgument as error:
+        except TriptychError as error:
             errors[slot] = error
             return True
 
@@ -184,6 +184,6 @@ class Constraints:
             return ()
         try:
             return matcher.forced(self._masks.rows, self._masks.scratch, room, self._least_jump)
-        except InvalidArgument as error:
+        except TriptychError as error:
             errors[slot] = error
             return ()

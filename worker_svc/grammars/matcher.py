@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protos.errors import InvalidArgument
+from protos.errors import Internal, InvalidArgument
 from worker_svc.grammars.spec import PARAM
 
 if TYPE_CHECKING:
@@ -57,9 +57,13 @@ class Matcher:
 
         Raises:
             InvalidArgument: if the grammar costs more than others should wait for.
+            Internal: if the matcher fails.
         """
         started = time.thread_time()
-        taken = bool(self._matcher.accept_token(token))
+        try:
+            taken = bool(self._matcher.accept_token(token))
+        except RuntimeError as error:
+            raise Internal(f"matching the grammar failed: {error}") from error
         self._num_tokens += taken
         self._spend(started)
         return taken
@@ -71,7 +75,10 @@ class Matcher:
             InvalidArgument: if the grammar costs more than others should wait for.
         """
         started = time.thread_time()
-        self._matcher.fill_next_token_bitmask(masks, row)
+        try:
+            self._matcher.fill_next_token_bitmask(masks, row)
+        except RuntimeError as error:
+            raise Internal(f"matching the grammar failed: {error}") from error
         self._spend(started)
 
     def forced(self, masks: torch.Tensor, row: int, room: int, least: int) -> tuple[int, ...]:
@@ -89,7 +96,7 @@ class Matcher:
         chain: list[int] = []
         while len(chain) < room:
             completed = self._matcher.is_completed()
-            if not completed and not (least and self._matcher.find_jump_forward_string()):
+            if not completed and not (least and self._has_forced_text()):
                 break  # there is a choice of characters, so there is one of tokens
             self.fill(masks, row)
             token = self._end_ids[0] if completed and self._only_ends(words) else _single(words)
@@ -104,6 +111,13 @@ class Matcher:
             self._matcher.rollback(len(chain))
             self._num_tokens -= len(chain)
         return ()
+
+    def _has_forced_text(self) -> bool:
+        """Whether the next byte is certain: a cheap look before a mask is made."""
+        try:
+            return bool(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError:
+            return True  # it begins within a character
 
     def finish(self, masks: torch.Tensor, row: int) -> int | None:
         """Takes and returns an end token if nothing else is allowed; ``None`` if something is."""

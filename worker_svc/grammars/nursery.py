@@ -103,8 +103,10 @@ def _tokenizer(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) -> 
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = [""] * vocab_size
+    # Nor have special tokens: they are no part of the text that clients read.
+    special = {token_id for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     for word, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id < vocab_size:
+        if token_id < vocab_size and token_id not in special:
             words[token_id] = word
     kind = json.loads(core.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str()))  # noqa: SLF001 - its only reader of them
     return core.TokenizerInfo(words, kind["vocab_type"], vocab_size, end_ids, kind["add_prefix_space"])
