@@ -31,7 +31,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def _any(rng: random.Random, depth: int) -> dict[str, Any]:
-    leaves = [
+    leaves: list[Callable[[random.Random], dict[str, Any]]] = [
         _string,
         _integer,
         _number,
@@ -60,7 +60,7 @@ def _string(rng: random.Random) -> dict[str, Any]:
 
 def _integer(rng: random.Random) -> dict[str, Any]:
     low = rng.randrange(-1000, 1000)
-    bounds = [
+    bounds: list[dict[str, Any]] = [
         {}, {"minimum": low}, {"maximum": low}, {"minimum": low, "maximum": low + rng.randrange(3000)},
         {"exclusiveMinimum": low, "exclusiveMaximum": low + 2 + rng.randrange(50)}, {"minimum": low + 0.5},
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def _integer(rng: random.Random) -> dict[str, Any]:
 
 def _number(rng: random.Random) -> dict[str, Any]:
     low = round(rng.uniform(-100, 100), rng.randrange(4))
-    bounds = [
+    bounds: list[dict[str, Any]] = [
         {}, {"minimum": low}, {"exclusiveMaximum": low}, {"minimum": low, "maximum": round(low + rng.uniform(1, 50), 2)},
         {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
     ]  # fmt: skip

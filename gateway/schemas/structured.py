@@ -123,7 +123,11 @@ class StructuredOutputs(RequestModel):
             return pb.StructuredOutput(choice=pb.Choices(values=self.choice))
         if self.json_object:
             return pb.StructuredOutput(json_object=True)
-        return pb.StructuredOutput(regex=self.regex, grammar=self.grammar, structural_tag=self.structural_tag)
+        if self.regex is not None:
+            return pb.StructuredOutput(regex=self.regex)
+        if self.grammar is not None:
+            return pb.StructuredOutput(grammar=self.grammar)
+        return pb.StructuredOutput(structural_tag=self.structural_tag or "")
 
 
 def _json(value: Any, param: str) -> str:

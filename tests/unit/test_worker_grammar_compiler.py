@@ -109,7 +109,8 @@ def test_a_matcher_and_one_that_replays_allow_the_same(number: int) -> None:
     grammar = compiler().find(spec)
     assert grammar is not None
     masks = Masks(2, VOCAB, torch.device("cpu")).rows
-    walker, output, rng = Matcher(grammar, [END], []), [], random.Random(number)
+    walker, rng = Matcher(grammar, [END], []), random.Random(number)
+    output: list[int] = []
     while not walker.ended and len(output) < 40:
         walker.fill(masks, 0)
         Matcher(grammar, [END], output).fill(masks, 1)
@@ -132,7 +133,10 @@ def test_padding_and_special_tokens_are_never_allowed() -> None:
         assert grammar is not None
         rows = Masks(1, VOCAB + 100, torch.device("cpu")).rows
         Matcher(grammar, [END], []).fill(rows, 0)
-        allowed = lambda token: int(rows[0, token // 32]) >> (token % 32) & 1  # noqa: E731
+
+        def allowed(token: int) -> bool:
+            return bool(int(rows[0, token // 32]) >> (token % 32) & 1)
+
         assert allowed(END)
         assert allowed(tokenizer().encode("a").ids[0])
         assert not allowed(tokenizer().token_to_id("<|im_start|>"))

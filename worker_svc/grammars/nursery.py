@@ -90,7 +90,7 @@ def _load_xgrammar() -> Any:
     package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["xgrammar"] = package
     import xgrammar.load_binding  # noqa: F401 - registers what the next line names
-    from xgrammar.base import _core
+    from xgrammar.base import _core  # type: ignore[attr-defined]
 
     return _core
 
@@ -137,8 +137,9 @@ MAX_WHITESPACE: Final = 8
 def _bear(core: Any, tokenizer: Any, connection: socket.socket) -> None:
     """A child's whole life."""
     os.setsid()  # a terminal's Ctrl-C is for the worker to handle
-    header = JOB.unpack(receive_exactly(connection, JOB.size))
-    job = Job(*header[:4], text=receive_exactly(connection, header[4]).decode(errors="surrogatepass"))
+    source, cpu_s, memory, largest, size = JOB.unpack(receive_exactly(connection, JOB.size))
+    text = receive_exactly(connection, size).decode(errors="surrogatepass")
+    job = Job(source, cpu_s, memory, largest, text)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + job.memory,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (max(1, round(job.cpu_s)),) * 2)
