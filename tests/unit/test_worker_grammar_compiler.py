@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="SmolLM2 is not fet
 
 @pytest.fixture
 def small() -> Iterator[GrammarCompiler]:
-    limits = CompilerLimits(threads=2, cpu_s=1, memory=256 << 20, cache=1_000_000)
+    limits = CompilerLimits(threads=2, cpu_s=1, memory=96 << 20, cache=1_000_000)
     made = GrammarCompiler(SMOLLM2, VOCAB, [END], limits)
     yield made
     made.close()
