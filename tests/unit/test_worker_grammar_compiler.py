@@ -139,7 +139,9 @@ def test_padding_and_special_tokens_are_never_allowed() -> None:
 
         assert allowed(END)
         assert allowed(tokenizer().encode("a").ids[0])
-        assert not allowed(tokenizer().token_to_id("<|im_start|>"))
+        special = tokenizer().token_to_id("<|im_start|>")
+        assert special is not None
+        assert not allowed(special)
         assert not any(allowed(token) for token in range(VOCAB, VOCAB + 100))
     finally:
         made.close()
