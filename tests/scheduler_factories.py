@@ -242,6 +242,8 @@ class SimulatedDevice:
             room = self.geometry.max_model_len - len(state.tokens)
             forced = [self._sample(state) for _ in range(min(self.jump, room) if token % 2 == 0 else 0)]
             outputs.append(SlotOutput(slot, (token, *forced)))
+        if all(len(output.token_ids) == 1 for output in outputs):
+            return StepResult(step, tuple(tokens))
         return StepResult(step, outputs=tuple(outputs))
 
     def _sample(self, state: _Slot) -> int:
@@ -314,8 +316,9 @@ class Rig:
             self.meanwhile()
             self.engine.dispatch()
             newer = self.scheduler.interrupt()
-            last = newer is not None or index + 1 == lease
-            self.scheduler.update(replace(self.device.run(plan), last=last))
+            result = self.device.run(plan)
+            last = newer is not None or index + 1 == lease or bool(result.outputs)
+            self.scheduler.update(replace(result, last=last))
             if newer is not None:
                 self.scheduler.update(self.device.run(newer))
             if last:

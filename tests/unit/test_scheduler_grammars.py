@@ -184,9 +184,10 @@ def test_waiting_requests_fail_when_no_worker_comes() -> None:
 
 @pytest.mark.parametrize("jump", [1, 2, 5, 11])
 @pytest.mark.parametrize("cache_generated", [False, True])
-def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool) -> None:
+@pytest.mark.parametrize("max_lease", [1, 4])
+def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, max_lease: int) -> None:
     """The output is the same as token by token, every position's KV is computed from its own context, and there are fewer steps."""
-    rig = make_rig(cache_generated=cache_generated)
+    rig = make_rig(cache_generated=cache_generated, max_lease=max_lease)
     rig.device.jump = jump
     prompts = [(5, 6, 7), (9,) * 9, (5, 6, 7, 8, 1, 2)]
     sinks = [
