@@ -32,7 +32,6 @@ NEVER_IMPORTED: Mapping[str, str] = {
     "fastar": "deploys to a cloud, needed by fastapi-cli",
     "ijson": "streamed tool calls of vLLM's HTTP API",
     "intel-openmp": "preloaded by vLLM's own worker processes, which ours are not",
-    "jsonschema": "tool calls of vLLM's HTTP API",
     "lark": "one of several grammar engines; ours is xgrammar",
     "lm-format-enforcer": "one of several grammar engines; ours is xgrammar",
     "mcp": "tool servers of vLLM's HTTP API",

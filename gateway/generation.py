@@ -166,6 +166,7 @@ class Generation:
     metrics: Metrics
     clock: Callable[[], float]
     arrived: float
+    constraint_param: str = ""
 
     @classmethod
     def begin(
@@ -228,7 +229,18 @@ class Generation:
         ]
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
         submission = client.submit(requests)
-        return cls(submission, sequences, prompts, n, body.prompt_only, make, metrics, clock, arrived)
+        return cls(
+            submission,
+            sequences,
+            prompts,
+            n,
+            body.prompt_only,
+            make,
+            metrics,
+            clock,
+            arrived,
+            body.constraint_param,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -244,9 +256,14 @@ class Generation:
         Raises:
             TriptychError: if the request failed.
         """
-        while events := await self.submission.take():
-            if news := list(self._news(events)):
-                return news
+        try:
+            while events := await self.submission.take():
+                if news := list(self._news(events)):
+                    return news
+        except TriptychError as error:
+            if error.param == "structured_output":
+                error.param = self.constraint_param  # as the client called it
+            raise
         return []
 
     def _news(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:

@@ -211,6 +211,8 @@ def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams
         params.logprobs = body.num_logprobs
     if body.num_prompt_logprobs is not None:
         params.prompt_logprobs = body.num_prompt_logprobs
+    if (constraint := body.constraint()) is not None:
+        params.structured_output.CopyFrom(constraint)
     return params
 
 

@@ -196,7 +196,10 @@ def finished_already(
     event = inference.GenerateEvent(request_id=request.request_id, sequence=sequence)
     if received and len(received) >= max(1, sampling.min_tokens):
         last = received[-1]
-        if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):
+        if last in sampling.stop_token_ids or (
+            # A grammar ends whatever ignore_eos says.
+            last in eos_token_ids and (not sampling.ignore_eos or sampling.HasField("structured_output"))
+        ):
             event.finish_reason = pb.FINISH_REASON_STOP
             event.stop_token_id = last
             return event

@@ -25,7 +25,7 @@ from scheduler_svc.plan import (
 from scheduler_svc.pool_engine import PoolSubmission
 from scheduler_svc.pooling import PoolShape
 from scheduler_svc.request import Event, FinishReason, Logprobs, Pooling, PoolTask
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sampling import Grammar, SamplingParams
 from scheduler_svc.sequences import MAX_SEQUENCES, Resumed
 
 MAX_REQUEST_ID_BYTES = 128
@@ -39,6 +39,8 @@ MAX_BAD_WORD_TOKENS = 256
 # Twice the largest vocabularies.
 MAX_ALLOWED_TOKEN_IDS = 1 << 19
 MAX_REPETITION_PENALTY = 10.0
+# Workers compile less than that; this is what a request may carry through the queue.
+MAX_GRAMMAR_BYTES = 1 << 20
 
 # Below the 4 MiB that gRPC's clients take unless told otherwise, tokens of a chunk or two included.
 _KEYS_PER_MESSAGE, _MESSAGE_WEIGHT = 4096, 1 << 20
@@ -196,6 +198,9 @@ def _sampling_from_proto(sampling: common_pb2.SamplingParams) -> SamplingParams:
         allowed_token_ids=tuple(sorted(set(_few(sampling, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)))),
         bad_words=_bad_words_from_proto(_few(sampling, "bad_words", MAX_BAD_WORDS)),
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        grammar=_grammar_from_proto(sampling.structured_output)
+        if sampling.HasField("structured_output")
+        else None,
     )
 
 
@@ -213,6 +218,26 @@ def _bad_words_from_proto(words: Sequence[common_pb2.TokenSequence]) -> tuple[tu
             f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens", param="bad_words"
         )
     return tuple(tuple(word.token_ids) for word in words)
+
+
+def _grammar_from_proto(structured: common_pb2.StructuredOutput) -> Grammar:
+    kind = structured.WhichOneof("spec")
+    if kind is None or not structured.ByteSize():
+        raise InvalidArgument(
+            "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag",
+            param="structured_output",
+        )
+    if structured.ByteSize() > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(
+            f"{kind} has {structured.ByteSize()} bytes; at most {MAX_GRAMMAR_BYTES} are taken",
+            param="structured_output",
+        )
+    return Grammar(structured.SerializeToString(deterministic=True))
+
+
+def grammar_to_proto(grammar: Grammar) -> common_pb2.StructuredOutput:
+    """What an output must match, for a worker."""
+    return common_pb2.StructuredOutput.FromString(grammar.serialized)
 
 
 def _bounded(

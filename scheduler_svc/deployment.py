@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from protos.errors import ConfigurationRefused, Unavailable
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable
 from protos.logs import get_logger
 from protos.triptych.v1 import inference_pb2, worker_pb2
 from scheduler_svc.batch_histogram import BatchHistogram, histogram_path
@@ -20,6 +20,7 @@ from scheduler_svc.policy.windows import KeepEnds, KeepJunctions
 from scheduler_svc.pool_engine import PooledModel, PoolEngine, PoolReplica
 from scheduler_svc.pool_scheduler import PoolScheduler
 from scheduler_svc.pooling import PoolShape, shapes_of
+from scheduler_svc.sampling import Grammar
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.settings import Settings
 
@@ -256,6 +257,14 @@ class Deployment:
             wait_s = self._settings.replica_wait_s
             self._give_up = asyncio.get_running_loop().call_later(wait_s, self._fail_waiting)
         return count
+
+    def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
+        """See ``Engine.grammar_compiled``."""
+        self._engine.grammar_compiled(replica_id, grammar)
+
+    def grammar_refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> None:
+        """See ``Engine.grammar_refused``."""
+        self._engine.grammar_refused(replica_id, grammar, error)
 
     def dispatch(self) -> None:
         """Between two steps of some replica: lets waiting requests have what became free."""

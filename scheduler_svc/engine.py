@@ -18,11 +18,12 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
+from scheduler_svc.grammars import Ask, GrammarDesk
 from scheduler_svc.kv_cache import PinnedPrefix
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.request import Event, FinishReason, Request, RequestState, Sink
-from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.sampling import Grammar, SamplingParams
 from scheduler_svc.scheduler import Admitted, ReplicaScheduler
 from scheduler_svc.sequences import (
     MAX_SEQUENCES,
@@ -91,6 +92,8 @@ class AttachedReplica:
 
     scheduler: ReplicaScheduler
     wake: Callable[[], None]
+    ask: Ask = lambda _: None
+    """Has its worker compile a grammar; the answer comes to :meth:`Engine.grammar_compiled` or :meth:`Engine.grammar_refused`."""
 
 
 # Pinned prefixes of one replica: what is pinned is walked when one more is to be.
@@ -109,6 +112,7 @@ class Engine:
 
     Attributes:
         waiting: requests without a slot that nobody computes anything for.
+        grammars: requests that wait for their grammar to be compiled.
         replicas: ready replicas by id.
         attach_listeners: told the id of every replica that is added.
         model: set when the first replica is ready.
@@ -148,6 +152,7 @@ class Engine:
         self._blocked: Request | None = None
         self._pins: dict[str, _Pin] = {}
         self.waiting = WaitingQueue(order)
+        self.grammars = GrammarDesk()
         self.replicas: dict[str, AttachedReplica] = {}
         self.attach_listeners: list[Callable[[str], None]] = []
         self.model: ServedModel | None = None
@@ -160,7 +165,8 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        return len(self.waiting) + sum(replica.scheduler.num_deferred for replica in self.replicas.values())
+        deferred = sum(replica.scheduler.num_deferred for replica in self.replicas.values())
+        return len(self.waiting) + len(self.grammars) + deferred
 
     # ---- requests ------------------------------------------------------------------------------------------------------------------
 
@@ -204,8 +210,7 @@ class Engine:
                 arrival_s=self._clock(),
                 sink=sink if family is None else SequenceSink(family, sequence),
                 end=min(len(submission.prompt_token_ids) + max_tokens, model.max_model_len),
-                stop_ids=submission.sampling.stop_token_ids
-                | (frozenset() if submission.sampling.ignore_eos else model.eos_token_ids),
+                stop_ids=_stop_ids(submission.sampling, model),
                 priority=submission.priority,
                 tenant=submission.tenant,
                 cache_salt=submission.cache_salt,
@@ -216,7 +221,8 @@ class Engine:
                 family.members.append(request)
             request.rank = self.waiting.rank(request)
             self._live[name] = request
-            self.waiting.add(request)
+            self.grammars.arrive(request)
+            self._queue(request)
         self.dispatch()
 
     def _check_room(self, sequences: Mapping[int, Sequence[int]], num_prompt: int) -> None:
@@ -234,11 +240,12 @@ class Engine:
                 "send several requests with a smaller n",
                 param="n",
             )
+        tokens_waiting = self.waiting.num_tokens + self.grammars.num_tokens
         if num_waiting + count > self._max_waiting or (
-            self.waiting.num_tokens and self.waiting.num_tokens + num_tokens > self._max_waiting_tokens
+            tokens_waiting and tokens_waiting + num_tokens > self._max_waiting_tokens
         ):
             raise Overloaded(
-                f"{num_waiting} requests with {self.waiting.num_tokens} tokens are waiting; retry later",
+                f"{num_waiting} requests with {tokens_waiting} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
 
@@ -263,7 +270,7 @@ class Engine:
         return [] if request is None or request.family is not None else [request]
 
     def _abort(self, request: Request) -> None:
-        if self.waiting.remove(request):
+        if self.waiting.remove(request) or self.grammars.remove(request):
             self._end(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
             return
         replica = self.replicas.get(request.replica_id or "")
@@ -296,8 +303,12 @@ class Engine:
 
     def requeue(self, request: Request) -> None:
         """The request waits again, in the place that its arrival gives it; see ``Owner``."""
-        request.state = RequestState.WAITING
-        self.waiting.add(request)
+        self._queue(request)
+
+    def without_grammar(self, request: Request) -> None:
+        """See ``Owner``."""
+        self.grammars.lost(request)
+        self._queue(request)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """See ``Owner``."""
@@ -306,6 +317,12 @@ class Engine:
     def released(self) -> None:
         """See ``Owner``."""
         self._blocked = None
+
+    def _queue(self, request: Request) -> None:
+        """A live request waits: first for its grammar, if it has one that nobody has compiled, then for its turn."""
+        if not self.grammars.hold(request):
+            request.state = RequestState.WAITING
+            self.waiting.add(request)
 
     def _settle(self, request: Request) -> bool:
         """Finds a place for the request, at the cost of what is less urgent if need be."""
@@ -320,7 +337,9 @@ class Engine:
         free = [
             (name, replica)
             for name, replica in self.replicas.items()
-            if replica.scheduler.has_free_slot and replica.scheduler.kv.fits(request.end)
+            if replica.scheduler.has_free_slot
+            and replica.scheduler.kv.fits(request.end)
+            and self.grammars.may_run(request, name)
         ]
         if len(free) > 1:
             # The sequences of one request stay together as long as there are slots: what they share lies in one memory.
@@ -343,8 +362,10 @@ class Engine:
         """Lets the least urgent running request give way, if the waiting one is more urgent."""
         candidates = [
             (least, replica)
-            for replica in self.replicas.values()
-            if (least := replica.scheduler.least_urgent) is not None and least > request.priority
+            for name, replica in self.replicas.items()
+            if (least := replica.scheduler.least_urgent) is not None
+            and least > request.priority
+            and self.grammars.may_run(request, name)
         ]
         candidates.sort(key=lambda one: one[0], reverse=True)
         for _, replica in candidates:
@@ -358,8 +379,9 @@ class Engine:
         return any(
             replica.scheduler.idle
             and replica.scheduler.kv.fits(request.end)
+            and self.grammars.may_run(request, name)
             and self.drop_pins(replica.scheduler)
-            for replica in list(self.replicas.values())
+            for name, replica in list(self.replicas.items())
         )
 
     # ---- replicas ------------------------------------------------------------------------------------------------------------------
@@ -371,6 +393,7 @@ class Engine:
             listener(replica_id)
         self._blocked = None
         self._measure_memory()
+        self.grammars.attach(replica_id, replica.ask)
         self.dispatch()
         replica.wake()
 
@@ -386,6 +409,10 @@ class Engine:
         self._blocked = None
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.replica_id == replica_id]:
             self._pins.pop(pin_id).on_end()
+        for grammar in self.grammars.detach(replica_id):
+            for request in [one for one in self.waiting if one.sampling.grammar == grammar]:
+                self.waiting.remove(request)
+                self._queue(request)
         requests = replica.scheduler.abandon()
         for request in requests:
             self.requeue(request)
@@ -393,6 +420,20 @@ class Engine:
         self._measure_memory()
         self.dispatch()
         return len(requests)
+
+    # ---- grammars ------------------------------------------------------------------------------------------------------------------
+
+    def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
+        """A replica has a grammar: who waited for it may run there."""
+        for request in self.grammars.compiled(replica_id, grammar):
+            self._queue(request)
+        self._blocked = None
+        self.dispatch()
+
+    def grammar_refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> None:
+        """A replica will not have a grammar: the end of who waited for it, unless another one may."""
+        for request in self.grammars.refused(replica_id, grammar, error):
+            self._end(request, Event(request.request_id, error=error))
 
     # ---- pinned prefixes -----------------------------------------------------------------------------------------------------------
 
@@ -493,11 +534,11 @@ class Engine:
             replica.scheduler.kv.max_tokens(self.model.max_model_len) if self.model else 0
             for replica in self.replicas.values()
         )
-        for request in list(self.waiting):
+        for request in [*self.waiting, *self.grammars]:
             needed = request.num_prompt_tokens + request.sampling.max_tokens
             if needed <= self._max_request_tokens:
                 continue
-            self.waiting.remove(request)
+            _ = self.waiting.remove(request) or self.grammars.remove(request)
             error = ContextExceeded(
                 f"the request needs {needed} tokens of KV memory and the workers that are left hold {self._max_request_tokens}"
             )
@@ -505,7 +546,7 @@ class Engine:
 
     def fail_waiting(self, error: TriptychError) -> int:
         """Ends every waiting request with ``error``; returns how many."""
-        requests = self.waiting.drain()
+        requests = [*self.waiting.drain(), *self.grammars.drain()]
         for request in requests:
             self._end(request, Event(request.request_id, error=error))
         return len(requests)
@@ -521,6 +562,7 @@ class Engine:
 
     def forget(self, request: Request) -> None:
         """Called by replicas when a request has ended."""
+        self.grammars.leave(request)
         self._live.pop(request.request_id, None)
         family = request.family
         if family is not None:
@@ -593,3 +635,10 @@ class Engine:
             raise InvalidArgument(
                 f"token id {largest} is not in the vocabulary of {model.vocab_size} tokens", param=param
             )
+
+
+def _stop_ids(sampling: SamplingParams, model: ServedModel) -> frozenset[int]:
+    """Tokens that end a sequence. Where a grammar is through nothing else can follow, so it overrules ``ignore_eos``."""
+    if sampling.ignore_eos and sampling.grammar is None:
+        return sampling.stop_token_ids
+    return sampling.stop_token_ids | model.eos_token_ids

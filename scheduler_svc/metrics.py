@@ -57,6 +57,9 @@ _COUNTERS: Final = (
     _Family("triptych:decode_steps", "Decode steps by compiled batch size.", ("bucket",)),
     _Family("triptych:decode_rows", "Rows of decode steps that were requests.", ("bucket",)),
     _Family("triptych:decode_padding_rows", "Rows of decode steps that were padding.", ("bucket",)),
+    _Family(
+        "triptych:forced_tokens", "Tokens that grammars left no choice about, emitted without a forward pass."
+    ),
     _Family("triptych:generated_tokens", "Tokens sampled, for gateways and direct clients."),
     _Family("triptych:stall_seconds", "Time that decoding requests stood still for prefill steps."),
     _Family("triptych:block_copies", "KV blocks copied."),
@@ -118,6 +121,7 @@ class _Totals:
             ("triptych:prefill_chunks",): stats.chunks,
             ("triptych:prefill_tokens",): stats.prefill_tokens,
             ("triptych:prefill_padding_tokens",): stats.chunks * geometry.chunk - stats.prefill_tokens,
+            ("triptych:forced_tokens",): stats.forced_tokens,
             ("triptych:generated_tokens",): stats.generated_tokens,
             ("triptych:stall_seconds",): stats.stall_s,
             ("triptych:block_copies",): kv.stats.copies,

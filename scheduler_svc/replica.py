@@ -2,19 +2,21 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import grpc.aio
 
-from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, from_rpc_error
+from protos.errors import Internal, Overloaded, SchemaMismatch, TriptychError, Unavailable, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
 from scheduler_svc.convert import (
     configure_pool_to_proto,
     configure_to_proto,
+    grammar_to_proto,
     groups_from_proto,
     limits_from_proto,
     plan_to_proto,
@@ -26,6 +28,7 @@ from scheduler_svc.model_files import receive_files
 from scheduler_svc.plan import StepPlan, StepResult
 from scheduler_svc.pool_engine import PoolReplica
 from scheduler_svc.pool_scheduler import PoolScheduler
+from scheduler_svc.sampling import Grammar
 from scheduler_svc.scheduler import ReplicaScheduler
 
 # Makes a configured worker's scheduler, of its blocks per group and its tokenizer files.
@@ -39,6 +42,9 @@ DESCRIBE_TIMEOUT_S = 60.0
 # Configure tells its progress; one phase (loading a large model from a slow disk) may be silent for long, but not for ever.
 CONFIGURE_SILENCE_S = 1800.0
 MODEL_FILES_TIMEOUT_S = 120.0
+
+# Compiling takes seconds at most; the rest is waiting for others' grammars.
+COMPILE_GRAMMAR_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class Replica:
         self._step_timeout_s = step_timeout_s
         self._log = get_logger(replica=address.replica_id, worker=address.worker_id, target=address.target)
         self._work = asyncio.Event()
+        self._compiling: set[asyncio.Future[None]] = set()
         # Interrupts a lease; set while one is under way that was not interrupted yet.
         self._interrupt: Callable[[], None] | None = None
         self._interrupting: asyncio.Future[None] | None = None
@@ -181,7 +188,7 @@ class Replica:
             attached = (
                 PoolReplica(scheduler, self._wake)
                 if isinstance(scheduler, PoolScheduler)
-                else AttachedReplica(scheduler, self._wake)
+                else AttachedReplica(scheduler, self._wake, functools.partial(self._ask, stub))
             )
             self._deployment.attach(self.address.replica_id, attached)
             self.ready.set()
@@ -189,6 +196,33 @@ class Replica:
                 await self._one_step(call)
         finally:
             call.cancel()
+            for task in self._compiling:
+                task.cancel()
+
+    def _ask(self, stub: "worker_pb2_grpc.WorkerAsyncStub", grammar: Grammar) -> None:
+        task = asyncio.ensure_future(self._compile(stub, grammar))
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
+
+    async def _compile(self, stub: "worker_pb2_grpc.WorkerAsyncStub", grammar: Grammar) -> None:
+        """Has the worker compile a grammar and tells how it went; says nothing if the worker is lost meanwhile."""
+        request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
+        replica_id = self.address.replica_id
+        try:
+            await stub.CompileGrammar(request, timeout=COMPILE_GRAMMAR_TIMEOUT_S, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
+                return  # the connection broke, and with it the stream of steps: this replica is about to be detached
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                known: TriptychError = Overloaded(
+                    f"the grammar was not compiled within {COMPILE_GRAMMAR_TIMEOUT_S:g} s, as others are before it; retry later",
+                    param="structured_output", retry_after_ms=5000,
+                )  # fmt: skip
+            else:
+                known = from_rpc_error(error)
+            self._deployment.grammar_refused(replica_id, grammar, known)
+            return
+        self._deployment.grammar_compiled(replica_id, grammar)
 
     async def _one_step(self, call: "_Call") -> None:
         self._deployment.dispatch()

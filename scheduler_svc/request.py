@@ -18,6 +18,8 @@ class RequestState(enum.Enum):
     """Where a request is in its life."""
 
     WAITING = enum.auto()
+    WAITING_FOR_FSM = enum.auto()
+    """Waiting until a replica has compiled its grammar."""
     DEFERRED = enum.auto()
     """Waiting for another request to compute the prefix that both share."""
     PREFILLING = enum.auto()
@@ -147,6 +149,8 @@ class Request:
         slot: row in the worker's persistent batch while running.
         replica_id: where it runs or ran last.
         num_admissions: how often it got a slot.
+        num_decodes: how often it began to decode: at the end of a prompt's prefill, and of every jump.
+        jumped: whether what it prefills are tokens that its grammar forced, behind others that it decoded.
         num_cached: leading tokens that the last admission found in the prefix cache.
         cache_era: resets of its replica's prefix cache before it was admitted.
         junction: chunk boundary, in granules, at which its prompt leaves those seen before.
@@ -181,6 +185,8 @@ class Request:
     slot: int | None = None
     replica_id: str | None = None
     num_admissions: int = 0
+    num_decodes: int = 0
+    jumped: bool = False
     num_cached: int = 0
     cache_era: int = 0
     junction: int = 0

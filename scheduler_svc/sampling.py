@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match: a message for workers, which this service does not look into."""
+
+    serialized: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Validated and complete: nothing here means "default".
 
@@ -24,6 +31,7 @@ class SamplingParams:
         allowed_token_ids: the only tokens that may be sampled; empty: all.
         bad_words: token sequences that must not be produced.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
+        grammar: what the output must match, as the worker gets it; None for anything.
     """
 
     temperature: float
@@ -43,6 +51,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 NOTHING_SAMPLED = SamplingParams(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from protos.errors import Internal, TriptychError
+from protos.errors import Internal, TriptychError, Unavailable
 from scheduler_svc.buckets import bucket_for
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import Copies, KvCache
@@ -37,6 +37,9 @@ class Owner(Protocol):
 
     def charge(self, tenant: str, tokens: int) -> None:
         """A tenant was served that many tokens."""
+
+    def without_grammar(self, request: Request) -> None:
+        """The replica has not got the request's grammar (any more): it waits until somebody has compiled it."""
 
     def released(self) -> None:
         """Blocks became free: who found no room may find some now."""
@@ -120,9 +123,9 @@ class ReplicaScheduler:
         self._row_slots: tuple[int, ...] = ()
         # Whether some of them has generated nothing yet: its first token is told in another way than all others.
         self._first_tokens = False
-        # Who will decode from the next plan on, and is not in the calendar yet: (request, its admission).
+        # Who will decode from the next plan on, and is not in the calendar yet: (request, its `num_decodes`).
         self._beginners: list[tuple[Request, int]] = []
-        # Decode steps planned so far, and who needs room before which of them: (request, its admission).
+        # Decode steps planned so far, and who needs room before which of them: (request, its `num_decodes`).
         self._decode_steps = 0
         self._calendar: dict[int, list[tuple[Request, int]]] = {}
         self._in_progress = PrefixesInProgress()
@@ -262,6 +265,7 @@ class ReplicaScheduler:
     def _take_slot(self, request: Request) -> None:
         slot = request.slot = self._free_slots.pop()
         self._slots[slot] = request
+        request.jumped = False
         request.num_admissions += 1
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
@@ -272,12 +276,13 @@ class ReplicaScheduler:
     def _start_decoding(self, request: Request) -> None:
         """The request, which has a slot, runs one token with every decode step from now on."""
         request.state = RequestState.DECODING
+        request.num_decodes += 1
         self._decoding[request.request_id] = request
         self._tenant_rows[request.tenant] += 1
         self._rows = None
         self._first_tokens |= request.branches
         # A step that is under way, of a lease perhaps, is not one of its own.
-        self._beginners.append((request, request.num_admissions))
+        self._beginners.append((request, request.num_decodes))
 
     def abort(self, request: Request) -> None:
         """Ends a request that runs or is deferred here. Its slot is released with the next plan."""
@@ -425,12 +430,12 @@ class ReplicaScheduler:
     def _grow_due(self) -> None:
         """Makes sure that every decoding request has room for its next token."""
         beginners, self._beginners = self._beginners, []
-        for request, admission in beginners:
-            if request.num_admissions == admission and request.state is RequestState.DECODING:
+        for request, decode in beginners:
+            if request.num_decodes == decode and request.state is RequestState.DECODING:
                 self._enter(request)
-        for request, admission in self._calendar.pop(self._decode_steps, ()):
-            if request.num_admissions != admission or request.state is not RequestState.DECODING:
-                continue  # it has left since, and may be back with another table
+        for request, decode in self._calendar.pop(self._decode_steps, ()):
+            if request.num_decodes != decode or request.state is not RequestState.DECODING:
+                continue  # it has left or jumped since, and may be back with another table
             self.kv.generated(request)
             if self._make_room(request, request.num_computed + 1):
                 self._enter(request)
@@ -441,7 +446,7 @@ class ReplicaScheduler:
         if capacity >= request.end:
             return
         due = self._decode_steps + capacity - request.num_computed
-        self._calendar.setdefault(due, []).append((request, request.num_admissions))
+        self._calendar.setdefault(due, []).append((request, request.num_decodes))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Grows a running request's tables; preempts where there is no room. False if the request itself had to give way."""
@@ -531,10 +536,15 @@ class ReplicaScheduler:
                 self._preempt(unlucky, "fault")
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
-        """Ends a request that the worker could not run or not even admit."""
+        """Ends a request that the worker could not run or not even admit; one whose grammar it has lost waits for it again."""
         request = self._slots[slot]
-        if request is not None:
-            self._fail(request, error)
+        if request is None:
+            return
+        if isinstance(error, Unavailable) and request.sampling.grammar is not None:
+            self._leave(request)
+            self._owner.without_grammar(request)
+            return
+        self._fail(request, error)
 
     def _update_decode(self, work: Decode, pending: _Pending, result: StepResult) -> None:
         requests, left = pending.requests, pending.left
@@ -577,10 +587,14 @@ class ReplicaScheduler:
         if output is not None and output.error is not None:
             return  # the caller ends it
         end = chunk.start + chunk.num_tokens
-        self.kv.computed(request, chunk.start, end)
-        request.num_computed = end
+        if request.jumped:
+            request.num_computed = end
+            self.kv.generated(request)
+        else:
+            self.kv.computed(request, chunk.start, end)
+            request.num_computed = end
+            self._release_waiters(request, end)
         self.prefill_backlog -= chunk.num_tokens
-        self._release_waiters(request, end)
         if request.num_to_prefill:
             return
         self._prefilling.remove(request)
@@ -615,7 +629,7 @@ class ReplicaScheduler:
             self._owner.requeue(waiter)
 
     def _accept(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
-        """Appends sampled tokens up to the first one that ends the sequence, and tells the client."""
+        """Appends new tokens up to the first one that ends the sequence, and tells the client."""
         if output is not None and output.error is not None:
             return  # the caller ends it
         if output is None or not output.token_ids:
@@ -640,11 +654,37 @@ class ReplicaScheduler:
             request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token,
             prompt_logprobs=output.prompt_logprobs,
         )  # fmt: skip
+        if len(accepted) > 1:
+            self.stats.forced_tokens += len(accepted) - 1
+            self._owner.charge(request.tenant, len(accepted) - 1)
+            if finish is None:
+                self._jump(request)
         self._tell(request, event)
 
     def _stops(self, request: Request, token: int) -> bool:
-        """Whether the token just appended ends the sequence; before its least number of tokens none does."""
-        return token in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens
+        """Whether the token just appended ends the sequence; before its least number of tokens none does, but where a grammar is through."""
+        if token not in request.stop_ids:
+            return False
+        return (
+            request.num_output_tokens >= request.sampling.min_tokens or request.sampling.grammar is not None
+        )
+
+    def _jump(self, request: Request) -> None:
+        """A decoding request got tokens that are not computed yet: it prefills them, from where it is, before it decodes again."""
+        self._stop_decoding(request)
+        request.state, request.jumped = RequestState.PREFILLING, True
+        insort(self._prefilling, request, key=lambda one: one.rank)
+        self.prefill_backlog += request.num_to_prefill
+
+    def _stop_decoding(self, request: Request) -> None:
+        self.kv.generated(request)
+        del self._decoding[request.request_id]
+        self._tenant_rows[request.tenant] -= 1
+        if not self._tenant_rows[request.tenant]:
+            del self._tenant_rows[request.tenant]
+        self._rows = None
+        if not self._decoding:
+            self._stalled_since = None
 
     def _end(self, request: Request, token: int) -> None:
         """The token just appended was a request's last one, unless it is an end token that came too early."""
@@ -697,14 +737,7 @@ class ReplicaScheduler:
             for waiter in self._in_progress.given_up(request, keys[:limit]):
                 self._owner.requeue(waiter)
         elif request.state is RequestState.DECODING:
-            self.kv.generated(request)
-            del self._decoding[request.request_id]
-            self._tenant_rows[request.tenant] -= 1
-            if not self._tenant_rows[request.tenant]:
-                del self._tenant_rows[request.tenant]
-            self._rows = None
-            if not self._decoding:
-                self._stalled_since = None
+            self._stop_decoding(request)
         request.state = RequestState.WAITING
         self._priorities[request.priority] -= 1
         if not self._priorities[request.priority]:

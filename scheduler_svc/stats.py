@@ -61,7 +61,8 @@ class SchedulerStats:
         chunks: prefill steps.
         prefill_tokens: tokens in them; the rest of ``chunks * chunk`` was padding.
         chunk_tokens: the same by chunk.
-        generated_tokens: tokens sampled.
+        generated_tokens: new tokens.
+        forced_tokens: those of them that a grammar left no choice about, so that no forward pass was needed.
         buckets: decode steps by bucket.
         preemptions: requests that had to give way, by why: "memory", "priority" or "fault".
         deferred: requests that waited for a prefix that another one computed.
@@ -77,6 +78,7 @@ class SchedulerStats:
     prefill_tokens: int = 0
     chunk_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
     generated_tokens: int = 0
+    forced_tokens: int = 0
     buckets: dict[int, BucketStats] = field(default_factory=dict)
     preemptions: Counter[str] = field(default_factory=Counter)
     deferred: int = 0

@@ -9,7 +9,7 @@ from scheduler_svc.block_pool import NULL_BLOCK_ID, BlockPool
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
 from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
-from scheduler_svc.plan import Admission, Decode, Pool, Prefill, StepPlan, StepResult
+from scheduler_svc.plan import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.request import Event, Request
@@ -139,6 +139,9 @@ class SimulatedDevice:
     prefilled: int = 0
     copied: int = 0
     shapes: set[tuple[str, int]] = field(default_factory=set)
+    jump: int = 0
+    """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
+    passes: int = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot in plan.release:
@@ -159,13 +162,14 @@ class SimulatedDevice:
             case Prefill(slot, start, num_tokens, sample):
                 state = self.slots[slot]
                 assert start == state.computed
-                assert start % self.geometry.chunk == 0, "chunks lie at chunk boundaries"
+                assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
                 assert 1 <= num_tokens <= self.geometry.chunk
                 self.shapes.add(("prefill", self.geometry.chunk))
                 self.prefilled += num_tokens
                 self._compute(state, start + num_tokens)
                 assert sample == (state.computed == len(state.tokens))
-                return StepResult(plan.step, (self._sample(state),) if sample else ())
+                self.passes += 1
+                return self._result(plan.step, (slot,) if sample else ())
             case Decode(slots, positions, bucket):
                 assert len(set(slots)) == len(slots) <= bucket
                 assert bucket in self.geometry.buckets
@@ -174,7 +178,8 @@ class SimulatedDevice:
                     state = self.slots[slot]
                     assert position == state.computed == len(state.tokens) - 1
                     self._compute(state, position + 1)
-                return StepResult(plan.step, tuple(self._sample(self.slots[slot]) for slot in slots))
+                self.passes += 1
+                return self._result(plan.step, slots)
             case None:
                 return StepResult(plan.step)
             case Pool():
@@ -236,6 +241,20 @@ class SimulatedDevice:
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return table
         return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
+
+    def _result(self, step: int, slots: Sequence[int]) -> StepResult:
+        tokens = [self._sample(self.slots[slot]) for slot in slots]
+        if not self.jump:
+            return StepResult(step, tuple(tokens))
+        outputs = []
+        for slot, token in zip(slots, tokens, strict=True):
+            state = self.slots[slot]
+            room = self.geometry.max_model_len - len(state.tokens)
+            forced = [self._sample(state) for _ in range(min(self.jump, room) if token % 2 == 0 else 0)]
+            outputs.append(SlotOutput(slot, (token, *forced)))
+        if all(len(output.token_ids) == 1 for output in outputs):
+            return StepResult(step, tuple(tokens))
+        return StepResult(step, outputs=tuple(outputs))
 
     def _sample(self, state: _Slot) -> int:
         token = next_token(state.tokens, state.admission.sequence)
@@ -307,8 +326,9 @@ class Rig:
             self.meanwhile()
             self.engine.dispatch()
             newer = self.scheduler.interrupt()
-            last = newer is not None or index + 1 == lease
-            self.scheduler.update(replace(self.device.run(plan), last=last))
+            result = self.device.run(plan)
+            last = newer is not None or index + 1 == lease or bool(result.outputs)
+            self.scheduler.update(replace(result, last=last))
             if newer is not None:
                 self.scheduler.update(self.device.run(newer))
             if last:

@@ -100,6 +100,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             yield common_pb2.FileChunk(name=name, data=data[:half])
             yield common_pb2.FileChunk(name=name, data=data[half:], last=True)
 
+    async def CompileGrammar(
+        self, request: worker_pb2.CompileGrammarRequest, context: Context
+    ) -> worker_pb2.CompileGrammarResponse:
+        raise AssertionError("it does not say that it honours structured_output")
+
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from worker_svc.devices import Device, DeviceName, open_device
 from worker_svc.geometry import Geometry, GroupKind, group_layers
+from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs import GraphOptions
 from worker_svc.kv_cache import count_blocks
 from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
@@ -63,6 +65,7 @@ class Harness:
         backend: Backend = "compiled",
         level: int | None = None,
         warm: bool = True,
+        constraints: Constraints | None = None,
     ) -> None:
         device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
@@ -76,7 +79,13 @@ class Harness:
         options = GraphOptions(level=chosen, required=True, strict=warm)
         vocabulary = Vocabulary(model.description.vocab_size, model.description.eos_token_ids)
         self.runner = Runner(
-            model, device, self.groups, self.geometry, vocabulary=vocabulary, options=options
+            model,
+            device,
+            self.groups,
+            self.geometry,
+            vocabulary=vocabulary,
+            options=options,
+            constraints=constraints,
         )
         if warm:
             self.runner.make_graphs(lambda *_: None)
@@ -92,7 +101,12 @@ class Harness:
         return self.runner.execute(Plan(self._step, **fields))  # type: ignore[arg-type]
 
     def admit(
-        self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY, computed: int = 0
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        sampling: Sampling = GREEDY,
+        computed: int = 0,
+        **fields: Any,
     ) -> Admission:
         """A request with blocks for the whole of ``max_model_len``; to be put into a plan. Slots in place have a block of their number."""
         width = self.geometry.table_width
@@ -104,7 +118,7 @@ class Harness:
             group.group_id: (1 + slot,) if group.kind is GroupKind.IN_PLACE_WINDOW else ids
             for group in self.groups
         }
-        return Admission(slot, token_ids, computed, sampling, blocks)
+        return Admission(slot, token_ids, computed, sampling, blocks, **fields)
 
     def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
         """Admits a request and runs all of its chunks; returns the first sampled token."""

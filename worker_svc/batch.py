@@ -221,6 +221,18 @@ class Batch:
             self._num_computed[slot] += 1
             self._num_known[slot] += 1
 
+    def append(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Records tokens that follow the last known one; none of them is computed yet."""
+        start = self._num_known[slot]
+        self._num_known[slot] = end = start + len(token_ids)
+        tokens = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        self._tokens[slot, start:end] = tokens
+        self.sampling.extend(slot, tokens)
+
+    def room(self, slot: int) -> int:
+        """Tokens that still fit into a slot's sequence."""
+        return self._geometry.max_model_len - self._num_known[slot]
+
     def _check_known(self, slot: int) -> None:
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] < 0:
             raise Internal(f"the plan names slot {slot}, which is free or does not exist")

@@ -1,12 +1,14 @@
 """Between protocol messages and the worker's own types: the only module that knows both."""
 
+import json
 from collections.abc import Mapping, Sequence
 
-from protos.errors import TriptychError
+from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
 from worker_svc.geometry import Geometry, GroupKind, PoolGeometry, PoolShape
+from worker_svc.grammars.spec import Spec
 from worker_svc.loader import display_name
 from worker_svc.plan import (
     Admission,
@@ -87,11 +89,37 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         graph_kinds=[common_pb2.GRAPH_KIND_POOL]
         if pooling
         else [common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
-        sampling_fields=() if pooling else _SAMPLING_FIELDS,
+        sampling_fields=_sampling_fields(worker),
         max_logprobs=NUM_TOP,
         max_lease_steps=1 if pooling else _MAX_LEASE,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
     )
+
+
+def _sampling_fields(worker: Worker) -> tuple[str, ...]:
+    if worker.description.pooling:
+        return ()
+    return (*_SAMPLING_FIELDS, "structured_output") if worker.grammars else _SAMPLING_FIELDS
+
+
+def spec_from_proto(structured: common_pb2.StructuredOutput) -> Spec:
+    """What an output must match; unchecked.
+
+    Raises:
+        InvalidArgument: if it says nothing.
+    """
+    match structured.WhichOneof("spec"):
+        case "json_object":
+            return Spec("json_object")
+        case "choice":
+            return Spec("choice", json.dumps(list(structured.choice.values)))
+        case "json_schema" | "regex" | "grammar" | "structural_tag" as kind:
+            return Spec(kind, getattr(structured, kind))
+        case _:
+            raise InvalidArgument(
+                "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag",
+                param="structured_output",
+            )
 
 
 def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
@@ -268,6 +296,9 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
         request_id=request.request_id,
         sequence=request.sequence,
         num_prompt_tokens=request.num_prompt_tokens or None,
+        structured=spec_from_proto(sampling.structured_output)
+        if sampling.HasField("structured_output")
+        else None,
         normalize=request.pooling.normalize if request.pooling.HasField("normalize") else None,
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from protos.errors import TriptychError
 from worker_svc.geometry import PoolShape
+from worker_svc.grammars.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Admission:
     """Which of the request's sequences; mixed into its random numbers."""
     num_prompt_tokens: int | None = None
     """How many of ``token_ids`` are the prompt; ``None`` for all."""
+    structured: Spec | None = None
+    """What the output must match."""
     normalize: bool | None = None
     """Pooling models: whether the embedding is scaled to length 1; ``None`` for what the model's authors do."""
 

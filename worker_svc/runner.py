@@ -1,21 +1,23 @@
 """Runs plans: prepare the inputs, execute the model, sample."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from protos.errors import Internal, InvalidArgument, TriptychError
+from protos.errors import Internal, TriptychError
 from worker_svc.batch import Batch
 from worker_svc.capture import Recording
+from worker_svc.chooser import Chooser, Sample
 from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.geometry import Geometry, KvGroup
+from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.kv_cache import KvCache
 from worker_svc.plan import Admission, DecodeWork, Logprobs, Output, Plan, PoolWork, PrefillWork
-from worker_svc.sampling import Needs, SamplingBatch, Vocabulary, report, reports_of, sample
+from worker_svc.sampling import Needs, Vocabulary, report, reports_of, sample
 
 Progress = Callable[[int, int, str], None]
 """Told of units done, units in total, and what is being done."""
@@ -52,14 +54,10 @@ class _DecodeStep:
     """Of rows, int64 [bucket]: logits [bucket, vocab], the most probable tokens and the rows' positions, int64 [bucket]."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
     """Of rows and the tokens chosen for them, int64 [bucket]."""
-    sample: "_Sample"
+    sample: Sample
     """Chooses the tokens where not every row takes the most probable one."""
     report: Callable[..., tuple[torch.Tensor, ...]]
     """Of logits and the chosen tokens: the rows' log-probabilities; see ``sampling.report``."""
-
-
-_Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""Of what is needed, logits, rows and the positions of the last known tokens; see ``sampling.sample``."""
 
 
 class Runner:
@@ -79,6 +77,7 @@ class Runner:
         *,
         vocabulary: Vocabulary,
         options: GraphOptions | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         """Allocates the cache and the batch.
 
@@ -89,6 +88,7 @@ class Runner:
             geometry: with ``num_blocks`` set.
             vocabulary: the model's.
             options: how steps are made graphs; see ``Graphs``. By default as the device does.
+            constraints: of requests whose output must match a grammar; without, there are none.
 
         Raises:
             ConfigurationRefused: if the cache does not fit into memory.
@@ -97,6 +97,7 @@ class Runner:
         self._device = device
         self._groups = tuple(groups)
         self._geometry = geometry
+        self._constraints = constraints
         self._layer_names = [[layer.name for layer in group.layers] for group in groups]
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
@@ -104,6 +105,7 @@ class Runner:
             # Captured steps know where tables and scratch are: neither may move afterwards.
             self._batch.sampling.allocate()
             self._batch.sampling.scratch(geometry.decode_buckets[-1])
+        self._chooser = Chooser(self._batch, constraints)
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._last_slots: list[int] = []
@@ -157,7 +159,7 @@ class Runner:
             Internal: if the plan contradicts earlier ones; the slots it names are not to be trusted any more.
         """
         for slot in plan.release:
-            self._batch.release(slot)
+            self._release(slot)
         self.cache.copy(plan.copies)
         refused: dict[int, Output] = {}
         for request in plan.admit:
@@ -180,7 +182,8 @@ class Runner:
 
     def reset(self) -> None:
         """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
-        self._batch.release_all()
+        for slot in range(self._geometry.max_num_seqs):
+            self._release(slot)
 
     def close(self) -> None:
         """Lets go of the captured steps, which hold the runner and with it the cache: their memory is free at once."""
@@ -188,9 +191,23 @@ class Runner:
         self._made.clear()
         self._captured_prefill = None
 
+    def _release(self, slot: int) -> None:
+        self._batch.release(slot)
+        if self._constraints is not None:
+            self._constraints.release(slot)
+
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)
         self._prompt_logprobs.pop(request.slot, None)
+        if request.structured is not None:
+            try:
+                if self._constraints is None:
+                    raise Internal("the plan admits a request with a grammar, and this worker matches none")
+                output = request.token_ids[request.prompt_len :]
+                self._constraints.admit(request.slot, request.structured, output)
+            except TriptychError:
+                self._batch.release(request.slot)
+                raise
         for group_id, block_ids in request.blocks.items():
             tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
             hit = math.ceil(request.num_computed_tokens / tokens)
@@ -206,12 +223,9 @@ class Runner:
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits = self._model.logits(hidden[last])
         rows = torch.tensor([work.slot], device=self._device.torch_device)
-        batch = self._batch.sampling_of([work.slot])
-        chosen, told = self._sample(batch.needs, logits, rows, positions[last])
-        self._batch.sampling.count(batch.needs, rows, chosen)
-        self._batch.advance_prefill(work, chosen)
-        reports = report(logits, chosen) if batch.reports else None
-        (output,) = _outputs([work.slot], told, batch, reports)
+        chosen = self._chooser.choose([work.slot], rows, logits, positions[last], self._sample)
+        self._batch.advance_prefill(work, chosen.tokens)
+        (output,) = self._chooser.outputs([work.slot], chosen, report)
         self._prompt_logprobs.pop(work.slot, None)
         return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
 
@@ -258,15 +272,10 @@ class Runner:
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
         logits, chosen, positions = step.choose(rows)
-        batch = self._batch.sampling_of(work.slots)
-        told = chosen
-        if not batch.needs.none:
-            chosen, told = step.sample(batch.needs, logits, rows, positions)
-            self._batch.sampling.count(batch.needs, rows, chosen)
-        step.advance(rows, chosen)
+        taken = self._chooser.choose(work.slots, rows, logits, positions, step.sample, chosen)
+        step.advance(rows, taken.tokens)
         self._batch.advance_decode(work.slots)
-        reports = step.report(logits, chosen)[0] if batch.reports else None
-        return list(_outputs(work.slots, told, batch, reports))
+        return list(self._chooser.outputs(work.slots, taken, lambda *given: step.report(*given)[0]))
 
     def _rows_of(self, work: DecodeWork) -> torch.Tensor:
         """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
@@ -347,7 +356,7 @@ class Runner:
 
     def _capture_samplers(
         self, logits: torch.Tensor, padding: torch.Tensor, positions: torch.Tensor
-    ) -> "_Sample":
+    ) -> Sample:
         """The kinds of sampling that steps may need, each captured: few, that each compute more than most steps need."""
         captured = []
         for needs in self._batch.sampling.variants():
@@ -402,17 +411,3 @@ def _without(
     if not left:
         return None
     return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])
-
-
-def _outputs(
-    slots: Sequence[int], tokens: torch.Tensor, batch: SamplingBatch, reports: torch.Tensor | None
-) -> Iterator[Output]:
-    logprobs = [None] * len(slots) if reports is None else reports_of(reports, batch.logprobs)
-    for slot, token, entry in zip(slots, tokens[: len(slots)].tolist(), logprobs, strict=True):
-        if token < 0:
-            error = InvalidArgument(
-                "no token is left to sample: allowed_token_ids, bad_words, logit_bias and the grammar exclude all of them"
-            )
-            yield Output(slot, (), error=error)
-        else:
-            yield Output(slot, (token,), () if entry is None else (entry,))

@@ -63,6 +63,8 @@ async def serve(settings: Settings) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(grace_s=0.5)
         await thread.close(wait_s=0.5)
+        if worker.grammars is not None:
+            worker.grammars.close()
         log.info("stopped")
 
 

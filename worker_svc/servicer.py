@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, abort
+from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
@@ -114,6 +114,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         for path in loader.tokenizer_files(self._worker.folder):
             for chunk in file_chunks(path.name, await asyncio.to_thread(path.read_bytes)):
                 yield chunk
+
+    async def CompileGrammar(
+        self, request: worker_pb2.CompileGrammarRequest, context: Context
+    ) -> worker_pb2.CompileGrammarResponse:
+        """Answers once the grammar is compiled, on threads and in processes beside the model's."""
+        await asyncio.shield(self._prepared)
+        started = time.perf_counter()
+        try:
+            grammars = self._worker.grammars
+            if grammars is None:
+                raise Unsupported(
+                    "structured_output is not supported for this model", param="structured_output"
+                )
+            memory = await grammars.prepare(convert.spec_from_proto(request.structured_output))
+        except TriptychError as error:
+            await abort(context, error)
+        except Exception as error:  # noqa: BLE001 - a fault of one grammar is that call's answer
+            self._log.exception("grammar_failed")
+            await abort(context, Internal(f"compiling the grammar failed: {_one_line(error)}"))
+        return worker_pb2.CompileGrammarResponse(memory_bytes=memory, compile_us=_elapsed_us(started))
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context

@@ -133,6 +133,23 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         "rbln",
         description="Who compiles graphs for --device rbln; rbln-check runs them on this CPU and refuses what an NPU could not (for tests).",
     )
+    grammar_threads: int = Field(
+        2, ge=1, le=64, description="Grammars of constrained requests that are compiled at once."
+    )
+    grammar_time_s: float = Field(
+        5.0, ge=1, le=600, description="CPU time that compiling one grammar may take, seconds."
+    )
+    grammar_memory_mib: int = Field(
+        1024, ge=64, le=1 << 20, description="Memory that compiling one grammar may take, MiB."
+    )
+    grammar_cache_mib: int = Field(256, ge=1, le=1 << 20, description="Memory for compiled grammars, MiB.")
+    jump_ahead_tokens: int = Field(
+        4,
+        ge=0,
+        le=1024,
+        description="Tokens that a grammar allows without a choice are emitted at once, and computed as one chunk, if so many follow"
+        " one another; 0: never.",
+    )
     seed: int = Field(
         0,
         ge=0,

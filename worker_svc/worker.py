@@ -15,6 +15,8 @@ from worker_svc.compile_cache import CompileCache
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.fingerprint import code_fields
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
+from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs import GENERATED, GraphOptions
 from worker_svc.memory import Budget, check_weights
 from worker_svc.plan import Output, Plan
@@ -52,6 +54,7 @@ class Worker:
         device: set by :meth:`prepare`.
         folder: the model's files; set by :meth:`prepare`.
         groups: the model's KV groups; set by :meth:`prepare`.
+        grammars: compiles what outputs must match, on threads of its own; set by :meth:`prepare`, ``None`` if this model's cannot be matched.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -65,6 +68,7 @@ class Worker:
         self._has_compiled = False
         self._asked: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
+        self.grammars: GrammarCompiler | None = None
         self.device: Device
         self.folder: Path
         self.groups: tuple[KvGroup, ...] = ()
@@ -139,6 +143,7 @@ class Worker:
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
+        self.grammars = self._grammar_compiler()
         self._log.info(
             "prepared", model=loader.display_name(settings.model), architecture=self.description.architecture,
             device=self.device.name, device_name=self.device.product_name(),
@@ -195,6 +200,7 @@ class Worker:
                     geometry,
                     vocabulary=Vocabulary(self.description.vocab_size, self.description.eos_token_ids),
                     options=self._graph_options(),
+                    constraints=self._constraints(geometry),
                 )
             lap("allocate")
             self._make_ready(runner, progress, lap)
@@ -341,6 +347,31 @@ class Worker:
         """Frees every slot."""
         if self._runner is not None:
             self._runner.reset()
+
+    def _grammar_compiler(self) -> GrammarCompiler | None:
+        description, settings = self.description, self._settings
+        if description.pooling is not None or not can_constrain(self.folder, description.eos_token_ids):
+            return None
+        limits = CompilerLimits(
+            threads=settings.grammar_threads,
+            cpu_s=settings.grammar_time_s,
+            memory=settings.grammar_memory_mib << 20,
+            cache=settings.grammar_cache_mib << 20,
+        )
+        return GrammarCompiler(self.folder, description.vocab_size, description.eos_token_ids, limits)
+
+    def _constraints(self, geometry: Geometry) -> Constraints | None:
+        if self.grammars is None:
+            return None
+        return Constraints(
+            self.grammars,
+            num_slots=geometry.max_num_seqs,
+            most_rows=geometry.decode_buckets[-1],
+            vocab_size=self.description.vocab_size,
+            end_ids=self.description.eos_token_ids,
+            device=self.device.torch_device,
+            least_jump=self._settings.jump_ahead_tokens if self.device.chunks_start_anywhere else 0,
+        )
 
     def _budget(self, model: "VllmModel") -> Budget:
         settings = self._settings

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.structured import ResponseFormat, StructuredOutputs
+from protos.triptych.v1 import common_pb2 as pb
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_LENGTH: Final = 1_000
@@ -98,10 +100,17 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "use_beam_search": Unserved((False,)),
     "length_penalty": Unserved((1.0,), "it belongs to beam search, which is not served"),
     "logprob_token_ids": Unserved(([],)),
-    "response_format": Unserved(
-        ({"type": "text"},), 'constrained output is not served yet; use {"type": "text"}'
+    **dict.fromkeys(
+        (
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "guided_decoding_backend",
+            "guided_whitespace_pattern",
+        ),
+        Unserved((), "use structured_outputs or response_format, as with vLLM"),
     ),
-    "structured_outputs": Unserved((), "constrained output is not served yet"),
     "return_token_ids": Unserved((False,)),
     "prompt_embeds": Unserved(),
     "repetition_detection": Unserved(),
@@ -173,6 +182,8 @@ class SamplingRequest(RequestModel):
     skip_special_tokens: Annotated[bool, or_default(True)] = True
     spaces_between_special_tokens: Annotated[bool, or_default(True)] = True
     add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: Annotated[bool, or_default(False)] = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
@@ -213,6 +224,29 @@ class SamplingRequest(RequestModel):
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens=0 leaves nothing of the prompt; send at least 1, or -1")
         return self
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> "SamplingRequest":
+        formats = self.response_format is not None and self.response_format.type != "text"
+        if formats and self.structured_outputs is not None:
+            raise ValueError(
+                "response_format and structured_outputs both say what the answer must match; send one"
+            )
+        return self
+
+    @property
+    def constraint_param(self) -> str:
+        """The parameter that says what the answer must match."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    def constraint(self) -> pb.StructuredOutput | None:
+        """What the answer must match, for the scheduler.
+
+        Raises:
+            InvalidArgument: if it cannot be written.
+        """
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.to_proto()
 
     @property
     def output_limit(self) -> int | None:

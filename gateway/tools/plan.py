@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import orjson
+
 from gateway import vllm_parsers
 from gateway.answer_reader import AnswerReader
 from gateway.reasoning import (
@@ -21,8 +23,8 @@ from gateway.settings import Settings
 from gateway.tools.events import ToolParser, call_id
 from gateway.tools.formats import FORMATS, LIST, Format
 from gateway.tools.named import NamedParser
-from gateway.tools.tags import Callee, json_schema, structural
-from protos.errors import Unsupported
+from gateway.tools.tags import Callee, Tag, json_schema, structural
+from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}}
@@ -79,7 +81,8 @@ def plan(settings: Settings, served: Served, body: ChatCompletionRequest, prompt
     if settings.reasoning_parser.startswith(vllm_parsers.PREFIX):
         markers = None
     if choice == "none" or not body.tools:
-        return Reading(thinking, markers=markers, show_thinking=body.include_reasoning)
+        behind = _behind_thinking(body, at) if thinking else None
+        return Reading(thinking, constraint=behind, markers=markers, show_thinking=body.include_reasoning)
     form = _format(settings, served, body.tools)
     constraint: pb.StructuredOutput | None
     if choice == "auto":
@@ -90,6 +93,12 @@ def plan(settings: Settings, served: Served, body: ChatCompletionRequest, prompt
                 param="tool_choice",
             )
         constraint = _optional(form, body, at)
+        if constraint is not None and body.constraint() is not None:
+            raise InvalidArgument(
+                f"{body.constraint_param} and strict tools that may be called or not cannot both hold the answer; send one of them,"
+                ' or tool_choice "none" or "required"',
+                param=body.constraint_param,
+            )
     else:
         tools = [
             tool
@@ -110,6 +119,25 @@ def plan(settings: Settings, served: Served, body: ChatCompletionRequest, prompt
         named=isinstance(choice, NamedChoice),
         show_thinking=body.include_reasoning,
     )
+
+
+def _behind_thinking(body: ChatCompletionRequest, at: Thinking) -> pb.StructuredOutput | None:
+    """What an answer must match, for a model that thinks before it; ``None`` where that is not to be said in another way."""
+    asked = body.constraint()
+    if asked is None or at is Thinking.OVER:
+        return None
+    match asked.WhichOneof("spec"):
+        case "json_schema":
+            form: Tag = {"type": "json_schema", "json_schema": orjson.loads(asked.json_schema)}
+        case "json_object":
+            form = {"type": "json_schema", "json_schema": _ANY_OBJECT}
+        case "regex":
+            form = {"type": "regex", "pattern": asked.regex}
+        case "grammar":
+            form = {"type": "grammar", "grammar": asked.grammar}
+        case _:
+            return None
+    return structural(behind_thinking(at, form))
 
 
 def _format(settings: Settings, served: Served, tools: Sequence[Tool]) -> Format | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
@@ -217,7 +218,8 @@ async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, s
         ({"temperature": -1}, "temperature"), ({"temperature": 9}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"messages": []}, "messages"),
         ({"n": 3}, "n"), ({"logprobs": True}, "logprobs"), ({"stop": [""]}, "stop"),
-        ({"response_format": {"type": "json_object"}}, "response_format"), ({"extra_body": {"made_up": 1}}, "made_up"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"), ({"extra_body": {"made_up": 1}}, "made_up"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"presence_penalty": 1.5}, "presence_penalty"), ({"logit_bias": {"5": 10}}, "logit_bias"),
@@ -229,6 +231,32 @@ def test_refusals_name_their_parameter(client: openai.OpenAI, changes: dict[str,
         client.chat.completions.create(**{"model": MODEL, "messages": QUESTION, "max_tokens": 5, **changes})
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
+    """OpenAI's response_format, streamed or not, and vLLM's structured_outputs."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "population": {"type": "integer", "minimum": 0,
+              "maximum": 99}}, "required": ["city", "population"]}  # fmt: skip
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=60, response_format=wanted, temperature=1.0, seed=1
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    value = json.loads(answer.choices[0].message.content or "")
+    assert value["city"] in {"Paris", "Rome"}
+    assert 0 <= value["population"] <= 99
+    stream = client.completions.create(
+        model=MODEL,
+        prompt="Well, ",
+        max_tokens=20,
+        stream=True,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) in {"yes", "no"}
+    cut = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=4, response_format={"type": "json_object"}
+    )
+    assert cut.choices[0].finish_reason == "length"
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

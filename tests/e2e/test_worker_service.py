@@ -324,6 +324,51 @@ async def test_samples_are_replayed(steps: Steps) -> None:
     assert replayed == drawn
 
 
+async def test_grammars_compile_while_steps_go_on(
+    stub: "worker_pb2_grpc.WorkerAsyncStub", steps: Steps
+) -> None:
+    """A hostile one costs nobody a step; what is refused says why; an output follows what was compiled."""
+
+    def compile_(**spec: Any) -> "grpc.aio.UnaryUnaryCall[Any, worker_pb2.CompileGrammarResponse]":
+        structured = common_pb2.StructuredOutput(**spec)
+        return stub.CompileGrammar(worker_pb2.CompileGrammarRequest(structured_output=structured), timeout=60)
+
+    description = await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION))
+    assert "structured_output" in description.sampling_fields
+    hostile = compile_(grammar="root ::= " + " ".join("[a-z]*" for _ in range(2000)))
+    assert (await compile_(choice=common_pb2.Choices(values=["0", "1"]))).memory_bytes > 0
+    sampling = common_pb2.SamplingParams(
+        temperature=1.0,
+        seed=3,
+        structured_output=common_pb2.StructuredOutput(choice=common_pb2.Choices(values=["0", "1"])),
+    )
+    result = await run(
+        steps, step=1, admit=[admission(0, [5, 6, 7], [1], sampling=sampling)], prefill=prefill(0, 0, 3)
+    )
+    (output,) = tokens(result).values()
+    assert output[-1] in description.model.eos_token_ids
+    assert not hostile.done()
+    other = common_pb2.SamplingParams(structured_output=common_pb2.StructuredOutput(regex="not compiled"))
+    result = await run(
+        steps,
+        step=2,
+        release=[0],
+        admit=[admission(0, [5, 6], [1], sampling=other)],
+        prefill=prefill(0, 0, 2),
+    )
+    assert result.outputs[0].error.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    for spec, why in (
+        ({"regex": "(a"}, "not closed"),
+        ({}, "is empty"),
+        ({"json_schema": '{"not": {}}'}, "has not"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
+            await compile_(**spec)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError, match="CPU time"):
+        await hostile
+
+
 async def test_sigterm_ends_it_cleanly(running: Running, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
     """With a stream open and idle, the process is gone within moments, with exit code 0.
 

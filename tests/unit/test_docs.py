@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
     "docs/architecture.md", "docs/benchmarks.md", "docs/kv-events.md", "docs/metrics.md", "docs/scheduling.md",
-    "docs/tools.md",
+    "docs/graphs.md", "docs/sampling.md", "docs/structured-output.md", "docs/tools.md",
 ]  # fmt: skip
 
 

@@ -196,6 +196,8 @@ class Device(abc.ABC):
     """Which dimension of a layer's cache counts the blocks."""
     caches_are_inputs: ClassVar[bool] = False
     """Whether each layer's cache is a whole tensor of its own, handed to the layer with its plan: what captured graphs need."""
+    chunks_start_anywhere: ClassVar[bool] = True
+    """Whether a prefill chunk may start at any position, and not only at multiples of its size."""
 
     def check_attention(self, shape: AttentionShape) -> None:  # noqa: B027 - a device may serve all of them
         """Does nothing if the device's kernels serve such a layer; called once for each of a model's.

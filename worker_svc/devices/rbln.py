@@ -73,6 +73,7 @@ class RblnDevice(Device):
     default_max_num_seqs: ClassVar[int] = 1
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
+    chunks_start_anywhere: ClassVar[bool] = False
     has_own_compiler: ClassVar[bool] = True
     default_level: ClassVar[int] = 1
     highest_level: ClassVar[int] = 1

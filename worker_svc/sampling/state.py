@@ -274,6 +274,16 @@ class SamplingState:
         history = min(_width(longest), self.tokens.shape[1])
         return replace(self._last, needs=replace(self._last.needs, history=history))
 
+    def filters(self, slot: int) -> bool:
+        """Whether a slot drops tokens by how likely others are."""
+        needs = self._needs[slot]
+        return needs.random and bool(needs.min_p or needs.top_k or needs.top_p)
+
+    def extend(self, slot: int, tokens: torch.Tensor) -> None:
+        """Counts tokens that one slot got all at once, int64 [tokens]."""
+        rows = torch.full_like(tokens, slot)
+        self.count(self._needs[slot], rows, tokens)
+
     def count(self, needs: Needs, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Counts a token that each row got (int64 [rows], both), if the step needs that; without a look at what the tensors hold."""
         if needs.history:

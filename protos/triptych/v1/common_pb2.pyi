@@ -395,7 +395,9 @@ Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """What the output must match."""
+    """What the output must match. A sequence ends at an end token once it does (whatever ignore_eos and min_tokens say, if the grammar allows
+    nothing else), or incomplete at its length limit.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -406,7 +408,7 @@ class StructuredOutput(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON Schema, as text."""
+    """A JSON Schema, as text. Keywords that cannot be enforced are refused."""
     json_object: _builtins.bool
     """Any JSON object."""
     regex: _builtins.str

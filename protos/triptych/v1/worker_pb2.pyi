@@ -344,6 +344,50 @@ class GetModelFilesRequest(_message.Message):
 Global___GetModelFilesRequest: _TypeAlias = GetModelFilesRequest  # noqa: Y015
 
 @_typing.final
+class CompileGrammarRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def structured_output(self) -> _common_pb2.StructuredOutput: ...
+    def __init__(
+        self,
+        *,
+        structured_output: _common_pb2.StructuredOutput | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["structured_output", b"structured_output"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["structured_output", b"structured_output"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompileGrammarRequest: _TypeAlias = CompileGrammarRequest  # noqa: Y015
+
+@_typing.final
+class CompileGrammarResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    COMPILE_US_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """What it occupies in the worker's cache, bytes."""
+    compile_us: _builtins.int
+    """From the call to the answer, microseconds; next to nothing for one that was cached."""
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        compile_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_us", b"compile_us", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompileGrammarResponse: _TypeAlias = CompileGrammarResponse  # noqa: Y015
+
+@_typing.final
 class StepPlan(_message.Message):
     """One step: first `release`, then `copies` in their order, then `admit`, then `grow`, then the work."""
 
@@ -684,13 +728,15 @@ class SlotOutput(_message.Message):
     slot: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sampled tokens (more than one only with jump-ahead or speculation)."""
+        """New tokens: one was sampled. Those behind it are forced by the request's grammar (jump-ahead): their KV is not computed yet, so
+        the request is prefilled from the sampled token on before it decodes again.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """This request failed alone."""
+        """This request failed alone. UNAVAILABLE on an admission: its grammar is not in the cache (any more); compile it and admit it again."""
 
     @_builtins.property
     def pooled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

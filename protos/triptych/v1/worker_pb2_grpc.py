@@ -50,6 +50,11 @@ class WorkerStub:
                 request_serializer=triptych_dot_v1_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_common__pb2.FileChunk.FromString,
                 _registered_method=True)
+        self.CompileGrammar = channel.unary_unary(
+                '/triptych.v1.Worker/CompileGrammar',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarResponse.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/triptych.v1.Worker/Execute',
                 request_serializer=triptych_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
@@ -82,6 +87,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompileGrammar(self, request, context):
+        """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
+        is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
+        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Execute(self, request_iterator, context):
         """Runs plans in order; one result per plan, in order. Several plans may be under way.
         """
@@ -106,6 +120,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetModelFiles,
                     request_deserializer=triptych_dot_v1_dot_worker__pb2.GetModelFilesRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_common__pb2.FileChunk.SerializeToString,
+            ),
+            'CompileGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompileGrammar,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarResponse.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -194,6 +213,33 @@ class Worker:
             '/triptych.v1.Worker/GetModelFiles',
             triptych_dot_v1_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
             triptych_dot_v1_dot_common__pb2.FileChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompileGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Worker/CompileGrammar',
+            triptych_dot_v1_dot_worker__pb2.CompileGrammarRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.CompileGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,11 @@ class WorkerStub:
     """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _common_pb2.FileChunk]
     """The model's tokenizer files, for the scheduler to pass on to gateways."""
+    CompileGrammar: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CompileGrammarRequest, _worker_pb2.CompileGrammarResponse]
+    """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
+    is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
+    served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+    """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]
     """Runs plans in order; one result per plan, in order. Several plans may be under way."""
 
@@ -59,6 +64,11 @@ class WorkerAsyncStub(WorkerStub):
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _common_pb2.FileChunk]  # type: ignore[assignment]
     """The model's tokenizer files, for the scheduler to pass on to gateways."""
+    CompileGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.CompileGrammarRequest, _worker_pb2.CompileGrammarResponse]  # type: ignore[assignment]
+    """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
+    is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
+    served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+    """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
     """Runs plans in order; one result per plan, in order. Several plans may be under way."""
 
@@ -88,6 +98,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_common_pb2.FileChunk], _abc.AsyncIterator[_common_pb2.FileChunk]]:
         """The model's tokenizer files, for the scheduler to pass on to gateways."""
+
+    @_abc_1.abstractmethod
+    def CompileGrammar(
+        self,
+        request: _worker_pb2.CompileGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CompileGrammarResponse, _abc.Awaitable[_worker_pb2.CompileGrammarResponse]]:
+        """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
+        is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
+        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+        """
 
     @_abc_1.abstractmethod
     def Execute(

@@ -1,0 +1,135 @@
+"""What constraints cost a decode step, and what jump-ahead saves.
+
+``python -m tests.bench.constrained [--quick]``: SmolLM2 in bfloat16 in this process, 32 requests in a batch, greedy and at temperature 1, with
+none, one and all of them under a JSON schema; the time of a decode step by the runner, sampling and matching included, in turns and by medians.
+Then one request after the other, with forced tokens emitted at once and one by one: forward passes per output token.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tests.bench.report import report
+from tests.grammar_harness import Constrained, compiler, tokenizer
+from tests.worker_harness import tokens_of
+from worker_svc.grammars.spec import Spec
+from worker_svc.plan import PrefillWork, Sampling
+
+BATCH: Final = 32
+SCHEMA: Final = Spec("json_schema", json.dumps({
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 40, "maxItems": 50},
+        "kind": {"enum": ["admin", "customer", "guest"]},
+    },
+    "required": ["name", "age", "tags", "kind"],
+}))  # fmt: skip
+"""Long enough for no request to end within a measurement."""
+RECORD: Final = Spec("json_schema", json.dumps({
+    "type": "object",
+    "properties": {"status": {"enum": ["succeeded", "failed"]}, "confidence": {"type": "integer", "minimum": 0, "maximum": 9},
+                   "explanation": {"type": "string", "maxLength": 20}},
+    "required": ["status", "confidence", "explanation"],
+}))  # fmt: skip
+_PROMPT: Final = "A customer in JSON:\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: how many of its requests are constrained, and how tokens are drawn."""
+
+    name: str
+    constrained: int
+    temperature: float
+
+
+CASES: Final = (
+    Case("plain greedy", 0, 0.0),
+    Case("1 constrained, greedy", 1, 0.0),
+    Case("32 constrained, greedy", BATCH, 0.0),
+    Case("plain sampled", 0, 1.0),
+    Case("32 constrained, sampled", BATCH, 1.0),
+)
+
+
+def step_times(harness: Constrained, case: Case, steps: int) -> list[float]:
+    """Seconds of each of so many decode steps of a batch; the batch is prefilled before and freed afterwards."""
+    compiler().submit(SCHEMA).result()
+    prompt = tokenizer().encode(_PROMPT).ids
+    for slot in range(BATCH):
+        sampling = Sampling(temperature=case.temperature, seed=slot)
+        spec = SCHEMA if slot < case.constrained else None
+        admission = harness.admit(slot, prompt, sampling, structured=spec, num_prompt_tokens=len(prompt))
+        harness.run(admit=[admission], work=PrefillWork(slot, 0, len(prompt), sample=True))
+        harness.lengths[slot] = len(prompt)
+    slots = range(BATCH)
+    taken = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        outputs = harness.decode(slots)
+        taken.append(time.perf_counter() - started)
+        assert all(len(output.token_ids) == 1 and output.error is None for output in outputs)
+        assert len(tokens_of(outputs)) == BATCH
+    harness.release(slots)
+    return taken
+
+
+def constrained_ratios(harness: Constrained, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of a step by case, and ratios: ``constrained_b32`` and ``constrained_b1`` against plain greedy."""
+    steps, turns = (12, 2) if quick else (48, 5)
+    times: dict[str, list[float]] = {case.name: [] for case in CASES}
+    for turn in range(turns):
+        for case in CASES if turn % 2 == 0 else reversed(CASES):
+            times[case.name] += step_times(harness, case, steps)[2:]
+    ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
+    return ms, {
+        "constrained_b1": ms["1 constrained, greedy"] / ms["plain greedy"],
+        "constrained_b32": ms["32 constrained, greedy"] / ms["plain greedy"],
+        "constrained_sampled_b32": ms["32 constrained, sampled"] / ms["plain sampled"],
+    }
+
+
+def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
+    """Forward passes per output token over some requests, one after the other."""
+    tokens = passes = 0
+    for seed in range(4 if quick else 16):
+        before = harness.num_chunks + harness.num_decodes
+        ((output, error),) = harness.generate_constrained(
+            [_PROMPT], [spec], [Sampling(temperature=1.0, seed=seed)], 120
+        )
+        assert error is None
+        tokens += len(output)
+        passes += harness.num_chunks + harness.num_decodes - before
+    return passes / tokens
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    quick = parser.parse_args(arguments).quick
+    harness = Constrained(least_jump=0)
+    ms, ratios = constrained_ratios(harness, quick=quick)
+    for name, value in ms.items():
+        print(f"{name:26} {value:7.2f} ms a step")
+    redrawn = harness.constraints.num_redrawn
+    passes = {}
+    for least in (0, 4, 1):
+        harness.constraints._least_jump = least
+        passes[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
+    print(passes)
+    report(
+        "constrained",
+        {**{name: round(value, 2) for name, value in ms.items()}, "redrawn": redrawn, **passes},
+        ratios,
+    )
+
+
+if __name__ == "__main__":
+    main()

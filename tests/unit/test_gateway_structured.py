@@ -1,0 +1,91 @@
+"""``response_format`` and ``structured_outputs`` on their way to the wire."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.schemas.base import parse
+from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.structured import MAX_TEXT
+from protos.errors import InvalidArgument, Unsupported
+from protos.triptych.v1 import common_pb2 as pb
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse(
+        ChatCompletionRequest, orjson.dumps({"messages": [{"role": "user", "content": "x"}], **fields})
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "wire"),
+    [
+        ({}, None), ({"response_format": None}, None), ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, pb.StructuredOutput(json_object=True)),
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "name": "n", "description": "d", "strict": True, "schema": SCHEMA}}},
+         pb.StructuredOutput(json_schema='{"type":"object","properties":{"b":{},"a":{}}}')),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+         pb.StructuredOutput(structural_tag='{"type":"structural_tag","format":{"type":"any_text"}}')),
+        ({"structured_outputs": {"json": SCHEMA}}, pb.StructuredOutput(json_schema=orjson.dumps(SCHEMA).decode())),
+        ({"structured_outputs": {"json": "{}"}}, pb.StructuredOutput(json_schema="{}")),
+        ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": False}}, pb.StructuredOutput(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, pb.StructuredOutput(choice=pb.Choices(values=["a", "b"]))),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, pb.StructuredOutput(grammar="root ::= x")),
+        ({"structured_outputs": {"structural_tag": "{}"}}, pb.StructuredOutput(structural_tag="{}")),
+        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
+         pb.StructuredOutput(json_object=True)),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_reaches_the_wire(fields: dict[str, Any], wire: pb.StructuredOutput | None) -> None:
+    """Schemas keep the order of their properties."""
+    assert chat(**fields).constraint() == wire
+    completion = parse(CompletionRequest, orjson.dumps({"prompt": "x", **fields}))
+    assert completion.constraint() == wire
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "n", "schema": {}}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"), ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
+        ({"structured_outputs": {"regex": "a" * (MAX_TEXT + 1)}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{}"}, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    """With the place within the parameter."""
+    with pytest.raises(InvalidArgument) as caught:
+        chat(**fields)
+    assert caught.value.param.startswith(param.split(".", maxsplit=1)[0])
+    assert len(caught.value.message) < 500
+
+
+def test_an_option_that_is_not_served_is_refused() -> None:
+    """Rather than ignored."""
+    with pytest.raises(Unsupported, match="white space"):
+        chat(structured_outputs={"regex": "a", "disable_any_whitespace": True})
+
+
+def test_a_schema_nested_too_deep_to_be_written_is_refused() -> None:
+    """As it was read, so it might come."""
+    schema: dict[str, Any] = {}
+    for _ in range(600):
+        schema = {"a": schema}
+    body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}})
+    with pytest.raises(InvalidArgument):
+        parse(CompletionRequest, body.encode()).constraint()

@@ -1,0 +1,160 @@
+"""What a request may ask its output to match, before a compiler sees it."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from protos.errors import InvalidArgument
+from worker_svc.grammars.spec import MAX_BYTES, Spec, lower
+
+
+def lowered(schema: Any) -> Any:
+    source, text = lower(Spec("json_schema", json.dumps(schema)))
+    assert source == "json"
+    return json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "result"),
+    [
+        ({"type": "string", "maxLength": 3}, {"type": "string", "pattern": '^[^"\\\\\\x00-\\x1f\\x7f]{0,3}$'}),
+        ({"title": "t", "properties": {"a": {}}, "required": ["a"]},
+         {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": False}),
+        ({"type": "object", "required": ["b"]},
+         {"type": "object", "properties": {"b": {}}, "required": ["b"], "additionalProperties": True}),
+        ({"type": "array", "minItems": 2}, {"type": "array", "items": True, "minItems": 2}),
+        ({"type": "array", "items": [{"type": "null"}], "additionalItems": False},
+         {"type": "array", "prefixItems": [{"type": "null"}], "items": False}),
+        ({"type": "integer", "minimum": 2.5, "exclusiveMaximum": 7.5}, {"type": "integer", "minimum": 3, "maximum": 7}),
+        ({"type": ["integer", "number"]}, {"type": "number"}),
+        ({"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        ({"const": 3}, {"enum": [3]}),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        ({"allOf": [{"type": "null"}], "description": "d"}, {"type": "null"}),
+        ({"$ref": "#/definitions/a~1b", "definitions": {"a/b": {"type": "null"}}},
+         {"$ref": "#/$defs/d0", "$defs": {"d0": {"type": "null"}}}),
+        ({"type": "array", "items": {"$ref": "#"}},
+         {"type": "array", "items": {"$ref": "#/$defs/d0"},
+          "$defs": {"d0": {"type": "array", "items": {"$ref": "#/$defs/d0"}}}}),
+        (True, {}),
+    ],
+)  # fmt: skip
+def test_a_schema_comes_out_as_what_is_enforced(schema: Any, result: Any) -> None:
+    """Types are made explicit, lengths become expressions, references get a home of their own."""
+    assert lowered(schema) == result
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"not": {"type": "string"}}, "has not,"), ({"if": {}, "then": {}}, "cannot be enforced"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "array", "contains": {}}, "contains"),
+        ({"type": "integer", "multipleOf": 2}, "multipleOf"), ({"type": "object", "dependentRequired": {}}, "dependentRequired"),
+        ({"type": "string", "format": "idn-email"}, "idn-email"), ({"type": "string", "pattern": "a", "maxLength": 2}, "more than one"),
+        ({"type": "string", "pattern": "^(?!x)"}, "looks ahead"), ({"type": "string", "pattern": "a^b"}, "anchor"),
+        ({"type": "string", "pattern": "\\t"}, "control"), ({"type": "string", "pattern": '"'}, "quote"),
+        ({"type": "string", "pattern": "[\\x00-z]"}, "control"), ({"type": "string", "pattern": 3}, "no text"),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "allOf"), ({"$ref": "#/$defs/a", "minimum": 1}, "beside"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "overlap"), ({"anyOf": []}, "at least one"),
+        ({"type": "integer", "anyOf": [{"minimum": 1}]}, "beside anyOf"), ({"enum": ["a", 1], "type": "string"}, "of its type"),
+        ({"enum": []}, "enum"), ({"const": 1, "minimum": 0}, "minimum beside"), ({"type": "strin"}, "strin"),
+        ({"minLength": 1, "minimum": 2}, "needs a type"), ({"type": "string", "minimum": 2}, "says nothing"),
+        ({"minlength": 1}, "minlength"), ({"$ref": "http://a/b"}, "only references"), ({"$ref": "#/a"}, "leads nowhere"),
+        ({"$ref": "#"}, "refers to itself"), ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "refers to itself"),
+        ({"$dynamicRef": "#a"}, "$dynamicRef"), ({"type": "object", "properties": {"a": {"$anchor": "x"}}}, "$anchor"),
+        ({"properties": {"a": False}, "required": ["a"]}, "false"), (False, "false"), (3, "must be an object"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "requires 'b'"),
+        ({"patternProperties": {"a": {}}, "properties": {"b": {}}}, "beside patternProperties"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "several"), ({"propertyNames": {"pattern": "a"}, "required": ["b"]}, "beside"),
+        ({"type": "object", "minProperties": 2, "additionalProperties": True}, "minProperties"),
+        ({"type": "number", "minimum": 1e300}, "bounds"), ({"type": "number", "minimum": 0.12345678}, "decimals"),
+        ({"type": "number", "minimum": True}, "no number"), ({"type": "string", "minLength": -1}, "integer from 0"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "above"), ({"type": "string", "maxLength": 10**9}, "at most"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused(schema: Any, why: str) -> None:
+    """By the keyword's name and its place, in one line."""
+    with pytest.raises(InvalidArgument) as caught:
+        lowered(schema)
+    assert why in caught.value.message
+    assert caught.value.param == "structured_output"
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (Spec("json_schema", "{"), "not valid JSON"), (Spec("json_schema", '{"minimum": NaN, "type": "number"}'), "no number"),
+        (Spec("json_schema", '{"minimum": 1e999, "type": "number"}'), "no number"),
+        (Spec("regex", ""), "empty"), (Spec("regex", "a\0"), "NUL"), (Spec("regex", "(?<=a)b"), "looks ahead"),
+        (Spec("regex", "a$b"), "anchor"), (Spec("grammar", " "), "empty"), (Spec("grammar", "start: 'a'"), "Lark"),
+        (Spec("choice", "[]"), "at least one"), (Spec("choice", '[""]'), "empty text"), (Spec("choice", '"a"'), "list"),
+        (Spec("structural_tag", "[]"), "JSON object"), (Spec("structural_tag", '{"structures": [1]}'), "begin"),
+        (Spec("structural_tag", json.dumps({"type": "structural_tag", "format": {
+            "type": "json_schema", "json_schema": {"not": {}}}})), "not"),
+    ],
+)  # fmt: skip
+def test_other_kinds_are_refused_as_well(spec: Spec, why: str) -> None:
+    """Texts that are no such thing, and parts that would be ignored."""
+    with pytest.raises(InvalidArgument, match=why):
+        lower(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("json_schema", '{"a":' * 200_000), Spec("json_schema", "[" * 200_000), Spec("regex", "(" * 100_000),
+        Spec("regex", "|" * 100_000), Spec("regex", "a" * (MAX_BYTES + 1)), Spec("grammar", "root ::= " + "(" * 100_000),
+        Spec("grammar", "root ::= " + '"a" |' * 40_000), Spec("grammar", "root ::= " + "x" * 1_000_000),
+        Spec("choice", json.dumps(["x"] * 60_000)), Spec("json_schema", json.dumps({"enum": list(range(30_000))})),
+        Spec("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(5000)}})),
+        Spec("structural_tag", '{"a":' * 50_000), Spec("structural_tag", json.dumps({"a": [{"b": 1}] * 20_000})),
+        Spec("json_schema", json.dumps({"oneOf": [{"type": "object"}] * 10_000})),
+        Spec("grammar", "[" * 200_000),
+        Spec("json_schema", '"' + '\\"' * 100_000 + "\\"), Spec("json_schema", '{"$ref": "#' + "/a" * 100_000 + '"}'),
+    ],
+    ids=lambda spec: f"{spec.kind}-{spec.text[:12]}-{len(spec.text)}",
+)  # fmt: skip
+def test_hostile_specs_are_refused_at_once(spec: Spec) -> None:
+    """Size, depth and branches are bounded before anything is compiled."""
+    started = time.perf_counter()
+    with pytest.raises(InvalidArgument):
+        lower(spec)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec("regex", "[" * 200_000 + "$a"), Spec("grammar", 'root ::= "' + '\\"' * 100_000 + "\\")]
+)
+def test_what_is_never_closed_is_read_once(spec: Spec) -> None:
+    """It is the compiler's to refuse; getting there takes no time that grows with the square of the size."""
+    started = time.perf_counter()
+    lower(spec)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_choices_become_literals() -> None:
+    """Quotes, backslashes and control characters are escaped; each text counts once."""
+    assert lower(Spec("choice", json.dumps(["a", 'b"\\\n', "a", "é"]))) == (
+        "ebnf",
+        'root ::= "a" | "b\\"\\\\\\u000a" | "é"',
+    )
+
+
+def test_the_tag_of_older_clients_is_understood() -> None:
+    """Structures and triggers come out in today's form, their schemas lowered."""
+    tag = {"structures": [{"begin": "<f>", "schema": {"properties": {}}, "end": "</f>"}], "triggers": ["<f"]}
+    _, text = lower(Spec("structural_tag", json.dumps(tag)))
+    (inner,) = json.loads(text)["format"]["tags"]
+    assert inner["content"] == {
+        "type": "json_schema",
+        "json_schema": {"type": "object", "additionalProperties": True},
+    }
+
+
+def test_the_key_tells_specs_apart() -> None:
+    """Equal specs share a compiled grammar; the kind counts."""
+    assert Spec("regex", "a").key == Spec("regex", "a").key
+    assert Spec("regex", "a").key != Spec("grammar", "a").key
