@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import tokenizers
 import torch
@@ -13,9 +12,10 @@ from tests.worker_harness import Harness, load
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
+from worker_svc.models import default_cache_dir
 from worker_svc.plan import DecodeWork, Output, PrefillWork, Sampling
 
-SMOLLM2 = Path("~/.cache/triptych/models/smollm2").expanduser()
+SMOLLM2 = default_cache_dir() / "smollm2"
 VOCAB, END = 49152, 2
 
 

@@ -1,19 +1,16 @@
-"""What constraints cost a decode step, and what jump-ahead saves.
+"""What constraints cost a decode step, and what jump-ahead saves: a part of ``tests.bench.sampling``.
 
-``python -m tests.bench.constrained [--quick]``: SmolLM2 in bfloat16 in this process, 32 requests in a batch, greedy and at temperature 1, with
-none, one and all of them under a JSON schema; the time of a decode step by the runner, sampling and matching included, in turns and by medians.
-Then one request after the other, with forced tokens emitted at once and one by one: forward passes per output token.
+32 requests in a batch, greedy and at temperature 1, with none, one and all of them under a JSON schema; the time of a decode step by the
+runner, sampling and matching included, in turns and by medians. Then one request after the other, with forced tokens emitted at once and one
+by one: forward passes per output token.
 """
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tests.bench.report import report
 from tests.grammar_harness import Constrained, compiler, tokenizer
 from tests.worker_harness import tokens_of
 from worker_svc.grammars.spec import Spec
@@ -109,27 +106,15 @@ def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
     return passes / tokens
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    quick = parser.parse_args(arguments).quick
+def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures and ratios."""
     harness = Constrained(least_jump=0)
     ms, ratios = constrained_ratios(harness, quick=quick)
-    for name, value in ms.items():
-        print(f"{name:26} {value:7.2f} ms a step")
-    redrawn = harness.constraints.num_redrawn
-    passes = {}
+    figures = {
+        **{name: round(value, 2) for name, value in ms.items()},
+        "redrawn": harness.constraints.num_redrawn,
+    }
     for least in (0, 4, 1):
         harness.constraints._least_jump = least
-        passes[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
-    print(passes)
-    report(
-        "constrained",
-        {**{name: round(value, 2) for name, value in ms.items()}, "redrawn": redrawn, **passes},
-        ratios,
-    )
-
-
-if __name__ == "__main__":
-    main()
+        figures[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
+    return figures, ratios

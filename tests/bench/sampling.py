@@ -2,8 +2,8 @@
 
 ``python -m tests.bench.sampling [--quick]``: SmolLM2 in bfloat16 in this process, without a scheduler, on all cores. Decode steps of 32
 rows, all in use, each kind of requests in turn and again: of greedy requests, of requests that are drawn, with filters, with penalties, with
-everything, with log-probabilities. ``forward`` is the time until the logits are there. A case is a function that fills the slots; who
-brings another one adds it to ``CASES``.
+everything, with log-probabilities. ``forward`` is the time until the logits are there. Then the same batch with grammars, and what
+jump-ahead saves (``tests/bench/constrained.py``).
 """
 
 import argparse
@@ -11,11 +11,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from protos.errors import ConfigurationRefused
+from tests.bench.constrained import measured as constrained_measured
 from tests.bench.report import report
 from tests.worker_harness import Harness
 from worker_svc.devices import open_device
@@ -122,7 +123,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     print(f"{'':<14}{'forward':>11}{'step':>11}{'/ greedy':>11}")
     for name, each in measured.items():
         print(f"{name:<14}{each['forward']:>11.2f}{each['step']:>11.2f}{each['step'] / greedy:>11.3f}")
-    figures = {
+    figures: dict[str, Any] = {
         "model": "smollm2",
         "batch": BATCH,
         "steps_ms": {
@@ -133,7 +134,10 @@ def _bench(arguments: argparse.Namespace) -> None:
         f"{name}_b{BATCH}": each["step"] / greedy for name, each in measured.items() if name != "greedy"
     }
     ratios[f"full_sampling_b{BATCH}"] = ratios.pop(f"full_b{BATCH}")
-    report("sampling", figures, ratios)
+    figures["constrained"], constrained = constrained_measured(quick=quick)
+    for name, value in figures["constrained"].items():
+        print(f"{name:<28}{value:>9.2f}")
+    report("sampling", figures, {**ratios, **constrained})
 
 
 def main() -> int:

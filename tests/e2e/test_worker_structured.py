@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
-from tests.grammar_harness import END, Constrained, compiler, text_of
+from tests.grammar_harness import END, Constrained, compiler, text_of, tokenizer
 from tests.structured_cases import GRAMMARS, REGEXES, schema
 from worker_svc.grammars.spec import Spec
 from worker_svc.plan import Sampling
@@ -134,6 +134,41 @@ def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> 
     (stepping,) = harness.generate_constrained(["A: "], [rare], sampling[2:], 100)
     harness.constraints._least_jump = 4
     assert stepping == jumping
+
+
+def test_grammars_and_other_parameters_hold_together(harness: Constrained) -> None:
+    """Penalties, biases, bans and a least length beside a grammar, and beside requests without one, which notice nothing."""
+    letters, digits = Spec("regex", "[ab]{10}"), Spec("regex", "[0-9]{12}")
+    comma = tokenizer().encode(",").ids[0]
+    plain = Sampling(temperature=1.0, seed=4, frequency_penalty=1.0, logit_bias={comma: -100.0})
+    sampling = [
+        Sampling(temperature=1.0, seed=1, presence_penalty=1.5, frequency_penalty=1.5, min_tokens=40),
+        plain,
+        Sampling(temperature=0.0, repetition_penalty=1.3, bad_words=(tokenizer().encode("12").ids,)),
+    ]
+    results = harness.generate_constrained(
+        ["Letters: ", "Once upon a time", "Digits: "], [letters, None, digits], sampling, 40
+    )
+    texts = [text_of(tokens) for tokens, _ in results]
+    assert all(error is None for _, error in results)
+    assert re.fullmatch("[ab]{10}", texts[0])
+    assert re.fullmatch("[0-9]{12}", texts[2])
+    assert comma not in results[1][0]
+    assert harness.generate_constrained(["Once upon a time"], [None], [plain], 40) == [results[1]]
+
+
+def test_what_a_grammar_and_a_list_of_tokens_exclude_together_fails_alone(harness: Constrained) -> None:
+    spec = Spec("regex", "[ab]{10}")
+    word = tokenizer().encode("zebra").ids
+    results = harness.generate_constrained(
+        ["Letters: ", "Once"],
+        [spec, None],
+        [Sampling(temperature=1.0, seed=1, allowed_token_ids=word), Sampling(temperature=0.0)],
+        20,
+    )
+    assert isinstance(results[0][1], InvalidArgument)
+    assert "grammar" in results[0][1].message
+    assert results[1][1] is None
 
 
 def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:

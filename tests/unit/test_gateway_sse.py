@@ -1,11 +1,15 @@
 """Chunks, byte for byte."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
-from gateway.sse import DONE, ChatChunks, Chunks, CompletionChunks, error_event
+from gateway.answer_reader import AnswerReader
+from gateway.logprobs import Reporter, TokenReport
+from gateway.reasoning import Thinking, ThinkParser
+from gateway.sse import DONE, ChatChunks, Chunks, CompletionChunks, ReadChunks, error_event
 from protos.errors import Unavailable
 
 
@@ -85,3 +89,25 @@ def test_errors_and_the_end() -> None:
     """An error in mid-stream is OpenAI's error object."""
     assert read(error_event(Unavailable("gone")))[0]["error"]["message"] == "gone"
     assert DONE == b"data: [DONE]\n\n"
+
+
+def test_chunks_that_are_read_report_every_token_once() -> None:
+    """Log-probabilities of tokens whose text is held back, or is no text at all, come with what is told next."""
+    reading = partial(AnswerReader, ThinkParser(Thinking.POSSIBLE), None, one_call=False, show_thinking=True)
+    chunks = ReadChunks(
+        "id-1", 1, "smol", with_usage=False, new_reader=reading, named=False,
+        reporter=Reporter(lambda token_id: bytes([token_id])),
+    )  # fmt: skip
+    text = "<think>a</think>b"
+    events: list[dict[str, Any]] = []
+    for index, letter in enumerate(text[:-1]):
+        events += read(chunks.delta(0, letter, None, [TokenReport(ord(letter), index, -0.5)]))
+    events += read(chunks.final(0, text[-1], "stop", None, None, [TokenReport(ord(text[-1]), 0, -0.5)]))
+    choices = [event["choices"][0] for event in events]
+    reported = [
+        entry["token"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]
+    ]
+    assert "".join(reported) == text
+    assert "".join(choice["delta"].get("reasoning", "") for choice in choices) == "a"
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "b"
+    assert choices[-1]["finish_reason"] == "stop"

@@ -325,3 +325,35 @@ def test_what_strict_means(qwen: Served, compiler: xgrammar.GrammarCompiler) -> 
         assert reading.constraint is not None
         text = written("hermes", (tool["function"]["name"], arguments))
         assert accepts(compiler, reading.constraint, text) == fits
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}}, "12", "x"),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "aba", "abc"),
+        ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, "yes", "maybe"),
+    ],
+)  # fmt: skip
+def test_a_model_that_thinks_may_do_so_before_an_answer_that_is_held(
+    qwen: Served, compiler: xgrammar.GrammarCompiler, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    """The answer behind the thinking must match, whatever was thought."""
+    reading = plan(settings(), qwen, chat(**fields), [1])
+    assert reading.constraint is not None
+    assert accepts(compiler, reading.constraint, f"<think>let me see: {bad}</think>\n\n{good}")
+    assert accepts(compiler, reading.constraint, good)
+    assert not accepts(compiler, reading.constraint, f"<think>let me see</think>{bad}")
+
+
+def test_a_held_answer_of_a_model_that_does_not_think_is_held_as_it_is(smollm2: Served) -> None:
+    assert plan(settings(), smollm2, chat(response_format={"type": "json_object"}), [1]).constraint is None
+
+
+def test_strict_calls_that_need_not_come_and_a_held_answer_do_not_go_together(qwen: Served) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    body = chat(tools=[strict], response_format={"type": "json_object"})
+    with pytest.raises(InvalidArgument, match="cannot both hold") as caught:
+        plan(settings(), qwen, body, [1])
+    assert caught.value.param == "response_format"
