@@ -445,6 +445,7 @@ def _sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         bad_words=[common_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        structured_output=grammar_to_proto(sampling.grammar) if sampling.grammar else None,
     )
     if sampling.repetition_penalty != 1.0:
         message.repetition_penalty = sampling.repetition_penalty

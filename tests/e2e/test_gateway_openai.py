@@ -217,12 +217,12 @@ async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, s
     [
         ({"temperature": -1}, "temperature"), ({"temperature": 9}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"messages": []}, "messages"),
-        ({"n": 3}, "n"), ({"logprobs": True}, "logprobs"), ({"stop": [""]}, "stop"),
+        ({"n": 1000}, "n"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stop": [""]}, "stop"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}}, "response_format"),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"), ({"extra_body": {"made_up": 1}}, "made_up"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"presence_penalty": 1.5}, "presence_penalty"), ({"logit_bias": {"5": 10}}, "logit_bias"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+        ({"presence_penalty": 2.5}, "presence_penalty"), ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
     ],
 )  # fmt: skip
 def test_refusals_name_their_parameter(client: openai.OpenAI, changes: dict[str, Any], param: str) -> None:
@@ -239,9 +239,9 @@ def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
               "maximum": 99}}, "required": ["city", "population"]}  # fmt: skip
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, max_tokens=60, response_format=wanted, temperature=1.0, seed=1
+        model=MODEL, messages=QUESTION, max_tokens=200, response_format=wanted, temperature=0.5, seed=1
     )
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].finish_reason == "stop", answer.choices[0].message.content
     value = json.loads(answer.choices[0].message.content or "")
     assert value["city"] in {"Paris", "Rome"}
     assert 0 <= value["population"] <= 99
@@ -257,6 +257,39 @@ def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
         model=MODEL, messages=QUESTION, max_tokens=4, response_format={"type": "json_object"}
     )
     assert cut.choices[0].finish_reason == "length"
+
+
+def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None:
+    """A model that was never taught to call anything is held to the function's parameters; streamed and whole."""
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1,
+                  "maximum": 9}}, "required": ["city", "days"], "additionalProperties": False}  # fmt: skip
+    tools: Any = [{"type": "function", "function": {"name": "forecast", "parameters": parameters}}]
+    chosen: Any = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "max_tokens": 200,
+        "tools": tools,
+        "temperature": 0.5,
+        "seed": 1,
+    }
+    for choice in ("required", {"type": "function", "function": {"name": "forecast"}}):
+        answer = client.chat.completions.create(**chosen, tool_choice=choice, parallel_tool_calls=False)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "forecast"
+        assert arguments["city"] in {"Paris", "Rome"}
+        assert 1 <= arguments["days"] <= 9
+        stream = client.chat.completions.create(
+            **chosen, tool_choice=choice, parallel_tool_calls=False, stream=True
+        )
+        streamed = "".join(
+            call.function.arguments or ""
+            for chunk in stream
+            for call in chunk.choices[0].delta.tool_calls or ()
+            if call.function is not None
+        )
+        assert json.loads(streamed) == arguments
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

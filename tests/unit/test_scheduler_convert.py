@@ -11,7 +11,7 @@ from scheduler_svc import model_files
 from scheduler_svc.convert import event_to_proto, kv_batch_to_proto, plan_to_proto, submission_from_proto
 from scheduler_svc.kv_events import Batch, Cleared, Removed, Stored
 from scheduler_svc.model_files import ServedFiles, describe_served, receive_files
-from scheduler_svc.plan import Decode, Growth, StepPlan
+from scheduler_svc.plan import Admission, Decode, Growth, StepPlan
 from scheduler_svc.request import Event, FinishReason, Logprobs
 
 
@@ -58,6 +58,23 @@ def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
     message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
     assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
     assert list(message.logprobs[0].top_token_ids) == [7, 5]
+
+
+def test_every_sampling_field_reaches_the_worker() -> None:
+    """Whatever the schema has, a worker is told as it was sent; a field that is added and forgotten on the way is found here."""
+    sent = common_pb2.SamplingParams(
+        temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[3, 5], ignore_eos=True,
+        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={4: 2.0}, allowed_token_ids=[1, 2],
+        bad_words=[common_pb2.TokenSequence(token_ids=[6, 7])], logprobs=3, prompt_logprobs=2,
+        structured_output=common_pb2.StructuredOutput(regex="a+"),
+    )  # fmt: skip
+    assert {field.name for field, _ in sent.ListFields()} == set(sent.DESCRIPTOR.fields_by_name)
+    submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=sent))
+    admission = Admission(0, "r", (1, 2), 2, 0, submission.sampling, ((3,),))
+    # What the client asked for at most is made exact where the request is admitted.
+    (told,) = plan_to_proto(StepPlan(1, None, admit=(admission,))).admit
+    told.sampling.max_tokens = sent.max_tokens
+    assert told.sampling == sent
 
 
 def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:

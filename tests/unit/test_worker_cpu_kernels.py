@@ -277,16 +277,22 @@ def test_a_device_fuses_its_own_kernels_around_those_that_are_not() -> None:
     assert ran == [1]
 
 
-def test_several_processes_may_compile_at_once(tmp_path: Path) -> None:
+def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a folder of its own, and the last one's result stays; nobody sees half of one."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.1\necho made > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    folder = tmp_path / "kernels"
     paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(build.compile_into(tmp_path))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: paths.append(build.compile_into(folder))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert paths == [tmp_path / build.file_name()] * 2
-    assert [path.name for path in tmp_path.iterdir()] == [build.file_name()]
-    Kernels(paths[0])
+    assert paths == [folder / build.file_name()] * 4
+    assert [path.name for path in folder.iterdir()] == [build.file_name()]
+    assert paths[0].read_text() == "made\n"
 
 
 @pytest.mark.parametrize(("compiler", "said"), [("/bin/false", "does not compile"), ("/no/compiler", "cannot be compiled")])  # fmt: skip
