@@ -272,15 +272,16 @@ def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None
         "temperature": 0.5,
         "seed": 1,
     }
-    for choice in ("required", {"type": "function", "function": {"name": "forecast"}}):
-        answer = client.chat.completions.create(**chosen, tool_choice=choice, parallel_tool_calls=False)
+    choices: Any = ("required", {"type": "function", "function": {"name": "forecast"}})
+    for choice in choices:
+        answer: Any = client.chat.completions.create(**chosen, tool_choice=choice, parallel_tool_calls=False)
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
         arguments = json.loads(call.function.arguments)
         assert call.function.name == "forecast"
         assert arguments["city"] in {"Paris", "Rome"}
         assert 1 <= arguments["days"] <= 9
-        stream = client.chat.completions.create(
+        stream: Any = client.chat.completions.create(
             **chosen, tool_choice=choice, parallel_tool_calls=False, stream=True
         )
         streamed = "".join(
