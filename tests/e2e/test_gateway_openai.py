@@ -275,7 +275,7 @@ def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None
     choices: Any = ("required", {"type": "function", "function": {"name": "forecast"}})
     for choice in choices:
         answer: Any = client.chat.completions.create(**chosen, tool_choice=choice, parallel_tool_calls=False)
-        (call,) = answer.choices[0].message.tool_calls or ()
+        (call,) = answer.choices[0].message.tool_calls
         assert call.type == "function"
         arguments = json.loads(call.function.arguments)
         assert call.function.name == "forecast"
