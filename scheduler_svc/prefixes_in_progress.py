@@ -38,8 +38,6 @@ class PrefixesInProgress:
         """``request`` is going to compute the boundaries behind ``first`` up to ``limit``, all counted in granules, ``unit`` apart."""
         for boundary in range(first + unit, limit + 1, unit):
             self._owners.setdefault(keys[boundary - 1], request)
-        if request.branches and request.family is not None:
-            self._owners[request.family] = request
 
     def longest(self, keys: Sequence[BlockKey], limit: int, unit: int) -> int:
         """The last boundary of a prompt that is being computed, in granules; 0 if none is."""
@@ -51,8 +49,10 @@ class PrefixesInProgress:
         """Who computes ``key``, which :meth:`longest` found."""
         return self._owners[key]
 
-    def wait(self, request: Request, key: Awaited) -> None:
-        """``request`` waits until ``key`` is computed or given up."""
+    def wait(self, request: Request, key: Awaited, owner: Request) -> None:
+        """``request`` waits until ``key`` is computed, or given up by ``owner``, who computes it now."""
+        # Several sequences may compute their prompt at once; the one that somebody waits for is the one whose end must be told.
+        self._owners[key] = owner
         self._waiters.setdefault(key, []).append(request)
         self._awaited[request.request_id] = key
 

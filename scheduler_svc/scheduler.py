@@ -257,7 +257,7 @@ class ReplicaScheduler:
         return True
 
     def _defer(self, request: Request, awaited: Awaited, computing: Request) -> Admitted:
-        self._in_progress.wait(request, awaited)
+        self._in_progress.wait(request, awaited, computing)
         request.state, request.replica_id = RequestState.DEFERRED, computing.replica_id
         self.stats.deferred += 1
         return Admitted.DEFERRED

@@ -7,14 +7,16 @@ import pytest
 from protos.errors import Internal, InvalidArgument, Overloaded
 from scheduler_svc.geometry import GroupKind, KvGroup
 from scheduler_svc.plan import Prefill, SlotOutput, StepResult
+from scheduler_svc.prefixes_in_progress import PrefixesInProgress
 from scheduler_svc.request import Event, FinishReason, Logprobs
-from scheduler_svc.sequences import Resumed
+from scheduler_svc.sequences import Family, Resumed
 from tests.scheduler_factories import (
     FULL,
     ListSink,
     Rig,
     expected_tokens,
     make_geometry,
+    make_request,
     make_rig,
     make_sampling,
     make_submission,
@@ -344,3 +346,20 @@ def test_an_end_token_before_min_tokens_ends_nothing() -> None:
     rig = make_rig()
     with pytest.raises(InvalidArgument, match="min_tokens=9 is more than the 8 tokens"):
         rig.submit(make_submission(PROMPT, sampling=make_sampling(min_tokens=9)))
+
+
+def test_who_waits_for_one_of_several_that_compute_a_prompt_hears_of_its_end() -> None:
+    """Two sequences prefill for themselves; the first is done, somebody waits for the second, and the second is aborted."""
+    family = Family("r", ListSink())
+    first, second, waiter = (make_request(PROMPT) for _ in range(3))
+    for one in (first, second, waiter):
+        one.family = family
+        family.members.append(one)
+    computing = PrefixesInProgress()
+    for one in (first, second):
+        computing.start(one, (), 0, 0, 1)
+    assert computing.computed(family) == []
+    computing.wait(waiter, family, second)
+    assert computing.given_up(first, ()) == []
+    assert computing.given_up(second, ()) == [waiter]
+    assert computing.num_waiting == 0
