@@ -100,11 +100,6 @@ class KernelGraph:
         """Besides attention."""
         return len(self.operators)
 
-    @property
-    def num_calls(self) -> int:
-        """What a replay calls: kernels that the device has fused count once."""
-        return len(self._fused)
-
     @torch.inference_mode()
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
         """Runs the step.
