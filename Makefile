@@ -32,12 +32,13 @@ help: ## Show this list
 serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
+# Two processes at once with a thread each: torch would give each of them all cores, and they would wait for each other.
 test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run every test but those of the containers
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose" $(ARGS) || $(NONE_CHOSEN)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose" $(ARGS) || $(NONE_CHOSEN)
 	@$(BIN)/python -m pytest -m stack tests/e2e $(ARGS) || $(NONE_CHOSEN)
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
 	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)

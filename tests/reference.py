@@ -33,7 +33,9 @@ class Reference:
     def logprobs(self, prompt: Sequence[int], continuation: Sequence[int]) -> torch.Tensor:
         """Log-probabilities, float32 [continuation, vocab], of the token at each place of the continuation given all before it."""
         with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *continuation[:-1]]])).logits[0, len(prompt) - 1 :]
+            logits = self._model(
+                torch.tensor([[*prompt, *continuation[:-1]]]), logits_to_keep=len(continuation)
+            ).logits[0]
             logprobs: torch.Tensor = logits.float().log_softmax(dim=-1)
             return logprobs
 

@@ -58,10 +58,11 @@ def test_batch_equals_reference(
 
 
 def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: list[list[int]]) -> None:
-    """Each prompt decoded alone gives the tokens that it gives in the batch."""
+    """Each prompt decoded alone gives the tokens that it gives in the batch; the short form takes every third, of 5 to 535 tokens."""
     harness = Harness(load(smollm2, "float32"))
-    alone = [tokens_of(harness.generate([prompt], NUM_TOKENS)[0]) for prompt in prompts]
-    assert alone == batched
+    step = 1 if FULL else 3
+    alone = [tokens_of(harness.generate([prompt], NUM_TOKENS)[0]) for prompt in prompts[::step]]
+    assert alone == batched[::step]
 
 
 def test_reference_is_generate(
