@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compile(settings: CompileSettings) -> int:
-    from scheduler_svc.convert import configure_to_proto, groups_from_proto, limits_from_proto
+    from scheduler_svc.convert.plans import configure_to_proto, groups_from_proto, limits_from_proto
     from scheduler_svc.deployment import Deployment, make_engine
     from scheduler_svc.settings import Settings as SchedulerSettings
     from worker_svc import convert

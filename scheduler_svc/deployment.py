@@ -9,7 +9,8 @@ from protos.errors import ConfigurationRefused, TriptychError, Unavailable
 from protos.logs import get_logger
 from protos.triptych.v1 import inference_pb2, worker_pb2
 from scheduler_svc.batch_histogram import BatchHistogram, histogram_path
-from scheduler_svc.convert import groups_from_proto, limits_from_proto, pool_tasks_from_proto
+from scheduler_svc.convert.plans import groups_from_proto, limits_from_proto
+from scheduler_svc.convert.requests import pool_tasks_from_proto
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import CacheOptions, KvCache

@@ -13,15 +13,15 @@ from protos.errors import Internal, Overloaded, SchemaMismatch, TriptychError, U
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
-from scheduler_svc.convert import (
+from scheduler_svc.convert.plans import (
     configure_pool_to_proto,
     configure_to_proto,
-    grammar_to_proto,
     groups_from_proto,
     limits_from_proto,
     plan_to_proto,
     result_from_proto,
 )
+from scheduler_svc.convert.sampling import grammar_to_proto
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.model_files import receive_files

@@ -20,14 +20,9 @@ from protos.errors import (
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
-from scheduler_svc.convert import (
-    check_salt,
-    event_to_proto,
-    kv_batch_to_proto,
-    pool_submission_from_proto,
-    pooled_to_proto,
-    submission_from_proto,
-)
+from scheduler_svc.convert.events import event_to_proto, pooled_to_proto
+from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.convert.requests import check_salt, pool_submission_from_proto, submission_from_proto
 from scheduler_svc.deployment import Deployment
 from scheduler_svc.engine import Engine, Submission
 from scheduler_svc.kv_watch import KvWatch

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc import convert as scheduler_convert
+from scheduler_svc.convert.plans import plan_to_proto, result_from_proto
 from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
 from scheduler_svc.geometry import Geometry as SchedulerGeometry
 from scheduler_svc.geometry import GroupKind as SchedulerKind
@@ -76,10 +76,10 @@ class LocalReplica:
         self.engine.dispatch()
         if (plan := self.scheduler.step()) is None:
             return False
-        message = worker_pb2.StepPlan.FromString(scheduler_convert.plan_to_proto(plan).SerializeToString())
+        message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
         started = time.perf_counter()
         received = worker_convert.plan_from_proto(message)
         result = worker_convert.result_to_proto(received, self.runner.execute(received), 0)
         ran(plan, time.perf_counter() - started)
-        self.scheduler.update(scheduler_convert.result_from_proto(result))
+        self.scheduler.update(result_from_proto(result))
         return True

@@ -20,7 +20,7 @@ from protos.triptych.v1 import (
     worker_pb2_grpc,
 )
 from protos.wire import SCHEMA_REVISION, Context, open_channel
-from scheduler_svc.convert import groups_from_proto
+from scheduler_svc.convert.plans import groups_from_proto
 from scheduler_svc.deployment import Deployment, make_engine
 from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry

@@ -8,7 +8,10 @@ import pytest
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc import model_files
-from scheduler_svc.convert import event_to_proto, kv_batch_to_proto, plan_to_proto, submission_from_proto
+from scheduler_svc.convert.events import event_to_proto
+from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.convert.plans import plan_to_proto
+from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv_events import Batch, Cleared, Removed, Stored
 from scheduler_svc.model_files import ServedFiles, describe_served, receive_files
 from scheduler_svc.plan import Admission, Decode, Growth, StepPlan

@@ -1,0 +1,63 @@
+"""Changes of prefix caches: to protocol messages for those who watch."""
+
+import itertools
+from collections.abc import Iterator
+
+from protos.triptych.v1 import inference_pb2
+from scheduler_svc.kv_events import Batch, Cleared, KvEvent, Removed, Stored
+
+# Below the 4 MiB that gRPC's clients take unless told otherwise, tokens of a chunk or two included.
+_KEYS_PER_MESSAGE, _MESSAGE_WEIGHT = 4096, 1 << 20
+
+
+def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> Iterator[inference_pb2.KvEventBatch]:
+    """Changes of one replica's prefix cache for a watcher, in messages that any client takes."""
+    part = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id, snapshot=batch.snapshot)
+    size = 0
+    for event in itertools.chain.from_iterable(_pieces(event, granule) for event in batch.events):
+        if part.events and size + _weight(event) > _MESSAGE_WEIGHT:
+            part.more = True
+            yield part
+            part, size = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id), 0
+        part.events.append(_kv_event_to_proto(event, granule))
+        size += _weight(event)
+    yield part
+
+
+def _weight(event: KvEvent) -> int:
+    """About the bytes of an event on the wire."""
+    if isinstance(event, Cleared):
+        return 2
+    return 100 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
+
+
+def _pieces(event: KvEvent, granule: int) -> Iterator[KvEvent]:
+    """The same event in pieces of a bounded number of keys, each piece the continuation of the one before."""
+    match event:
+        case Stored(group_id, keys, parent, token_ids) if len(keys) > _KEYS_PER_MESSAGE:
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                end = start + _KEYS_PER_MESSAGE
+                before = keys[start - 1] if start and parent is not None else parent
+                yield Stored(group_id, keys[start:end], before, token_ids[start * granule : end * granule])
+        case Removed(group_id, keys) if len(keys) > _KEYS_PER_MESSAGE:
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                yield Removed(group_id, keys[start : start + _KEYS_PER_MESSAGE])
+        case _:
+            yield event
+
+
+def _kv_event_to_proto(event: KvEvent, granule: int) -> inference_pb2.KvEvent:
+    match event:
+        case Stored(group_id, keys, parent, token_ids):
+            stored = inference_pb2.KvStored(
+                group_id=group_id,
+                hashes=keys,
+                parent_hash=parent or b"",
+                token_ids=token_ids,
+                tokens_per_hash=granule,
+            )
+            return inference_pb2.KvEvent(stored=stored)
+        case Removed(group_id, keys):
+            return inference_pb2.KvEvent(removed=inference_pb2.KvRemoved(group_id=group_id, hashes=keys))
+        case _:
+            return inference_pb2.KvEvent(cleared=inference_pb2.KvCleared())
