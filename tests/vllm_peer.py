@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from worker_svc.devices import open_device
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import configuration, startup
 
 VOCAB_SIZE: Final = 32_000
 _CONFIG: Final = {
@@ -35,7 +35,7 @@ _CONFIG: Final = {
 @cache
 def prepare() -> None:
     """Imports vLLM with our platform in place, once per process, and seeds its block hashes."""
-    engine.prepare(open_device("cpu"))
+    startup.prepare(open_device("cpu"))
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -162,7 +162,7 @@ def _engine_config(**arguments: object) -> Any:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
-        engine._register_model_class(folder)
+        configuration.register_model_class(folder, trust_remote_code=False)
         return EngineArgs(
             model=name, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, async_scheduling=False,
             **arguments,

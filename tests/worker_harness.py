@@ -16,22 +16,24 @@ from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, Prefill
 from worker_svc.runner import Runner
 from worker_svc.sampling import Vocabulary
 from worker_svc.settings import Backend
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.configuration import Dtype
+from worker_svc.vllm_adapter.engine import VllmModel
 
 GREEDY = Sampling(temperature=0.0)
 FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
 """Whether to run the long form of the tests on real models: every model, type and mode instead of those most likely to differ."""
-_MODELS: dict[tuple[Path, engine.Dtype, bool], engine.VllmModel] = {}
+_MODELS: dict[tuple[Path, Dtype, bool], VllmModel] = {}
 
 
 def load(
     folder: Path,
-    dtype: engine.Dtype,
+    dtype: Dtype,
     device_name: DeviceName = "cpu",
     device: Device | None = None,
     *,
     compiled: bool = True,
-) -> engine.VllmModel:
+) -> VllmModel:
     """The model with its weights, once per process.
 
     On one thread: teams of threads that wait for one another crawl where other processes compete for the cores, as in a test run.
@@ -40,8 +42,8 @@ def load(
     device = device or open_device(device_name)
     key = folder, dtype, compiled
     if key not in _MODELS:
-        engine.prepare(device)
-        model = engine.VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0, compiled=compiled)
+        startup.prepare(device)
+        model = VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0, compiled=compiled)
         model.load_weights()
         _MODELS[key] = model
     return _MODELS[key]
@@ -52,7 +54,7 @@ class Harness:
 
     def __init__(
         self,
-        model: engine.VllmModel,
+        model: VllmModel,
         *,
         max_model_len: int = 1024,
         max_num_seqs: int = 32,

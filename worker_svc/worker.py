@@ -27,7 +27,8 @@ from worker_svc.sampling import Vocabulary
 from worker_svc.settings import Settings
 
 if TYPE_CHECKING:
-    from worker_svc.vllm_adapter.engine import ModelDescription, VllmModel
+    from worker_svc.vllm_adapter.description import ModelDescription
+    from worker_svc.vllm_adapter.engine import VllmModel
 
 Phase = Literal["load", "allocate", "compile", "warm_up"]
 Progress = Callable[[Phase, int, int, str], None]
@@ -128,9 +129,9 @@ class Worker:
         self.device = open_device(name, options)
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device)
-        from worker_svc.vllm_adapter import engine
+        from worker_svc.vllm_adapter import engine, startup
 
-        engine.prepare(self.device)
+        startup.prepare(self.device)
         imported = time.monotonic()
         self._model = engine.VllmModel(
             self.folder,

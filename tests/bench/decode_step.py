@@ -28,7 +28,7 @@ from worker_svc.devices import Device, open_device
 from worker_svc.geometry import AttentionLayer
 from worker_svc.models import FetchError, fetch
 from worker_svc.plan import PrefillWork
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
 
 BUCKETS: Final = (1, 8, 16, 32)
 CHUNK: Final = 128
@@ -187,7 +187,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     quick: bool = arguments.quick
     device = open_device(arguments.device)
     folder = fetch(arguments.model)
-    engine.prepare(device)
+    startup.prepare(device)
     model = TimedModel(folder, device, dtype="bfloat16", load_format="auto", seed=0)
     model.load_weights()
     buckets = (1, 32) if quick else BUCKETS

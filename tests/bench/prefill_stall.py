@@ -16,7 +16,8 @@ from tests.bench.report import report
 from tests.local_replica import LocalReplica
 from worker_svc.devices import open_device
 from worker_svc.models import fetch
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.engine import VllmModel
 
 RUNNING, LONG, CONTEXT = 16, 4000, 8192
 
@@ -48,7 +49,7 @@ def _prompt(seed: int, count: int) -> list[int]:
     return [100 + (seed * 7919 + i * i * 31) % 20_000 for i in range(count)]
 
 
-def _measure(model: engine.VllmModel, ratio: int, long: int) -> _Stall:
+def _measure(model: VllmModel, ratio: int, long: int) -> _Stall:
     replica = LocalReplica(
         model, max_model_len=CONTEXT, slots=RUNNING + 1, buckets=(1, 16, 17), caching=False,
         decode_steps_per_chunk=ratio, kv_bytes=1 << 31,
@@ -90,8 +91,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a prompt of 1,000 tokens, each setting once")
     quick = parser.parse_args().quick
     device = open_device("cpu")
-    engine.prepare(device)
-    model = engine.VllmModel(fetch("smollm2", None), device, dtype="bfloat16", load_format="auto", seed=0)
+    startup.prepare(device)
+    model = VllmModel(fetch("smollm2", None), device, dtype="bfloat16", load_format="auto", seed=0)
     model.load_weights()
     long, rounds = (1000, 1) if quick else (LONG, 3)
     ratios = (1, 4, 0) if quick else (1, 2, 4, 8, 0)

@@ -22,7 +22,7 @@ from tests.worker_harness import Harness
 from worker_svc.devices import open_device
 from worker_svc.models import FetchError, fetch
 from worker_svc.plan import Sampling
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.engine import VllmModel
 
 BATCH: Final = 32
@@ -111,7 +111,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     quick: bool = arguments.quick
     device = open_device("cpu")
     folder = fetch("smollm2")
-    engine.prepare(device)
+    startup.prepare(device)
     model = ClockedModel(folder, device, dtype="bfloat16", load_format="auto", seed=0)
     model.load_weights()
     harness = Harness(

@@ -12,7 +12,7 @@ from worker_svc.devices.base import AttentionInput, AttentionShape
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.geometry import AttentionLayer, KvGroup
 from worker_svc.replay import kernels_of
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # importing vLLM
 
@@ -23,7 +23,7 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 6, 2, 64, 32, 24
 def device() -> CpuDevice:
     """With vLLM's kernels loaded."""
     device = CpuDevice()
-    engine.prepare(device)
+    startup.prepare(device)
     return device
 
 

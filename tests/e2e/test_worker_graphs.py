@@ -14,7 +14,7 @@ from worker_svc.geometry import GroupKind
 from worker_svc.models import fetch
 from worker_svc.plan import Sampling
 from worker_svc.settings import Backend
-from worker_svc.vllm_adapter.engine import Dtype
+from worker_svc.vllm_adapter.configuration import Dtype
 
 pytestmark = [
     pytest.mark.e2e,

@@ -18,7 +18,8 @@ from worker_svc.devices.cpu import CpuDevice
 from worker_svc.geometry import Geometry
 from worker_svc.runner import Runner
 from worker_svc.settings import LoadFormat, Settings
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.engine import VllmModel
 from worker_svc.worker import Worker
 
 pytestmark = [
@@ -43,16 +44,16 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write("llama", tmp_path_factory.mktemp("sharded"), max_shard_size="200KB")
 
 
-def open_model(folder: Path, load_format: LoadFormat = "auto", *, trust: bool = False) -> engine.VllmModel:
+def open_model(folder: Path, load_format: LoadFormat = "auto", *, trust: bool = False) -> VllmModel:
     device = open_device("cpu")
     torch.set_num_threads(1)
-    engine.prepare(device)
-    return engine.VllmModel(
+    startup.prepare(device)
+    return VllmModel(
         folder, device, dtype="float32", load_format=load_format, seed=0, trust_remote_code=trust
     )
 
 
-def generate(model: engine.VllmModel) -> list[int]:
+def generate(model: VllmModel) -> list[int]:
     harness = Harness(model, max_model_len=256, max_num_seqs=2, decode_buckets=(1, 2))
     return tokens_of(harness.generate([PROMPT], 6)[0])
 

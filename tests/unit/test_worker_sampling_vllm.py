@@ -18,7 +18,7 @@ from worker_svc.plan import Sampling
 from worker_svc.sampling import SamplingState, report
 from worker_svc.sampling.adjust import adjust
 from worker_svc.sampling.sampler import kept_masses, sample
-from worker_svc.vllm_adapter import engine
+from worker_svc.vllm_adapter import startup
 
 VOCAB = 96
 ENDS = (2, 90)
@@ -71,7 +71,7 @@ def logits_of(seed: int, count: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def _platform() -> None:
-    engine.prepare(open_device("cpu"))
+    startup.prepare(open_device("cpu"))
 
 
 def theirs(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,140 @@
+"""What a model is, read off vLLM's configuration and the layers that it built."""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.geometry import AttentionLayer
+from worker_svc.memory import ModelSize
+from worker_svc.pooling import PoolingDescription
+
+_MATRIX = 2  # dimensions
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a model is, as far as its configuration tells."""
+
+    architecture: str
+    """For example "LlamaForCausalLM"."""
+    vocab_size: int
+    """Length of a row of logits."""
+    max_model_len: int
+    """Tokens of context that the model was made for."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence, ascending."""
+    dtype: torch.dtype
+    """Of weights and activations."""
+    quantization: str | None
+    """Of the weights, by vLLM's name."""
+    layers: tuple[AttentionLayer, ...]
+    """Attention layers in the model's order."""
+    pooling: PoolingDescription | None
+    """Set for a pooling model, which has no layers to cache."""
+    default_sampling: Mapping[str, float]
+    """Sampling parameters that the model's authors recommend, by their names in generation_config.json."""
+
+
+def is_experts(layer: Any) -> bool:
+    """Whether one of the layers that vLLM knows by name has experts, and so nothing to cache."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+
+    return isinstance(layer, MoERunnerInterface)
+
+
+def describe_pooling(
+    config: Any, model: Any, layers: Mapping[str, Any]
+) -> tuple[PoolingDescription, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """What a pooling model makes of a prompt, and the layers that it has behind pooling, if any.
+
+    Raises:
+        ConfigurationRefused: if it is not for embeddings, or pools in a way that is not served.
+    """
+    model_config = config.model_config
+    what = f"{Path(model_config.model).name} ({model_config.architecture})"
+    poolers = getattr(getattr(model, "pooler", None), "poolers_by_task", {})
+    head = getattr(poolers.get("embed"), "head", None)
+    if head is None:
+        tasks = ", ".join(sorted(poolers)) or "something else"
+        raise ConfigurationRefused(
+            f"{what} is for {tasks}; of pooling models, those for embeddings are served, and no others yet"
+        )
+    method = model_config.pooler_config.get_seq_pooling_type()
+    if method not in ("MEAN", "CLS", "LAST"):
+        raise ConfigurationRefused(f"{what} pools by {method}, which is not served yet")
+    for name, layer in layers.items():
+        shape = getattr(getattr(layer, "impl", None), "shape", None)
+        if shape is None or shape.softcap or shape.sinks or not shape.writes:
+            raise ConfigurationRefused(f"{what}: pooling layers like {name} are not served yet")
+    normalize = head.activation is not None and model_config.pooler_config.use_activation is not False
+    size = getattr(model_config, "embedding_size", None) or model_config.get_hidden_size()
+    return PoolingDescription(method, normalize, size), head.projector
+
+
+def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription | None) -> ModelDescription:
+    """What a model is.
+
+    Raises:
+        ConfigurationRefused: if it has layers that are not served.
+    """
+    model_config = config.model_config
+    attention = []
+    for name, layer in layers.items():
+        if is_experts(layer):
+            continue
+        if not hasattr(layer, "kv_cache_torch_dtype"):
+            raise ConfigurationRefused(f"layers like {name} ({type(layer).__name__}) are not served yet")
+        attention.append(
+            AttentionLayer(
+                name=name,
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                window=layer.sliding_window or 0,
+                dtype=layer.kv_cache_torch_dtype,
+                shares_with=layer.kv_sharing_target_layer_name,
+            )
+        )
+    text = model_config.hf_text_config
+    generation = model_config.try_get_generation_config()
+    eos: set[int] = set()
+    for value in (generation.get("eos_token_id"), getattr(text, "eos_token_id", None)):
+        eos.update([value] if isinstance(value, int) else value or ())
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return ModelDescription(
+        architecture=model_config.architecture,
+        vocab_size=text.vocab_size,
+        max_model_len=model_config.max_model_len,
+        eos_token_ids=tuple(sorted(eos)),
+        dtype=model_config.dtype,
+        quantization=model_config.quantization,
+        layers=tuple(attention),
+        pooling=pooling,
+        default_sampling={name: generation[name] for name in names if generation.get(name) is not None},
+    )
+
+
+def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
+    """What the memory of a model depends on; ``vocab_size`` is 0 for one without logits."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    widths: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is None or parameter.dim() < _MATRIX:
+            continue
+        experts = parameter.shape[:-_MATRIX].numel()
+        widths[layer[1]] = widths.get(layer[1], 0) + experts * sum(parameter.shape[-_MATRIX:])
+    return ModelSize(
+        weight_bytes=sum(storage.nbytes() for storage in storages.values()),
+        width=max(widths.values(), default=0),
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=vocab_size,
+        itemsize=model_config.dtype.itemsize,
+    )

