@@ -7,6 +7,7 @@ from functools import partial
 
 from scheduler_svc.block_pool import Block, BlockKey, BlockPool
 from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.kv_copies import Copies, Copy, CopyQueue
 from scheduler_svc.kv_events import KvEventLog
 from scheduler_svc.kv_groups.base import Grid, KvGroupManager, Table
 from scheduler_svc.kv_groups.full import FullGroup
@@ -49,47 +50,6 @@ class KvStats:
     hit_tokens: int = 0
     copies: int = 0
     kept_windows: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A copy on its way.
-
-    Attributes:
-        order: what the worker is told.
-        held: the block that is referenced for the copy alone: a request's source, a kept window's target.
-        key: what the target can be found under once it is written; None if it belongs to a request.
-        cheap: see ``Block``.
-        owner: request that resumes from the target; None for kept windows.
-        era: resets of the cache before the copy was decided.
-    """
-
-    order: BlockCopy
-    held: Block
-    era: int
-    owner: Request | None = None
-    key: BlockKey | None = None
-    cheap: bool = False
-
-
-class Copies:
-    """Copies that one plan carries; opaque to the scheduler, which hands them back when the plan was run."""
-
-    __slots__ = ("entries",)
-
-    def __init__(self, entries: list[_Copy]) -> None:
-        """Wraps ``entries``."""
-        self.entries = entries
-
-    @property
-    def orders(self) -> tuple[BlockCopy, ...]:
-        """What the worker is told, in order."""
-        return tuple(entry.order for entry in self.entries)
-
-    @property
-    def owners(self) -> list[Request]:
-        """Requests that go on from what is copied."""
-        return [entry.owner for entry in self.entries if entry.owner is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +95,7 @@ class KvCache:
         groups: managers, by group id.
         stats: counters.
         events: what was stored and removed.
+        copies: those that the next plan has to carry; hand them to :meth:`copied` when it was run.
         on_release: called whenever blocks become free: until then, what did not fit will not fit.
     """
 
@@ -170,7 +131,7 @@ class KvCache:
         in_place = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in groups)
         # Without such groups nothing has to be kept, and nothing remembered to decide on it.
         self._keep = (keep or KeepJunctions()) if in_place and options.prefix_caching else None
-        self._copies: list[_Copy] = []
+        self.copies = CopyQueue(self._pools)
         self._era = 0
         self.stats = KvStats()
         self.events = KvEventLog(
@@ -222,11 +183,6 @@ class KvCache:
     def slides_in_place(self) -> bool:
         """Whether the model has windows whose content moves on with every token."""
         return any(isinstance(group, InPlaceWindowGroup) for group in self.groups)
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether the next plan has to carry copies."""
-        return bool(self._copies)
 
     # ---- prefixes ------------------------------------------------------------------------------------------------------------------
 
@@ -312,7 +268,7 @@ class KvCache:
             if source is not None:
                 target = table.blocks[first_new]
                 order = BlockCopy(group_id, source.block_id, target.block_id, group.copied_tokens(hit_tokens))
-                self._copies.append(_Copy(order, source, self._era, owner=request))
+                self.copies.add(Copy(order, source, self._era, owner=request))
                 self.stats.copies += 1
         request.tables = [table for table, _ in taken]
         request.num_computed = request.num_cached = hit_tokens
@@ -384,7 +340,7 @@ class KvCache:
                 (target,) = group.pool.allocate(1) or (group.pool.null,)
                 group.pool.touch((source,))
                 order = BlockCopy(group_id, source.block_id, target.block_id, tokens)
-                self._copies.append(_Copy(order, source, self._era, owner=child))
+                self.copies.add(Copy(order, source, self._era, owner=child))
                 self.stats.copies += 1
                 mine.blocks.append(target)
             tables.append(mine)
@@ -405,40 +361,24 @@ class KvCache:
         first, last = start // granule, end // granule
         if first == last:
             return
-        chain = self._chain(request)
-        keys = chain.extend(request.token_ids, last)
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
-            new = group.index(table, keys, first, last)
-            if new and self.events.active:
-                self._announce(group_id, request, chain, new)
+        self._index(request, first, last)
         if self._keep is not None and whole_chunk:
-            self._keep_windows(request, keys, last)
+            self._keep_windows(self._keep, request, last)
 
     def generated(self, request: Request) -> None:
         """Makes findable what decode steps wrote, where that is wanted; a window that slides in place is not."""
         if not self._options.prefix_caching or not self._options.cache_generated:
             return
-        if request.cache_era != self._era or any(entry.owner is request for entry in self._copies):
+        if request.cache_era != self._era or self.copies.waits_for(request):
             return  # it began before a reset; or it is a fork whose blocks are not copied yet, with nothing in them
         granule = self._grid.granule
         end = request.num_computed // granule
         start = max(0, request.num_computed - self._grid.block_size) // granule
-        chain = self._chain(request)
-        keys = chain.extend(request.token_ids, end)
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
-            new = group.index(table, keys, start, end)
-            if new and self.events.active:
-                self._announce(group_id, request, chain, new)
+        self._index(request, start, end)
 
     def release(self, request: Request) -> None:
         """Takes all blocks from a request; its tokens have to be computed again if it is to go on."""
-        read = {(entry.order.group_id, entry.order.source_block) for entry in self._copies}
-        for entry in [entry for entry in self._copies if entry.owner is request]:
-            if (entry.order.group_id, entry.order.target_block) in read:
-                continue  # a fork copies on from there in the same plan
-            # Its plan has not been sent: nobody needs the copy any more.
-            self._copies.remove(entry)
-            self._pools[entry.order.group_id].free((entry.held,))
+        self.copies.withdraw(request)
         for group, table in zip(self.groups, request.tables, strict=bool(request.tables)):
             group.release(table)
         request.tables = []
@@ -446,13 +386,6 @@ class KvCache:
         self.on_release()
 
     # ---- copies --------------------------------------------------------------------------------------------------------------------
-
-    def take_copies(self) -> Copies | None:
-        """The copies that the next plan has to carry, if any; hand them to :meth:`copied` when it was run."""
-        if not self._copies:
-            return None
-        entries, self._copies = self._copies, []
-        return Copies(entries)
 
     def copied(self, copies: Copies, *, done: bool = True) -> None:
         """The plan with these copies was run (or, not ``done``, failed): kept windows can be found, sources may be evicted."""
@@ -464,14 +397,6 @@ class KvCache:
                     self.events.stored(entry.order.group_id, (entry.key,), b"", ())
             pool.free((entry.held,))
         self.on_release()
-
-    def drop_unsent_windows(self) -> bool:
-        """Gives up windows that were to be kept and are not under way yet; whether there were any."""
-        dropped = [entry for entry in self._copies if entry.owner is None]
-        for entry in dropped:
-            self._copies.remove(entry)
-            self._pools[entry.order.group_id].free((entry.held,))
-        return bool(dropped)
 
     # ---- pins ----------------------------------------------------------------------------------------------------------------------
 
@@ -524,23 +449,32 @@ class KvCache:
     def _evicted(self, group_id: int, key: BlockKey) -> None:
         self.events.removed(group_id, key)
 
-    def _keep_windows(self, request: Request, keys: Sequence[BlockKey], boundary: int) -> None:
-        assert self._keep is not None
+    def _index(self, request: Request, first: int, last: int) -> None:
+        """Makes granules ``[first, last)`` of a request findable in every group."""
+        chain = self._chain(request)
+        keys = chain.extend(request.token_ids, last)
+        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            new = group.index(table, keys, first, last)
+            if new and self.events.active:
+                self._announce(group_id, request, chain, new)
+
+    def _keep_windows(self, policy: KeepPolicy, request: Request, boundary: int) -> None:
+        """Has the next plan copy the windows that end at granule ``boundary``, if they are worth it."""
         unit = self._grid.unit
         if boundary % unit:
             return  # no hit may end there
         last = len(request.token_ids) // (unit * self._grid.granule) * unit
-        worth = self._keep.worth(boundary, last, request.junction)
+        worth = policy.worth(boundary, last, request.junction)
         if worth == "nothing":
             return
-        key, cheap = keys[boundary - 1], worth == "little"
+        key, cheap = self._chain(request).keys[boundary - 1], worth == "little"
         for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
             target = group.keep(key, cheap=cheap)
             if target is None:
                 continue
             tokens = group.copied_tokens(boundary * self._grid.granule)
             order = BlockCopy(group_id, table.blocks[0].block_id, target.block_id, tokens)
-            self._copies.append(_Copy(order, target, self._era, key=key, cheap=cheap))
+            self.copies.add(Copy(order, target, self._era, key=key, cheap=cheap))
             self.stats.copies += 1
             self.stats.kept_windows += 1
 

@@ -17,7 +17,8 @@ from typing import Protocol
 from protos.errors import Internal, TriptychError, Unavailable
 from scheduler_svc.buckets import bucket_for
 from scheduler_svc.geometry import Geometry
-from scheduler_svc.kv_cache import Copies, KvCache
+from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.kv_copies import Copies
 from scheduler_svc.plan import Admission, Decode, Growth, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
@@ -158,7 +159,7 @@ class ReplicaScheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, is under way or waits for the next plan: no blocks become free by themselves."""
-        return not self.num_running and not self._pending and not self.kv.has_copies
+        return not self.num_running and not self._pending and not self.kv.copies
 
     @property
     def has_free_slot(self) -> bool:
@@ -334,7 +335,7 @@ class ReplicaScheduler:
                 self._grow_due()
                 requests = self._batch()
                 work = self._plan_decode(requests)
-        copies = self.kv.take_copies()
+        copies = self.kv.copies.take()
         if work is None and copies is None and not self._released_slots:
             return None
         return self._send(work, requests, copies)
@@ -370,7 +371,7 @@ class ReplicaScheduler:
             return None
         if not (self._prefilling or self._released_slots or self._admissions):
             return None
-        return self._send(None, (), self.kv.take_copies())
+        return self._send(None, (), self.kv.copies.take())
 
     @property
     def has_pending(self) -> bool:
@@ -454,7 +455,7 @@ class ReplicaScheduler:
             running = [one for one in self._slots if one is not None]
             if len(running) == 1:
                 # Its whole life fits; what stands in the way is kept for others.
-                if self.kv.drop_unsent_windows() or self._owner.drop_pins(self):
+                if self.kv.copies.drop_windows() or self._owner.drop_pins(self):
                     continue
                 raise Internal("out of KV blocks with no request to preempt")
             victim = self.preemption.victim(running)
@@ -622,7 +623,7 @@ class ReplicaScheduler:
         if rest or boundary > limit:
             return
         waiters = self._in_progress.computed(keys[boundary - 1])
-        if self.kv.has_copies:
+        if self.kv.copies:
             self._soon += waiters
             return
         for waiter in waiters:

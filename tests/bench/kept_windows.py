@@ -80,7 +80,7 @@ def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[fl
         if not cache.admit(request):
             raise RuntimeError("there is room for eight requests")
         for start in range(request.num_computed, len(prompt), CHUNK):
-            copies = cache.take_copies()
+            copies = cache.copies.take()
             end = min(start + CHUNK, len(prompt))
             if copies is not None:
                 cache.copied(copies)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_svc.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
-from scheduler_svc.kv_cache import CacheOptions, Copies, KvCache, PinnedPrefix
+from scheduler_svc.kv_cache import CacheOptions, KvCache, PinnedPrefix
+from scheduler_svc.kv_copies import Copies
 from scheduler_svc.policy.windows import KeepEnds, KeepJunctions
 from scheduler_svc.request import Request
 from tests.kv_cache_model import KvModel, contexts_of
@@ -115,7 +116,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         free = [group.pool.num_free for group in self.kv.groups]
         if not self.kv.admit(request):
             assert not request.tables
-            busy = self.running or self.pins or self.flight or self.kv.has_copies
+            busy = self.running or self.pins or self.flight or self.kv.copies
             assert busy, "an idle cache must take any request that fits it"
             return
         if request.num_cached != hit * granule:
@@ -161,7 +162,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def generated(self, request: Request) -> None:
         """As the scheduler: at the end of blocks and when a decoding request leaves."""
         self.kv.generated(request)
-        copied = all(entry.owner is not request for entry in self.kv._copies)
+        copied = not self.kv.copies.waits_for(request)
         if self.options.cache_generated and copied and self.born[request.request_id] == self.resets:
             self.model.publish(
                 request, max(0, request.num_computed - self.geometry.block_size), request.num_computed
@@ -289,7 +290,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def note_windows(self, request: Request, end: int) -> None:
         """What was queued to be kept is the request's window, and the blocks for it are nobody else's any more."""
         context = contexts_of(request)[end - 1]
-        for entry in self.kv._copies:
+        for entry in self.kv.copies.entries:
             if entry.key is not None and id(entry) not in self.unsent:
                 assert entry.order.source_block == request.tables[entry.order.group_id].blocks[0].block_id
                 assert end % (self.model.unit * self.geometry.granule) == 0, (
@@ -308,14 +309,14 @@ class KvCacheMachine(RuleBasedStateMachine):
             if len(self.running) > 1:
                 victim = next(other for other in reversed(self.running) if other is not request)
                 self.release(victim, comes_back=len(self.waiting) < 6)
-            elif not self.kv.drop_unsent_windows():
+            elif not self.kv.copies.drop_windows():
                 assert self.pins, "the whole life of a request that was admitted fits"
                 self.kv.unpin(self.pins.pop()[1])
         for group_id, block_ids in grown:
             self.model.handed_out(group_id, block_ids)
         self.grown += grown
-        copies = self.kv.take_copies()
-        assert not self.kv.has_copies
+        copies = self.kv.copies.take()
+        assert not self.kv.copies
         windows = [
             (entry.order.group_id, entry.order.target_block, *self.unsent[id(entry)])
             for entry in (copies.entries if copies else ())
@@ -380,7 +381,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             return
         self.kv.check_integrity()
         self.model.check_findable()
-        copies = [*self.kv._copies]
+        copies = [*self.kv.copies.entries]
         if self.flight is not None and self.flight.copies is not None:
             copies += self.flight.copies.entries
         for group_id, group in enumerate(self.kv.groups):
@@ -410,7 +411,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.release(request, comes_back=False)
         for _, pinned, _ in self.pins:
             self.kv.unpin(pinned)
-        if (copies := self.kv.take_copies()) is not None:
+        if (copies := self.kv.copies.take()) is not None:
             self.kv.copied(copies, done=False)
         self.kv.check_integrity()
         for group in self.kv.groups:

@@ -125,7 +125,7 @@ class OurCache:
         return self.kv.grow(request, request.num_computed + count) is not None
 
     def _run_copies(self) -> None:
-        copies = self.kv.take_copies()
+        copies = self.kv.copies.take()
         if copies is not None:
             self.kv.copied(copies)
 

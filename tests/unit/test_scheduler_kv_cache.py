@@ -47,12 +47,12 @@ def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> Reques
         start = request.num_computed
         end = min(start + chunk, len(request.token_ids))
         assert kv.grow(request, end) is not None
-        copies = kv.take_copies()
+        copies = kv.copies.take()
         if copies is not None:
             kv.copied(copies)
         kv.computed(request, start, end)
         request.num_computed = end
-    if (copies := kv.take_copies()) is not None:
+    if (copies := kv.copies.take()) is not None:
         kv.copied(copies)
     return request
 
@@ -67,11 +67,11 @@ def test_a_hit_inside_a_block_copies_its_beginning() -> None:
     source, target = first.tables[0].blocks[0], second.tables[0].blocks[0]
     assert source is not target
     assert source.ref_count == 2
-    copies = kv.take_copies()
+    copies = kv.copies.take()
     assert copies is not None
     assert copies.orders == (BlockCopy(0, source.block_id, target.block_id, 6),)
     assert copies.owners == [second]
-    assert kv.take_copies() is None
+    assert kv.copies.take() is None
     kv.copied(copies)
     assert source.ref_count == 1
 
@@ -98,7 +98,7 @@ def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
     prefill(kv, range(20, 34), chunk=2)
     assert kv.peek(make_request(range(20, 34))) == 8
     assert kv.admit(make_request(range(20, 34)))
-    assert not kv.has_copies
+    assert not kv.copies
 
 
 def test_who_leaves_before_its_plan_takes_its_copies_back() -> None:
@@ -108,7 +108,7 @@ def test_who_leaves_before_its_plan_takes_its_copies_back() -> None:
     request = make_request([*range(20, 26), 90])
     assert kv.admit(request)
     kv.release(request)
-    assert not kv.has_copies
+    assert not kv.copies
     assert kv.usage == 0
 
 
@@ -174,7 +174,7 @@ def test_a_window_is_found_only_when_its_copy_was_made() -> None:
         assert kv.admit(request)
         kv.computed(request, 0, 4)
         assert kv.peek(request) == 0
-        copies = kv.take_copies()
+        copies = kv.copies.take()
         assert copies is not None
         if reset:
             kv.reset_prefixes()
@@ -368,7 +368,7 @@ def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
     assert kv.admit(origin)
     assert kv.fork(origin, fork, origin.num_computed)
     kv.release(origin)
-    copies = kv.take_copies()
+    copies = kv.copies.take()
     assert copies is not None
     first, second = copies.orders
     assert first.target_block == second.source_block
