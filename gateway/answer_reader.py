@@ -25,21 +25,28 @@ class Trim:
     def __init__(self) -> None:
         self._part: type[Event] | None = None
         # White space at the end so far of the part, which is part of it only if more follows.
-        self._held = ""
+        self._held: list[str] = []
         self._fresh = False
+        # Content's white space in front of calls, by their numbers: it is content after all if one is revoked.
+        self._dropped: dict[int, str] = {}
 
     def push(self, events: Iterable[Event]) -> Iterator[Event]:
         """The events without that white space; some of it may come with later ones."""
         for event in events:
             if isinstance(event, Text | Reasoning):
                 yield from self._text(event)
-                continue
-            if isinstance(event, CallStart):
-                self._part, self._held = CallStart, ""
             elif isinstance(event, CallRevoked):
                 # What follows it continues its source.
-                self._part, self._held, self._fresh = Text, "", False
-            yield event
+                self._part, self._fresh = Text, False
+                self._held.clear()
+                yield event._replace(source=self._dropped.pop(event.number, "") + event.source)
+            else:
+                if isinstance(event, CallStart):
+                    if self._part is Text:
+                        self._dropped[event.number] = "".join(self._held)
+                    self._part = CallStart
+                    self._held.clear()
+                yield event
 
     def _text(self, event: Text | Reasoning) -> Iterator[Event]:
         kind = type(event)
@@ -48,20 +55,21 @@ class Trim:
         if kind is not self._part:
             # Thinking has its markers in front of it; content in front of everything else may begin as it likes.
             self._fresh = self._part is not None or kind is Reasoning
-            self._part, self._held = kind, ""
-        text = self._held + event.text
-        if self._fresh:
-            text = text.lstrip()
+            self._part = kind
+            self._held.clear()
+        text = event.text.lstrip() if self._fresh else event.text
         shown = text.rstrip()
-        self._held = text[len(shown) :]
         if shown:
             self._fresh = False
-            yield kind(shown)
+            yield kind("".join(self._held) + shown)
+            self._held.clear()
+        if len(shown) < len(text):
+            self._held.append(text[len(shown) :])
 
     def finish(self) -> Iterator[Event]:
         """The rest, when nothing follows."""
         if self._part is Text and self._held:
-            yield Text(self._held)
+            yield Text("".join(self._held))
 
 
 class AnswerReader:
@@ -133,9 +141,11 @@ class AnswerReader:
 
     def _wanted(self, parts: Iterable[Event]) -> Iterator[Event]:
         for part in parts:
-            further = isinstance(part, CallStart | CallArguments | CallRevoked) and part.number > 0
-            if not (self._one_call and further):
+            if not self._one_call or isinstance(part, Text | Reasoning) or part.number == 0:
                 yield part
+            elif isinstance(part, CallRevoked):
+                # It was left out, so nobody has seen it as a call.
+                yield Text(part.source)
 
 
 @dataclass(slots=True)

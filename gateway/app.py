@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import version
+from gateway import version, vllm_parsers
 from gateway.client import InferenceClient
 from gateway.context import Context, random_id
 from gateway.errors import UnknownRoute, WrongMethod, error_response
@@ -18,7 +18,7 @@ from gateway.middleware import RequestMiddleware
 from gateway.routes import chat, completions, embeddings, models, ops, tokenize
 from gateway.served_model import ServedModelWatcher
 from gateway.settings import Settings
-from gateway.tokenization import TextWorker
+from gateway.tokenization import TextCodec, TextWorker
 from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
 
@@ -40,7 +40,12 @@ def create_app(
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
     """
-    watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s)
+    prepare: Callable[[TextCodec], None] = (
+        vllm_parsers.prepare
+        if vllm_parsers.names_one(settings.tool_call_parser, settings.reasoning_parser)
+        else lambda _: None
+    )
+    watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=prepare)
     metrics = Metrics(lambda: watcher.model_name, lambda: client.num_live)
     text_worker = TextWorker()
 

@@ -127,7 +127,10 @@ class SequenceText:
         return Delta(self.index, text + last, reason, stop_reason, tuple(tokens))
 
     def _stop_token(self, event: inference.GenerateEvent) -> int | None:
-        return event.stop_token_id if event.stop_token_id in self.stop_token_ids else None
+        # An unset field reads as token 0.
+        if not event.HasField("stop_token_id") or event.stop_token_id not in self.stop_token_ids:
+            return None
+        return event.stop_token_id
 
 
 @dataclass(slots=True)
@@ -181,6 +184,7 @@ class Generation:
         clock: Callable[[], float],
         arrived: float,
         markers: frozenset[str] | None = frozenset(),
+        constraint_param: str = "",
     ) -> "Generation":
         """Submits ``requests``.
 
@@ -194,6 +198,7 @@ class Generation:
             clock: monotonic seconds.
             arrived: when the HTTP request came, by that clock.
             markers: special tokens that are text although special tokens are skipped; ``None``: all are.
+            constraint_param: the parameter that says what the output must match.
 
         Raises:
             Unavailable: if there is no scheduler.
@@ -239,7 +244,7 @@ class Generation:
             metrics,
             clock,
             arrived,
-            body.constraint_param,
+            constraint_param,
         )
 
     def __enter__(self) -> Self:

@@ -172,10 +172,17 @@ def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
     return found
 
 
-def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams:
+def sampling_of(
+    body: SamplingRequest, model: pb.ModelInfo, constraint: pb.StructuredOutput | None = None
+) -> pb.SamplingParams:
     """The body's sampling parameters, with the model's recommended ones where the body is silent.
 
     A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing to refuse.
+
+    Args:
+        body: the HTTP request.
+        model: the model.
+        constraint: what the output must match, made of the body by whoever knows how the answer is read.
 
     Raises:
         InvalidArgument: if a token id is beyond the vocabulary.
@@ -211,7 +218,7 @@ def sampling_of(body: SamplingRequest, model: pb.ModelInfo) -> pb.SamplingParams
         params.logprobs = body.num_logprobs
     if body.num_prompt_logprobs is not None:
         params.prompt_logprobs = body.num_prompt_logprobs
-    if (constraint := body.constraint()) is not None:
+    if constraint is not None:
         params.structured_output.CopyFrom(constraint)
     return params
 
@@ -233,6 +240,7 @@ def generate_requests(
     *,
     tenant: str = "",
     bad_words: Sequence[Sequence[int]] = (),
+    constraint: pb.StructuredOutput | None = None,
 ) -> list[inference.GenerateRequest]:
     """One wire request per prompt, after all checks that need no scheduler.
 
@@ -243,6 +251,7 @@ def generate_requests(
         request_id: unique in this process; becomes the wire id, with the prompt's index if there are several.
         tenant: whom the scheduler is to be fair to.
         bad_words: see :func:`bad_word_tokens`.
+        constraint: see :func:`sampling_of`.
 
     Raises:
         InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
@@ -250,7 +259,7 @@ def generate_requests(
     param = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
     for prompt in prompts:
         check_length(served, prompt, body.output_limit, param=param)
-    sampling = sampling_of(body, served.model)
+    sampling = sampling_of(body, served.model, constraint)
     for token_ids in bad_words:
         sampling.bad_words.add(token_ids=token_ids)
     return [

@@ -5,16 +5,25 @@ that end it with ``</think>`` (Qwen 3 with ``enable_thinking: false``) have clos
 """
 
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.tools.events import Event, Reasoning, Text
-from gateway.tools.json_scan import skip_blanks
 from gateway.tools.machine import Machine, split_at
 from gateway.tools.tags import Tag, tag
 
 START: Final = "<think>"
 END: Final = "</think>"
 MARKERS: Final = frozenset({START, END})
+
+
+class Marks(NamedTuple):
+    """What a model writes around its thinking."""
+
+    start: str = START
+    end: str = END
+
+
+THINK: Final = Marks()
 
 # Enough of a prompt's last tokens to see how its generation prompt ends.
 TAIL_TOKENS: Final = 16
@@ -55,13 +64,14 @@ class ThinkParser(Machine):
         super().__init__(self._answer if at is Thinking.OVER else self._begin)
 
     def _begin(self, out: list[Event]) -> bool:
-        ahead = self._rest[skip_blanks(self._rest) :]
-        if ahead.startswith(START):
-            self._rest, self._state = ahead[len(START) :], self._thinking
-            out.append(Reasoning(""))
-        elif START.startswith(ahead):
+        if not self._skip() or (START.startswith(self._rest) and self._rest != START):
             return False
+        if self._rest.startswith(START):
+            self._passed()
+            self._rest, self._state = self._rest[len(START) :], self._thinking
+            out.append(Reasoning(""))
         else:
+            self._back()
             self._state = self._thinking if self._at is Thinking.OPEN else self._answer
         return True
 
@@ -79,22 +89,23 @@ class ThinkParser(Machine):
 
     def _end(self, out: list[Event]) -> None:
         open_ = self._state == self._thinking or (self._state == self._begin and self._at is Thinking.OPEN)
+        self._back()
         if self._rest:
             out.append(Reasoning(self._rest) if open_ else Text(self._rest))
 
 
-def before_answer(at: Thinking) -> list[Tag]:
+def before_answer(at: Thinking, marks: Marks) -> list[Tag]:
     """What a grammar must let pass in front of the answer, so that a constrained model may still think."""
     if at is Thinking.OVER:
         return []
     blank: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
     thought: Tag = {"type": "any_text"}
     if at is Thinking.OPEN:
-        return [tag("", thought, END), blank]
-    return [{"type": "optional", "content": tag(START, thought, END)}, blank]
+        return [tag("", thought, marks.end), blank]
+    return [{"type": "optional", "content": tag(marks.start, thought, marks.end)}, blank]
 
 
-def behind_thinking(at: Thinking, form: Tag) -> Tag:
+def behind_thinking(at: Thinking, form: Tag, marks: Marks = THINK) -> Tag:
     """``form``, for what comes behind the thinking."""
-    before = before_answer(at)
+    before = before_answer(at, marks)
     return {"type": "sequence", "elements": [*before, form]} if before else form

@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -53,8 +54,18 @@ class Served:
 class ServedModelWatcher:
     """Follows the served model: looks it up again after every connect and every few seconds, and reloads a tokenizer that changed."""
 
-    def __init__(self, client: InferenceClient, *, poll_s: float) -> None:
+    def __init__(
+        self, client: InferenceClient, *, poll_s: float, prepare: Callable[[TextCodec], None] = lambda _: None
+    ) -> None:
+        """Follows what ``client`` is told.
+
+        Args:
+            client: the line to the scheduler.
+            poll_s: how often to look, seconds.
+            prepare: what else is to be made of a model's text side before it is used; may take seconds.
+        """
         self._client = client
+        self._prepare = prepare
         self._poll_s = poll_s
         self._served: Served | None = None
         self._trouble: TriptychError = Unavailable("no replica has become ready yet")
@@ -115,6 +126,11 @@ class ServedModelWatcher:
             except TimeoutError:
                 continue
 
+    def _load(self, folder: Path) -> TextCodec:
+        text = TextCodec.load(folder)
+        self._prepare(text)
+        return text
+
     async def _refresh(self) -> None:
         model = await self._client.get_model()
         served = self._served
@@ -126,7 +142,7 @@ class ServedModelWatcher:
             # Everything is in memory once loaded: the folder lives for a moment.
             with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
                 await self._client.get_tokenizer(Path(folder))
-                text = await asyncio.to_thread(TextCodec.load, Path(folder))
+                text = await asyncio.to_thread(self._load, Path(folder))
         self._served = Served(model, text)
         self._log.info(
             "serving",

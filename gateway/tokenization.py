@@ -55,6 +55,7 @@ class TextCodec:
         self.thinks = thinks(chat_template)
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)
+        self._wrapped: Any = None
 
     @classmethod
     def load(cls, folder: Path) -> "TextCodec":
@@ -84,6 +85,12 @@ class TextCodec:
         except jinja2.TemplateSyntaxError as error:
             raise Internal(f"the model's chat template cannot be compiled: {error}") from error
         return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"))
+
+    def wrapped(self, wrap: Callable[[], Any]) -> Any:
+        """What ``wrap`` makes of the tokenizer, made at the first call and kept: another library's wrapper copies all of it."""
+        if self._wrapped is None:
+            self._wrapped = wrap()
+        return self._wrapped
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``; special tokens written in it are recognised, as in transformers.

@@ -6,9 +6,10 @@ vLLM and torch. vLLM's parsers want token ids, too; they get those of each piece
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from gateway.reasoning import Marks, Thinking
 from gateway.tokenization import TextCodec
 from gateway.tools.events import (
     CallArguments,
@@ -66,10 +67,29 @@ def _manager(setting: str) -> Any:
     return importlib.import_module("vllm.tool_parsers").ToolParserManager
 
 
+def names_one(*settings: str) -> bool:
+    """Whether any of some settings' values names a parser of vLLM."""
+    return any(value.startswith(PREFIX) for value in settings)
+
+
+def prepare(text: TextCodec) -> None:
+    """Does what takes long before a request needs it: imports (seconds) and the tokenizer (0.1 s and more)."""
+    _tokenizer(text)
+    _request(())
+
+
 def _tokenizer(text: TextCodec) -> Any:
-    """The model's tokenizer as transformers wraps it, which is what vLLM's parsers expect."""
-    transformers = importlib.import_module("transformers")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **text.special_tokens)
+    """The model's tokenizer as vLLM's parsers expect it: wrapped by transformers, with a vocabulary that is not copied at every look.
+
+    It is a copy of the tokenizer, made once a model and shared by all parsers.
+    """
+
+    def wrap() -> Any:
+        transformers = importlib.import_module("transformers")
+        wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **text.special_tokens)
+        return importlib.import_module("vllm.tokenizers.hf").get_cached_tokenizer(wrapped)
+
+    return text.wrapped(wrap)
 
 
 def _request(tools: Sequence[Mapping[str, Any]]) -> Any:
@@ -143,8 +163,8 @@ class _VllmToolParser:
         return events
 
 
-class _VllmReasoningParser:
-    """See :class:`gateway.tools.events.ToolParser`."""
+class ReasoningParser:
+    """A reasoning parser of vLLM; see :class:`gateway.tools.events.ToolParser`."""
 
     def __init__(self, parser: Any, request: Any, text: TextCodec, prompt: Sequence[int]) -> None:
         self._parser = parser
@@ -153,6 +173,19 @@ class _VllmReasoningParser:
         self._over = bool(parser.is_reasoning_end(list(prompt)))
         if not self._over and hasattr(parser, "adjust_initial_state_from_prompt"):
             parser.adjust_initial_state_from_prompt(list(prompt))
+
+    @property
+    def marks(self) -> Marks | None:
+        """What it finds thinking by; ``None`` if it does not tell."""
+        start, end = self._parser.reasoning_start_str, self._parser.reasoning_end_str
+        return Marks(start, end) if start and end else None
+
+    def begins(self) -> Thinking:
+        """Where it takes an answer to begin, seen from what it makes of text without markers; it reads no other text afterwards."""
+        if self._over:
+            return Thinking.OVER
+        reasoning = any(event.text for event in self.whole("x") if isinstance(event, Reasoning))
+        return Thinking.OPEN if reasoning else Thinking.POSSIBLE
 
     def feed(self, text: str) -> list[Event]:
         """See :class:`gateway.tools.events.ToolParser`."""
@@ -187,20 +220,20 @@ class _VllmReasoningParser:
         return [] if delta is None else [Reasoning(delta.reasoning or ""), Text(delta.content or "")]
 
 
-def tool_parser(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> ToolParser:
-    """A parser for one sequence.
+def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> Callable[[], ToolParser]:
+    """Makes parsers for the sequences of one request.
 
     Args:
         value: the setting, which :func:`check` has found good.
         text: the model's text side.
         tools: the request's.
     """
-    request = _request(tools)
+    request, tokenizer = _request(tools), _tokenizer(text)
     cls = _class(_manager("--tool-call-parser"), value)
-    return _VllmToolParser(cls(_tokenizer(text), request.tools), request, text)
+    return lambda: _VllmToolParser(cls(tokenizer, request.tools), request, text)
 
 
-def reasoning_parser(value: str, text: TextCodec, prompt: Sequence[int]) -> ToolParser:
-    """The same for thinking; ``prompt`` says whether it has begun, or is over."""
+def reasoning_parser(value: str, text: TextCodec, prompt: Sequence[int]) -> ReasoningParser:
+    """The same for thinking, one parser; ``prompt`` says whether it has begun, or is over."""
     cls = _class(_manager("--reasoning-parser"), value)
-    return _VllmReasoningParser(cls(_tokenizer(text)), _request(()), text, prompt)
+    return ReasoningParser(cls(_tokenizer(text)), _request(()), text, prompt)

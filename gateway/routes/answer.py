@@ -48,8 +48,9 @@ class Answer(NamedTuple):
     body: Callable[[str, int, str, list[Delta], Told], bytes]
     # Special tokens that are text for it; None: all.
     markers: frozenset[str] | None = frozenset()
-    # What the output must match whatever the request's body says.
+    # What the output must match, and the parameter that says so.
     constraint: pb.StructuredOutput | None = None
+    constraint_param: str = ""
 
 
 async def answer(
@@ -75,10 +76,9 @@ async def answer(
     bad_words = await context.text_worker.run(
         sum(map(len, body.bad_words)), lambda: bad_word_tokens(served.text, body.bad_words)
     )
-    requests = generate_requests(served, body, prompts, wire_id, tenant=tenant, bad_words=bad_words)
-    if shape.constraint is not None:
-        for one in requests:
-            one.sampling.structured_output.CopyFrom(shape.constraint)
+    requests = generate_requests(
+        served, body, prompts, wire_id, tenant=tenant, bad_words=bad_words, constraint=shape.constraint
+    )
     generation = Generation.begin(
         context.client,
         served,
@@ -89,6 +89,7 @@ async def answer(
         clock=context.clock,
         arrived=request.scope["triptych.arrived"],
         markers=shape.markers,
+        constraint_param=shape.constraint_param,
     )
     created, model = int(context.wall_clock()), served.model.served_name
     reporter = Reporter(

@@ -39,11 +39,19 @@ async def chat_completions(request: Request) -> Response:
         size=len(await request.body()),
     )
     prompt = truncated(served, body, prompt)
-    reading = plan(context.settings, served, body, prompt)
+    size = len(await request.body()) if body.tools or body.constrained else 0
+    reading = await context.text_worker.run(size, lambda: plan(context.settings, served, body, prompt))
     chunks = (
         ChatChunks if reading.plain else partial(ReadChunks, new_reader=reading.reader, named=reading.named)
     )
-    shape = Answer("chatcmpl-", chunks, partial(_completion, reading), reading.markers, reading.constraint)
+    shape = Answer(
+        "chatcmpl-",
+        chunks,
+        partial(_completion, reading),
+        reading.markers,
+        reading.constraint,
+        reading.constraint_param,
+    )
     return await answer(request, shape, body, served, [prompt])
 
 

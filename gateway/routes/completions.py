@@ -54,9 +54,14 @@ async def completions(request: Request) -> Response:
             else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
             for given, prompt in zip(body.prompt, prompts, strict=True)
         ]
-    return await answer(
-        request, Answer("cmpl-", CompletionChunks, _completion), body, served, prompts, echoes=echoes
+    shape = Answer(
+        "cmpl-",
+        CompletionChunks,
+        _completion,
+        constraint=body.constraint(),
+        constraint_param=body.constraint_param,
     )
+    return await answer(request, shape, body, served, prompts, echoes=echoes)
 
 
 def _completion(answer_id: str, created: int, model: str, ends: list[Delta], told: Told) -> bytes:

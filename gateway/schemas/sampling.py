@@ -235,6 +235,11 @@ class SamplingRequest(RequestModel):
         return self
 
     @property
+    def constrained(self) -> bool:
+        """Whether the answer must match something, or may be any text."""
+        return self.structured_outputs is not None or self.response_format is not None
+
+    @property
     def constraint_param(self) -> str:
         """The parameter that says what the answer must match."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"

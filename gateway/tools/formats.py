@@ -6,7 +6,9 @@ from typing import Final
 
 from gateway.tools import hermes, llama, mistral, pythonic
 from gateway.tools.events import ToolParser, call_id, short_call_id
-from gateway.tools.tags import Shape
+from gateway.tools.json_list import ListParser
+from gateway.tools.named import NamedParser
+from gateway.tools.tags import ArgumentsAlone, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class Format:
     """A parser for one sequence, given the names of the request's tools."""
     markers: frozenset[str] | None = frozenset()
     """Texts that the parser must see although a tokenizer may take them for special tokens; ``None``: any may be one."""
-    shape: Shape | None = None
+    shape: Shape | ArgumentsAlone | None = None
     """How to hold a model to it; ``None``: it cannot be."""
 
 
@@ -72,6 +74,11 @@ FORMATS: Final[Mapping[str, Format]] = {
 
 # What models without a format of their own are held to, as in vLLM: a JSON list.
 LIST: Final = Format(
-    lambda _: mistral.ListParser(call_id),
+    lambda _: ListParser(call_id),
     shape=Shape(before=_NAME, between=_PARAMETERS, after="}", separator=", ", opening="[", closing="]"),
 )
+
+
+def named(name: str) -> Format:
+    """The same for the call of a named tool: its arguments alone."""
+    return Format(lambda _: NamedParser(call_id, name), shape=ArgumentsAlone())

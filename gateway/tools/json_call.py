@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from gateway.tools.events import CallArguments, CallRevoked, CallStart, Counter, Event, Text
-from gateway.tools.json_scan import ValueScanner, skip_blanks
+from gateway.tools.json_scan import ValueScanner, is_object, skip_blanks
 
 # Longest text of a member's key or of a name; what is longer is no call, and need not be held back any longer.
 _MAX_NAME: Final = 512
@@ -14,11 +14,13 @@ _MAX_NAME: Final = 512
 class JsonCall:
     """Reads one call while it arrives. Its arguments come out as the model writes them, letter by letter.
 
-    The members may come in any order; arguments in front of the name are held back until the name is known.
+    The members may come in any order; arguments in front of the name are held back until the name is known. Some models write them as a
+    text that holds the object; what it holds comes out then, whole.
 
     Attributes:
         done: the object is complete, and a call.
         failed: it is none; see :meth:`give_up`.
+        announced: its name and the beginning of its arguments have been told.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class JsonCall:
         *,
         arguments: Collection[str],
         others: Collection[str] | None = None,
-        accept: Callable[[str], bool] = lambda _: True,
+        accept: Callable[[str], bool] = bool,
         before: str = "",
     ) -> None:
         """Waits for the object.
@@ -54,7 +56,13 @@ class JsonCall:
         self._start: CallStart | None = None
         self._name = ""
         self._held: list[str] = []
+        # Pieces of arguments that are written as a text.
+        self._quoted: list[str] = []
         self._has_arguments = False
+
+    @property
+    def announced(self) -> bool:  # noqa: D102 - see the class
+        return self._start is not None
 
     def feed(self, text: str, out: list[Event]) -> str:
         """Reads on; returns the rest of ``text`` if the object has ended or failed, else nothing."""
@@ -64,15 +72,15 @@ class JsonCall:
         self._source.append(text[:at])
         return text[at:]
 
-    def give_up(self, out: list[Event], rest: str = "") -> None:
-        """Says what became of a call that failed, with ``rest`` as the end of its source."""
-        source = "".join(self._source) + rest
+    def give_up(self, out: list[Event]) -> None:
+        """Says what became of a call that failed."""
+        source = "".join(self._source)
         out.append(CallRevoked(self._start.number, source) if self._start else Text(source))
 
-    def finish(self, out: list[Event], rest: str = "") -> None:
+    def finish(self, out: list[Event]) -> None:
         """The text has ended within the object: a call that has begun stays as it is, anything less is content."""
         if self._start is None:
-            self.give_up(out, rest)
+            self.give_up(out)
 
     def _open(self, text: str, at: int, _: list[Event]) -> int:
         at = skip_blanks(text, at)
@@ -122,6 +130,9 @@ class JsonCall:
         if self._key == "name":
             self.failed, self._step = text[at] != '"', self._in_name
         elif self._key in self._arguments:
+            if text[at] == '"':
+                self._quoted, self._step = [], self._in_quoted
+                return at
             self.failed, self._step = text[at] != "{", self._in_arguments
             if not self.failed:
                 self._has_arguments = True
@@ -157,6 +168,20 @@ class JsonCall:
         elif end > at:
             out.append(CallArguments(self._start.number, text[at:end]))
         self._end_value()
+        return end
+
+    def _in_quoted(self, text: str, at: int, out: list[Event]) -> int:
+        """Arguments as a text that holds their JSON. They come whole: only the end tells that they are an object."""
+        end = self._scanner.feed(text, at)
+        self._quoted.append(text[at:end])
+        self._end_value()
+        if self._scanner.done and not self.failed:
+            arguments = json.loads("".join(self._quoted))
+            self.failed = not is_object(arguments)
+            if not self.failed:
+                self._has_arguments = True
+                self._held = [arguments]
+                self._begin(out)
         return end
 
     def _in_other(self, text: str, at: int, _: list[Event]) -> int:

@@ -23,6 +23,16 @@ def skip_blanks(text: str, at: int = 0) -> int:
     return match.end()
 
 
+def is_object(text: str) -> bool:
+    """Whether all of ``text`` is one JSON object, which UTF-8 can carry."""
+    scanner = ValueScanner()
+    end = scanner.feed(text)
+    if not scanner.done or skip_blanks(text, end) < len(text) or text[skip_blanks(text)] != "{":
+        return False
+    # Halves of surrogate pairs are text to Python and nothing to UTF-8.
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 class ValueScanner:
     """Follows one JSON value (RFC 8259, strictly).
 
@@ -42,7 +52,7 @@ class ValueScanner:
         self._key = False
         # What remains of a literal, or of an escape's four digits.
         self._left = ""
-        self._number = ""
+        self._number: list[str] = []
 
     def feed(self, text: str, at: int = 0) -> int:
         """Reads from ``at`` on.
@@ -72,7 +82,7 @@ class ValueScanner:
         elif char in _LITERALS:
             self._left, self._step = _LITERALS[char][1:], self._literal
         elif char in "-0123456789":
-            self._number, self._step = "", self._in_number
+            self._number, self._step = [], self._in_number
             return at
         else:
             return self._fail(at)
@@ -143,10 +153,10 @@ class ValueScanner:
     def _in_number(self, text: str, at: int) -> int:
         match = _NUMBER_PART.match(text, at)
         assert match is not None
-        self._number += match.group()
+        self._number.append(match.group())
         if match.end() == len(text):
             return match.end()
-        if _NUMBER.fullmatch(self._number) is None:
+        if _NUMBER.fullmatch("".join(self._number)) is None:
             return self._fail(match.end())
         self._ended()
         return match.end()

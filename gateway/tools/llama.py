@@ -12,70 +12,50 @@ object is a call only where the answer begins with it, has no other members and 
 from collections.abc import Callable, Collection
 from typing import Final
 
-from gateway.tools.events import Counter, Event, Text
-from gateway.tools.json_call import JsonCall
-from gateway.tools.json_scan import skip_blanks
-from gateway.tools.machine import Machine, split_at
+from gateway.tools.call_machine import CallMachine
+from gateway.tools.events import Event, Text
+from gateway.tools.machine import split_at
 
 TAG: Final = "<|python_tag|>"
 
 
-class LlamaParser(Machine):
+class LlamaParser(CallMachine):
     """See :class:`gateway.tools.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:
         """Reads calls of the tools ``names``."""
-        super().__init__(self._begin)
-        self._counter = Counter(new_id)
+        super().__init__(new_id, self._begin, text=self._text, behind=self._behind)
         self._names = names
-        self._call: JsonCall | None = None
+        self._separated = False
 
     def _begin(self, _: list[Event]) -> bool:
         """At the answer's beginning, and behind each call: only here an object without marker may be a call."""
-        at = skip_blanks(self._rest)
-        if self._counter.count and self._rest[at : at + 1] == ";":
-            at = skip_blanks(self._rest, at + 1)
-        ahead = self._rest[at:]
-        if not ahead or (TAG.startswith(ahead) and ahead != TAG):
+        if not self._skip() or (TAG.startswith(self._rest) and self._rest != TAG):
             return False
-        if ahead.startswith("{"):
-            self._open(self._rest[:at], ahead, self._names.__contains__)
+        # What separates is content unless a call follows.
+        if self._rest.startswith("{"):
+            self._open_object(self._passed(), self._names.__contains__)
+        elif self._rest.startswith(TAG):
+            self._pass(len(TAG))
+            self._open_object(self._passed(), bool)
         else:
-            # The separator is content unless a call follows.
-            if ahead.startswith(TAG):
-                self._rest = ahead
+            self._back()
             self._state = self._text
         return True
+
+    def _behind(self, out: list[Event]) -> bool:
+        if not self._separated and self._skip() and self._rest[0] in ";,":
+            self._pass(1)
+            self._separated = True
+        return self._begin(out)
 
     def _text(self, out: list[Event]) -> bool:
         before, marker, self._rest = split_at(self._rest, (TAG,))
         out.append(Text(before))
         if marker:
-            self._open(TAG, self._rest, bool)
+            self._open_object(TAG, bool)
         return bool(marker)
 
-    def _open(self, before: str, rest: str, accept: Callable[[str], bool]) -> None:
-        self._call = JsonCall(
-            self._counter,
-            arguments=("parameters", "arguments"),
-            others=("type",),
-            accept=accept,
-            before=before,
-        )
-        self._rest, self._state = rest, self._in_call
-
-    def _in_call(self, out: list[Event]) -> bool:
-        assert self._call is not None
-        self._rest = self._call.feed(self._rest, out)
-        if self._call.failed:
-            self._call.give_up(out)
-        if self._call.failed or self._call.done:
-            self._state = self._text if self._call.failed else self._begin
-            self._call = None
-        return True
-
-    def _end(self, out: list[Event]) -> None:
-        if self._call is not None:
-            self._call.finish(out, self._rest)
-        elif self._state != self._begin or not self._counter.count:
-            super()._end(out)
+    def _open_object(self, before: str, accept: Callable[[str], bool]) -> None:
+        self._separated = False
+        self._open(before, others=("type",), accept=accept)

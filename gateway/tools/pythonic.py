@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from gateway.tools.events import CallArguments, Counter, Event, Text
-from gateway.tools.json_scan import skip_blanks
 from gateway.tools.machine import Machine
 
 START: Final = "<|python_start|>"
@@ -140,24 +139,29 @@ class PythonicParser(Machine):
         self._names = names
         self._call: _Call | None = None
         self._name = ""
-        # What has been taken of the list since its last complete call: content, if there is none.
-        self._source = ""
+
+    # What is put aside is content if the list turns out to be none.
 
     def _begin(self, _: list[Event]) -> bool:
-        at = skip_blanks(self._rest)
-        ahead = self._rest[at:]
-        if not ahead or (START.startswith(ahead) and ahead != START):
+        if not self._skip() or (START.startswith(self._rest) and self._rest != START):
             return False
-        if ahead.startswith(START) and not self._source:
-            self._source, self._rest = self._rest[:at] + START, ahead[len(START) :]
-        elif ahead.startswith("["):
-            self._source += self._rest[: at + 1]
-            self._rest, self._state = ahead[1:], self._item
-        else:
+        if self._rest.startswith(START):
+            self._pass(len(START))
+        self._state = self._list
+        return True
+
+    def _list(self, _: list[Event]) -> bool:
+        if not self._skip():
+            return False
+        if self._rest[0] != "[":
             return self._give_up()
+        self._pass(1)
+        self._state = self._item
         return True
 
     def _item(self, _: list[Event]) -> bool:
+        if not self._skip():
+            return False
         at = self._rest.find("(", 0, _MAX_NAME)
         if at < 0 and len(self._rest) < _MAX_NAME:
             return False
@@ -165,55 +169,46 @@ class PythonicParser(Machine):
         if name is None or name[1] not in self._names:
             return self._give_up()
         self._name, self._call = name[1], _Call()
-        self._source += self._rest[: at + 1]
-        self._rest, self._state = self._rest[at + 1 :], self._in_call
+        self._pass(at + 1)
+        self._state = self._in_call
         return True
 
     def _in_call(self, out: list[Event]) -> bool:
         assert self._call is not None
-        rest = self._call.feed(self._rest)
-        self._source += self._rest[: len(self._rest) - len(rest)]
-        self._rest = rest
+        self._pass(len(self._rest) - len(self._call.feed(self._rest)))
         if not self._call.done and not self._call.failed:
             return False
         arguments = _as_json(self._call.arguments) if self._call.done else None
         self._call = None
         if arguments is None:
             return self._give_up()
+        self._passed()
         start = self._counter.start(self._name)
         out.extend((start, CallArguments(start.number, arguments)))
-        self._source, self._state = "", self._behind
+        self._state = self._behind
         return True
 
     def _behind(self, _: list[Event]) -> bool:
-        at = skip_blanks(self._rest)
-        match self._rest[at : at + 1]:
-            case "":
-                return False
+        if not self._skip():
+            return False
+        match self._rest[0]:
             case ",":
-                self._source, self._rest, self._state = (
-                    self._rest[: at + 1],
-                    self._rest[at + 1 :],
-                    self._item,
-                )
+                self._pass(1)
+                self._state = self._item
             case "]":
-                self._rest, self._state = self._rest[at + 1 :], self._behind_list
+                self._passed()
+                self._rest, self._state = self._rest[1:], self._behind_list
             case _:
-                self._state = self._text
+                return self._give_up()
         return True
 
     def _behind_list(self, _: list[Event]) -> bool:
-        tail = self._rest[skip_blanks(self._rest) :]
-        if tail.startswith(END):
-            self._rest = tail[len(END) :]
-        elif END.startswith(tail):
-            return False
-        self._state = self._text
-        return True
+        return self._close(END, self._text)
 
     def _give_up(self) -> bool:
         """It is no list of calls, or not any more: everything that is left is content."""
-        self._rest, self._source, self._state = self._source + self._rest, "", self._text
+        self._back()
+        self._state = self._text
         return True
 
     def _text(self, out: list[Event]) -> bool:
@@ -223,4 +218,4 @@ class PythonicParser(Machine):
 
     def _end(self, out: list[Event]) -> None:
         if self._state not in (self._behind, self._behind_list):
-            out.append(Text(self._source + self._rest))
+            super()._end(out)

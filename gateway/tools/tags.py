@@ -7,11 +7,23 @@ references within a schema mean what they meant to the client.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]
+
+# Keywords of JSON Schema that say nothing about what fits: they are not sent, as long texts would fill what a compiler takes.
+_ANNOTATIONS: Final = frozenset({"$comment", "default", "description", "examples", "title"})
+# Keywords whose value is a schema or a list of schemas, and those whose value has one schema a name. What stands in the others
+# (``enum``, ``const`` and their like) is data, whatever it looks like.
+_SCHEMAS: Final = frozenset({
+    "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf", "prefixItems",
+    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+_BY_NAME: Final = frozenset({
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+})  # fmt: skip
 
 
 class Callee(NamedTuple):
@@ -77,6 +89,14 @@ class Shape:
         ]
 
 
+class ArgumentsAlone:
+    """The shape of one call whose name is known: nothing but its arguments."""
+
+    def required(self, tools: Sequence[Callee], *, parallel: bool) -> Tag:  # noqa: ARG002 - as Shape's
+        """The arguments of the first tool."""
+        return json_schema(tools[0].schema)
+
+
 def tag(begin: str, content: Tag, end: str) -> Tag:
     """``begin content end``."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
@@ -87,13 +107,43 @@ def constant(text: str) -> Tag:
     return {"type": "const_string", "value": text}
 
 
-def json_schema(schema: Mapping[str, Any]) -> Tag:
-    """JSON that fits ``schema``."""
-    return {"type": "json_schema", "json_schema": dict(schema)}
+def one_of(texts: Sequence[str]) -> Tag:
+    """Any of ``texts``: as a grammar, because a tag may have fewer parts than there may be texts."""
+    return {"type": "grammar", "grammar": "root ::= " + " | ".join(map(_literal, texts))}
+
+
+def _literal(text: str) -> str:
+    # JSON's escapes are a grammar's, too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def json_schema(schema: Any) -> Tag:
+    """JSON that fits ``schema``, an object or a boolean."""
+    return {"type": "json_schema", "json_schema": _without_annotations(schema)}
+
+
+def _without_annotations(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS:
+            kept[keyword] = _without_annotations(value)
+        elif keyword in _BY_NAME and isinstance(value, Mapping):
+            kept[keyword] = {name: _without_annotations(item) for name, item in value.items()}
+        elif keyword not in _ANNOTATIONS:
+            kept[keyword] = value
+    return kept
 
 
 def structural(form: Tag) -> pb.StructuredOutput:
-    """A structural tag as the wire has it."""
+    """A structural tag as the wire has it.
+
+    Raises:
+        RecursionError: if it is nested too deep to be written.
+    """
     return pb.StructuredOutput(
         structural_tag=json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     )

@@ -1,6 +1,7 @@
 """What each format's documents show is read as its authors meant it; what is malformed is content."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ NAMES = frozenset({"get_weather", "get_time", "from_to"})
 PARIS = '{"city": "Paris"}'
 
 
+FORMATS_AND_LIST = {**FORMATS, "list": LIST}
+
+
 def reader(name: str, **options: Any) -> AnswerReader:
-    return AnswerReader(None, (LIST if name == "list" else FORMATS[name]).make(NAMES), **options)
+    return AnswerReader(None, FORMATS_AND_LIST[name].make(NAMES), **options)
 
 
 def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
@@ -62,6 +66,9 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
             [("get_weather", PARIS), ("get_time", "{}")],
         ),
         ("llama3_json", '{"name": "get_time", "parameters": {}}\n{"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
+        ("llama3_json", '{"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}, and so on', ", and so on", [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}};;{}', ";;{}", [("get_time", "{}")]),
         ("llama3_json", 'Sure: <|python_tag|>{"name": "get_time", "parameters": {}}', "Sure:", [("get_time", "{}")]),
         # Mistral: the list of old tokenizers, names in front of arguments in newer ones.
         ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]', None, [("get_weather", PARIS)]),
@@ -83,6 +90,11 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
             None,
             [("from_to", '{"from": "a(b", "to": [1, -2.5, {"x": [true, null, false, null]}], "why": "it\'s"}')],
         ),
+        # Arguments as a text that holds an object, in front of the name or behind it.
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"b\\n\"}"}</tool_call>', None, [("f", r'{"a": "b\n"}')]),
+        ("hermes", r'<tool_call>{"arguments": " {} ", "name": "f"}</tool_call>', None, [("f", " {} ")]),
+        ("llama3_json", r'{"name": "get_time", "parameters": "{\"a\": 1}"}', None, [("get_time", '{"a": 1}')]),
+        ("mistral", r'[TOOL_CALLS][{"name": "f", "arguments": "{}"}]', None, [("f", "{}")]),
         # The generic list.
         ("list", '[{"name": "get_weather", "parameters": {"city": "Paris"}}]', None, [("get_weather", PARIS)]),
         ("list", ' [ {"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}} ] ', None, [("get_time", "{}")] * 2),
@@ -100,6 +112,17 @@ def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str,
         ("hermes", "<tool_call>not JSON</tool_call>"),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "text"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{} {}"}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": NaN}"}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{'),
+        ("hermes", 'Look:\n\n<tool_call>{"name": "f", "arguments": {bad}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>\n<tool_call>{"name": "f", "arguments": {}}</tool_call> tail'),
+        ("mistral", '[TOOL_CALLS]f{bad}[TOOL_CALLS]f{}'),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {bad}}<|python_tag|>{"name": "f", "parameters": {}}'),
+        ("list", '[{"name": "f", "parameters": {bad}}, {"name": "f", "parameters": {}}]'),
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
@@ -113,6 +136,7 @@ def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str,
         ("llama3_json", '{"name": "Ada", "parameters": {}}'),
         ("llama3_json", 'Use {"name": "get_time", "parameters": {}} for it.'),
         ("llama3_json", "<|python_tag|>print(1)"),
+        ("llama3_json", " <|python_tag|>"),
         ("llama3_json", '{"name": "get_time", "parameters": {}, "and": 1}'),
         ("mistral", "[TOOL_CALLS]I have no idea"),
         ("mistral", "[TOOL_CALLS]" + "x" * 300 + "{}"),
@@ -140,8 +164,12 @@ def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str,
     ],
 )  # fmt: skip
 def test_malformed_calls_are_content(name: str, text: str) -> None:
-    """A collected answer shows them as they are, to the last character."""
+    """A collected answer shows them as they are, to the last character; so does one that may have no more than one call."""
     assert read(name, text) == (text, [])
+    assert _without_ids(Message.of(reader(name, one_call=True).whole(text)).body(with_reasoning=False)) == (
+        text,
+        [],
+    )
 
 
 def test_arguments_too_deep_are_no_arguments() -> None:
@@ -204,6 +232,18 @@ def test_one_call_only() -> None:
         None,
         [("get_time", "{}")],
     )
+    assert only.num_calls == 1
+
+
+def test_a_further_call_that_is_none_is_content() -> None:
+    """Without parallel calls nobody saw it begin, so that a stream shows all of it."""
+    good, bad = (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {bad}}',
+    )
+    only = reader("hermes", one_call=True)
+    events = [event for char in good + bad for event in only.feed(char)]
+    assert "".join(event.text for event in [*events, *only.finish()] if isinstance(event, Text)) == bad
     assert only.num_calls == 1
 
 
@@ -284,14 +324,50 @@ def test_where_an_answer_begins(tail: str, always: bool, at: Thinking) -> None:
     assert thinking_at(tail, always=always) is at
 
 
-def test_a_long_answer_is_read_in_time_that_grows_with_it() -> None:
-    """A million letters of nested beginnings, letter by letter where that is dearest, take no more than a moment."""
-    text = '<tool_call>{"name": "f", "arguments": {"a": "' * 5_000
-    assert Message.of(reader("hermes").whole(text)).content
+NESTED = '<tool_call>{"name": "f", "arguments": {"a": "'
+LONG: dict[str, tuple[str, str, str]] = {
+    # In front of what is repeated, that, and behind it.
+    "nested beginnings": ("hermes", "", NESTED),
+    "arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "x"),
+    "quoted arguments": ("hermes", '<tool_call>{"name": "f", "arguments": "{', " "),
+    "a number": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "1"),
+    "blank content": ("hermes", "a", " "),
+    "blanks behind a call": ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "\n"),
+    "blanks in front of an object": ("hermes", "<tool_call>", " "),
+    "a blank beginning": ("llama3_json", "", "\n"),
+    "blanks in front of thinking": ("thinking", "", "\n"),
+    "blanks within thinking": ("thinking", "<think>a", "\n"),
+    "blanks between objects": ("llama3_json", '{"name": "get_time", "parameters": {}};', "\n"),
+    "blanks in front of a list": ("list", "", "\n"),
+    "blanks within a list": ("list", '[{"name": "f", "parameters": {}}', "\n"),
+    "blanks behind a marker": ("mistral", "[TOOL_CALLS]", "\n"),
+    "blanks in front of python": ("pythonic", "", "\n"),
+    "blanks between python's calls": ("pythonic", "[get_time()", "\n"),
+    "blanks in front of python's name": ("pythonic", "[", " "),
+    "python's arguments": ("pythonic", '[get_time(a="', "x"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
+    """Letter by letter, where that is dearest: eight times the text takes nowhere near 64 times the time."""
+    name, before, repeated = LONG[case]
+
+    def seconds(count: int) -> float:
+        text = before + repeated * (count // len(repeated))
+        one = AnswerReader(ThinkParser(Thinking.POSSIBLE), None) if name == "thinking" else reader(name)
+        started = time.process_time()
+        for char in text:
+            one.feed(char)
+        one.finish()
+        return time.process_time() - started
+
+    count = 10_000
+    assert min(seconds(8 * count) for _ in range(2)) < 20 * min(seconds(count) for _ in range(2))
+
+
+def test_a_long_answer_comes_through() -> None:
+    """A million letters of arguments are no more than that."""
     long = json.dumps({"text": "x" * 1_000_000})
-    _, ((_, arguments),) = _without_ids(
-        Message.of(reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')).body(
-            with_reasoning=False
-        )
-    )
-    assert arguments == long
+    whole = reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')
+    assert _without_ids(Message.of(whole).body(with_reasoning=False)) == (None, [("f", long)])

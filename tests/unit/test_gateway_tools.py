@@ -12,28 +12,17 @@ from gateway.reasoning import Thinking, behind_thinking
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.served_model import Served
-from gateway.settings import Settings
 from gateway.tokenization import TextCodec
 from gateway.tools.detect import tool_format
 from gateway.tools.events import CallStart
 from gateway.tools.formats import FORMATS, LIST
 from gateway.tools.plan import plan
 from gateway.tools.prompting import in_words
-from gateway.tools.tags import Callee, json_schema, structural
+from gateway.tools.tags import Callee, Shape, json_schema, structural
 from protos.errors import InvalidArgument, Unsupported
-from protos.triptych.v1 import common_pb2 as pb
 from tests.gateway_support import smollm2_folder
+from tests.tool_requests import USER, accepts, byte_compiler, chat, function, served_with, settings
 from tests.tool_templates import TEMPLATES, THINKING, TIME, WEATHER, folder_with
-
-USER = [{"role": "user", "content": "hi"}]
-
-
-def chat(**fields: Any) -> ChatCompletionRequest:
-    return parse(ChatCompletionRequest, json.dumps({"messages": USER, **fields}).encode())
-
-
-def function(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **fields}}
 
 
 @pytest.mark.parametrize(
@@ -155,15 +144,7 @@ def test_models_that_know_no_tools_are_told_in_words() -> None:
 
 @pytest.fixture(scope="module")
 def compiler() -> xgrammar.GrammarCompiler:
-    """Over bytes: what tokens there are does not matter here."""
-    vocab = [bytes([byte]) for byte in range(256)]
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocab, stop_token_ids=[0]))
-
-
-def accepts(compiler: xgrammar.GrammarCompiler, constraint: pb.StructuredOutput, text: str) -> bool:
-    """Whether ``text`` is a whole output."""
-    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(constraint.structural_tag))
-    return bool(matcher.accept_string(text) and matcher.accept_token(0))
+    return byte_compiler()
 
 
 SCHEMA: dict[str, Any] = {
@@ -233,7 +214,7 @@ def test_required_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
 def test_optional_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
     """Any text passes, and calls that are right."""
     shape = FORMATS[name].shape
-    assert shape is not None
+    assert isinstance(shape, Shape)
     constraint = structural(shape.optional(TOOLS, parallel=True))
     assert accepts(compiler, constraint, "It is noon.")
     assert accepts(compiler, constraint, written(name, PARIS))
@@ -264,10 +245,6 @@ def test_a_constrained_model_may_think_first(
 # What all of it comes to.
 
 
-def served_with(folder: Path) -> Served:
-    return Served(pb.ModelInfo(served_name="m", vocab_size=49152, max_model_len=512), TextCodec.load(folder))
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return served_with(
@@ -278,12 +255,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.fixture(scope="module")
 def smollm2() -> Served:
     return served_with(smollm2_folder())
-
-
-def settings(**fields: Any) -> Settings:
-    return Settings.model_construct(
-        **{**{name: field.default for name, field in Settings.model_fields.items()}, **fields}
-    )
 
 
 def test_an_ordinary_chat_is_not_read(smollm2: Served) -> None:
@@ -325,35 +296,3 @@ def test_what_strict_means(qwen: Served, compiler: xgrammar.GrammarCompiler) -> 
         assert reading.constraint is not None
         text = written("hermes", (tool["function"]["name"], arguments))
         assert accepts(compiler, reading.constraint, text) == fits
-
-
-@pytest.mark.parametrize(
-    ("fields", "good", "bad"),
-    [
-        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}}, "12", "x"),
-        ({"structured_outputs": {"regex": "[ab]{3}"}}, "aba", "abc"),
-        ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, "yes", "maybe"),
-    ],
-)  # fmt: skip
-def test_a_model_that_thinks_may_do_so_before_an_answer_that_is_held(
-    qwen: Served, compiler: xgrammar.GrammarCompiler, fields: dict[str, Any], good: str, bad: str
-) -> None:
-    """The answer behind the thinking must match, whatever was thought."""
-    reading = plan(settings(), qwen, chat(**fields), [1])
-    assert reading.constraint is not None
-    assert accepts(compiler, reading.constraint, f"<think>let me see: {bad}</think>\n\n{good}")
-    assert accepts(compiler, reading.constraint, good)
-    assert not accepts(compiler, reading.constraint, f"<think>let me see</think>{bad}")
-
-
-def test_a_held_answer_of_a_model_that_does_not_think_is_held_as_it_is(smollm2: Served) -> None:
-    assert plan(settings(), smollm2, chat(response_format={"type": "json_object"}), [1]).constraint is None
-
-
-def test_strict_calls_that_need_not_come_and_a_held_answer_do_not_go_together(qwen: Served) -> None:
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    body = chat(tools=[strict], response_format={"type": "json_object"})
-    with pytest.raises(InvalidArgument, match="cannot both hold") as caught:
-        plan(settings(), qwen, body, [1])
-    assert caught.value.param == "response_format"

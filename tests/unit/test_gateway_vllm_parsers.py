@@ -13,9 +13,13 @@ import pytest
 from gateway import vllm_parsers
 from gateway.__main__ import main
 from gateway.answer_reader import AnswerReader, Message
+from gateway.served_model import Served
 from gateway.tokenization import TextCodec
 from gateway.tools.formats import FORMATS
-from protos.errors import ConfigurationRefused
+from gateway.tools.plan import plan
+from protos.errors import ConfigurationRefused, Unsupported
+from protos.triptych.v1 import common_pb2 as pb
+from tests.tool_requests import accepts, byte_compiler, chat, served_with, settings
 from tests.tool_templates import THINKING, TIME, WEATHER, folder_with
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -42,7 +46,7 @@ def pieces_of(text: str, size: int) -> list[str]:
 def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
     """Its calls come out as our own parsers' do, streamed and whole."""
     text = f"Let me look.\n{CALL}\n{CALL}"
-    reader = AnswerReader(None, vllm_parsers.tool_parser("vllm:hermes", codec, [WEATHER, TIME]))
+    reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:hermes", codec, [WEATHER, TIME])())
     body = body_of(reader, pieces_of(text, size) if size else text)
     assert body["content"] == "Let me look."
     assert [call["function"] for call in body["tool_calls"]] == [
@@ -60,7 +64,9 @@ def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
         ("hermes", "<tool_call>not JSON</tool_call>"),
         ("hermes", '<tool_call>{"name": "get_time"}</tool_call>'),
         ("llama3_json", '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "é"}}'),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}, {"name": "get_time", "parameters": {}}'),
         ("llama3_json", '<|python_tag|>{"name": "get_time", "arguments": {"a": [1, {"b": null}]}}'),
+        ("hermes", '<tool_call>{"name": "get_time", "arguments": {bad}}</tool_call><tool_call>{"name": "get_time", "arguments": {}}</tool_call>'),
         ("llama3_json", '{"answer": 42}'),
         ("pythonic", "[get_time(), get_weather(city='Paris', days=[1, -2.5, {'x': None}], really=True)]"),
         ("pythonic", "[get_time(1)]"),
@@ -71,13 +77,72 @@ def test_our_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) ->
     """On whole texts, right and malformed ones: the same calls, the same content."""
     tools = [WEATHER, TIME]
     mine = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
-    other = AnswerReader(None, vllm_parsers.tool_parser(f"vllm:{name}", codec, tools))
+    other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, tools)())
     assert _meaning(body_of(mine, text)) == _meaning(body_of(other, text))
 
 
 def _meaning(body: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
     calls = [call["function"] for call in body.get("tool_calls", [])]
     return body["content"], [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+NOON = ("get_time", "{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "mine", "theirs"),
+    [
+        # What was announced in a stream and stands is a call here, whatever follows; there, all of a text is calls or none of it is.
+        (
+            "hermes",
+            '<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
+            ('<tool_call>{"name": "f", "arguments": {bad}}</tool_call>', [NOON]),
+            ('<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>', []),
+        ),
+        ("pythonic", "[get_time(), 5]", (", 5]", [NOON]), ("[get_time(), 5]", [])),
+        ("pythonic", "[get_time()] and", ("and", [NOON]), ("[get_time()] and", [])),
+        ("pythonic", "[get_time()", (None, [NOON]), ("[get_time()", [])),
+        # A call that was cut off stays one.
+        (
+            "llama3_json",
+            '{"name": "get_time", "parameters": {"a": 1',
+            (None, [("get_time", '{"a": 1')]),
+            ('{"name": "get_time", "parameters": {"a": 1', []),
+        ),
+        # Text behind calls is not lost.
+        ("hermes", '<tool_call>{"name": "get_time", "arguments": {}}</tool_call> and', ("and", [NOON]), (None, [NOON])),
+        ("llama3_json", '{"name": "get_time", "parameters": {}} and', ("and", [NOON]), (None, [NOON])),
+        # Without a marker, JSON within or as an answer is an answer, unless it begins it and names a tool.
+        (
+            "llama3_json",
+            'Sure: {"name": "get_time", "parameters": {}}',
+            ('Sure: {"name": "get_time", "parameters": {}}', []),
+            (None, [NOON]),
+        ),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}', ('{"name": "Ada", "parameters": {}}', []), (None, [("Ada", "{}")])),
+        ("pythonic", "[unknown()]", ("[unknown()]", []), (None, [("unknown", "{}")])),
+        # Arguments as a text: what it holds, not the text as JSON once more.
+        (
+            "hermes",
+            r'<tool_call>{"name": "get_time", "arguments": "{\"a\": 1}"}</tool_call>',
+            (None, [("get_time", '{"a": 1}')]),
+            (None, [("get_time", r'"{\"a\": 1}"')]),
+        ),
+    ],
+)  # fmt: skip
+def test_where_our_parsers_differ_on_purpose(
+    codec: TextCodec, name: str, text: str, mine: tuple[Any, Any], theirs: tuple[Any, Any]
+) -> None:
+    """These, and no others that we know of."""
+    own = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
+    other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, [WEATHER, TIME])())
+    assert _as_written(body_of(own, text)) == mine
+    assert _as_written(body_of(other, text)) == theirs
+
+
+def _as_written(body: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
+    calls = [call["function"] for call in body.get("tool_calls", [])]
+    return body["content"], [(call["name"], call["arguments"]) for call in calls]
 
 
 @pytest.fixture
@@ -93,7 +158,7 @@ def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
     """A format that we have no parser for."""
     text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
-    reader = AnswerReader(None, vllm_parsers.tool_parser("vllm:qwen3_coder", codec, [WEATHER]))
+    reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:qwen3_coder", codec, [WEATHER])())
     (call,) = body_of(reader, pieces_of(text, size) if size else text)["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     assert '"Paris"' in call["function"]["arguments"]
@@ -109,6 +174,92 @@ def test_a_reasoning_parser_of_vllm(codec: TextCodec, name: str, streamed: bool)
     pieces = ["Hm", ".\n", "</think>", "\n\n", "Par", "is."]
     body = body_of(reader, pieces if streamed else "".join(pieces))
     assert (body["reasoning"], body["content"]) == ("Hm.", "Paris.")
+
+
+def test_the_tokenizer_is_wrapped_once_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a copy of all of it: not a thing to make for each sequence, nor on the event loop."""
+    import transformers
+
+    made: list[Any] = []
+    wrap = transformers.PreTrainedTokenizerFast
+
+    def counted(**given: Any) -> Any:
+        made.append(wrap(**given))
+        return made[-1]
+
+    monkeypatch.setattr(transformers, "PreTrainedTokenizerFast", counted)
+    text = TextCodec.load(folder_with(tmp_path, THINKING, ["<tool_call>", "<think>", "</think>"]))
+    vllm_parsers.prepare(text)
+    assert len(made) == 1
+    make = vllm_parsers.tool_parsers("vllm:hermes", text, [WEATHER])
+    one, two = make(), make()
+    assert one._request is two._request  # type: ignore[attr-defined]
+    assert one._parser is not two._parser  # type: ignore[attr-defined]
+    assert one._parser.model_tokenizer.get_vocab() is two._parser.model_tokenizer.get_vocab()  # type: ignore[attr-defined]
+    for _ in range(3):
+        vllm_parsers.reasoning_parser("vllm:deepseek_r1", text, [1])
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "passing", "failing"),
+    [
+        # It takes everything in front of the end marker for thinking, so that an answer must stand behind one.
+        ("deepseek_r1", "<|im_start|>assistant\n", ["Hm.</think>{}", "<think>Hm.</think>\n{}"], ["{}"]),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", ["{}"], ["Hm.</think>{}"]),
+        ("olmo3", "<|im_start|>assistant\n", ["<think>Hm.</think>{}", "{}"], ["Hm.</think>{}"]),
+        ("seed_oss", "<|im_start|>assistant\n", ["Hm.</seed:think>{}"], ["{}", "Hm.</think>{}"]),
+        ("openai_gptoss", "<|im_start|>assistant\n", ["{}"], ["Hm.</think>{}"]),
+    ],
+)
+@pytest.mark.usefixtures("without_mistral")
+def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
+    tmp_path: Path, name: str, prompt: str, passing: list[str], failing: list[str]
+) -> None:
+    """What the grammar lets pass, the parser reads as an answer; it is asked, not known by its name."""
+    special = ["<tool_call>", "<think>", "</think>", "<seed:think>", "</seed:think>"]
+    served = served_with(folder_with(tmp_path, THINKING, special))
+    compiler, ids = byte_compiler(), served.text.encode(prompt, add_special_tokens=False)
+    reading = plan(
+        settings(reasoning_parser=f"vllm:{name}"), served, chat(structured_outputs={"regex": "[{][}]"}), ids
+    )
+    assert reading.constraint is not None
+    for text in passing:
+        assert _accepted(compiler, reading.constraint, text)
+        assert "".join(Message.of(reading.reader().whole(text)).content).strip() == "{}"
+    for text in failing:
+        assert not _accepted(compiler, reading.constraint, text)
+    calls = plan(
+        settings(reasoning_parser=f"vllm:{name}"), served, chat(tools=[TIME], tool_choice="required"), ids
+    )
+    assert calls.constraint is not None
+    for text in passing:
+        assert accepts(
+            compiler,
+            calls.constraint,
+            text.replace("{}", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'),
+        )
+
+
+def _accepted(compiler: Any, constraint: Any, text: str) -> bool:
+    if constraint.WhichOneof("spec") == "regex":
+        return text == "{}"
+    return accepts(compiler, constraint, text)
+
+
+def test_a_parser_of_vllm_without_markers_holds_nothing(codec: TextCodec) -> None:
+    """Nothing says where the answer would begin; without a constraint it reads as ever."""
+    served = Served(pb.ModelInfo(served_name="m"), codec)
+    chosen = settings(reasoning_parser="vllm:granite")
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TIME], "tool_choice": "required"}, "tools"),
+    ]
+    for body, param in bodies:
+        with pytest.raises(Unsupported, match="--reasoning-parser vllm:granite") as caught:
+            plan(chosen, served, chat(**body), [1])
+        assert caught.value.param == param
+    assert plan(chosen, served, chat(), [1]).constraint is None
 
 
 def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
