@@ -6,14 +6,14 @@ from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from gateway.client import InferenceClient
 from gateway.detokenizer import Detokenizer
 from gateway.logprobs import TokenReport
 from gateway.metrics import Metrics
 from gateway.schemas.sampling import SamplingRequest
 from gateway.served_model import Served
 from gateway.stop_strings import StopStrings
-from gateway.submission import Submission
+from gateway.submission import Live, Submission
+from gateway.tokenization import TextWorker
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -40,16 +40,24 @@ class Prompt:
 
     Attributes:
         token_ids: the prompt.
-        logprobs: one entry for each token but the first, once they are known and if they were asked for.
-        echo: the text that each answer begins with, if answers repeat the prompt.
+        logprobs: one entry for each token but the first, if they were asked for; it fills while the prompt is computed, and is
+            complete when the first token comes.
+        echo: the text that each answer begins with; ``None`` if answers do not repeat the prompt.
+        reports: its tokens as part of an answer that begins with it, once they are known and if they are to be told.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs] = ()
-    echo: str = ""
+    echo: str | None = None
+    reports: tuple[TokenReport, ...] | None = None
 
-    def reports(self, detokenizer: Detokenizer, count: int) -> tuple[TokenReport, ...]:
-        """Its tokens as part of an answer that begins with it, each with the ``count`` likeliest ones."""
+    @classmethod
+    def of(cls, live: Live, echo: str | None) -> "Prompt":
+        """The prompt of a request under way."""
+        return cls(live.request.prompt_token_ids, live.prompt_logprobs, echo)
+
+    def report(self, detokenizer: Detokenizer, count: int) -> None:
+        """Makes ``reports``, each with the ``count`` likeliest tokens. Takes time that grows with the prompt and ``count``."""
         found, offset = [], 0
         for token_id, entry in zip(self.token_ids, (None, *self.logprobs), strict=True):
             if entry is None:
@@ -57,7 +65,7 @@ class Prompt:
             else:
                 found.append(TokenReport.of(token_id, offset, entry, count))
             offset += len(detokenizer.push((token_id,)))
-        return tuple(found)
+        self.reports = tuple(found)
 
 
 @dataclass(slots=True)
@@ -82,6 +90,48 @@ class SequenceText:
     finished: bool = False
     # Whether the prompt is still to be repeated before the first text.
     to_echo: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        body: SamplingRequest,
+        served: Served,
+        prompt: Prompt,
+        markers: frozenset[str] | None,
+        *,
+        first: bool,
+    ) -> "SequenceText":
+        """One that has no tokens yet.
+
+        Args:
+            index: its number in the answer.
+            body: the HTTP request.
+            served: the model.
+            prompt: what it continues.
+            markers: special tokens that are text although special tokens are skipped; ``None``: all are.
+            first: it is the first one of its prompt, which is computed once, and counted once.
+        """
+        stops = (
+            StopStrings(body.stop, include_in_output=body.include_stop_str_in_output) if body.stop else None
+        )
+        return cls(
+            index=index,
+            num_prompt_tokens=len(prompt.token_ids) if first else 0,
+            detokenizer=served.text.detokenizers.make(
+                skip_special_tokens=body.skip_special_tokens and markers is not None,
+                shown=markers or frozenset(),
+                spaces_between_special_tokens=body.spaces_between_special_tokens,
+                prompt=prompt.token_ids[-8:],
+            ),
+            stops=stops,
+            min_tokens=body.min_tokens,
+            include_stop=body.include_stop_str_in_output,
+            stop_token_ids=frozenset(body.stop_token_ids),
+            num_logprobs=body.num_logprobs,
+            num_chars=len(prompt.echo or ""),
+            to_echo=prompt.echo is not None,
+        )
 
     def push(self, event: inference.GenerateEvent) -> Delta:
         """Takes an event; the delta may be empty. If a stop string was found, it is finished and takes no more events."""
@@ -151,6 +201,21 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Clockwork:
+    """What an answer is measured with.
+
+    Attributes:
+        metrics: takes the measurements.
+        clock: monotonic seconds.
+        arrived: when the HTTP request came, by that clock.
+    """
+
+    metrics: Metrics
+    clock: Callable[[], float]
+    arrived: float
+
+
 @dataclass(slots=True)
 class Generation:
     """The running answer to one HTTP request: n sequences per prompt, all of a prompt's before the next one's.
@@ -166,84 +231,54 @@ class Generation:
     prompt_only: bool
     # Makes one that sees a prompt's text.
     make_detokenizer: Callable[[], Detokenizer]
-    metrics: Metrics
-    clock: Callable[[], float]
-    arrived: float
+    worker: TextWorker
+    clockwork: Clockwork
     constraint_param: str = ""
 
     @classmethod
     def begin(
         cls,
-        client: InferenceClient,
-        served: Served,
+        submission: Submission,
         body: SamplingRequest,
-        requests: Sequence[inference.GenerateRequest],
+        served: Served,
+        worker: TextWorker,
+        clockwork: Clockwork,
         *,
-        echoes: Sequence[str] | None,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        arrived: float,
+        echoes: Sequence[str] | None = None,
         markers: frozenset[str] | None = frozenset(),
         constraint_param: str = "",
     ) -> "Generation":
-        """Submits ``requests``.
+        """Waits for the answer to what was submitted.
 
         Args:
-            client: the line to the scheduler.
+            submission: the requests, one per prompt.
+            body: the HTTP request that they come from.
             served: the model.
-            body: the HTTP request.
-            requests: one per prompt.
+            worker: runs long work.
+            clockwork: measures.
             echoes: for each prompt the text that its answers begin with, if they do.
-            metrics: what is measured.
-            clock: monotonic seconds.
-            arrived: when the HTTP request came, by that clock.
             markers: special tokens that are text although special tokens are skipped; ``None``: all are.
             constraint_param: the parameter that says what the output must match.
-
-        Raises:
-            Unavailable: if there is no scheduler.
         """
-        n = body.n
-        sequences = [
-            SequenceText(
-                index=index * n + sequence,
-                # A prompt is computed once, and counted once.
-                num_prompt_tokens=0 if sequence else len(request.prompt_token_ids),
-                detokenizer=served.text.detokenizers.make(
-                    skip_special_tokens=body.skip_special_tokens and markers is not None,
-                    shown=markers or frozenset(),
-                    spaces_between_special_tokens=body.spaces_between_special_tokens,
-                    prompt=request.prompt_token_ids[-8:],
-                ),
-                stops=StopStrings(body.stop, include_in_output=body.include_stop_str_in_output)
-                if body.stop
-                else None,
-                min_tokens=body.min_tokens,
-                include_stop=body.include_stop_str_in_output,
-                stop_token_ids=frozenset(body.stop_token_ids),
-                num_logprobs=body.num_logprobs,
-                num_chars=len(echoes[index]) if echoes is not None else 0,
-                to_echo=echoes is not None,
-            )
-            for index, request in enumerate(requests)
-            for sequence in range(n)
-        ]
         prompts = [
-            Prompt(request.prompt_token_ids, echo=echoes[index] if echoes is not None else "")
-            for index, request in enumerate(requests)
+            Prompt.of(live, echoes[index] if echoes is not None else None)
+            for index, live in enumerate(submission.live)
+        ]
+        sequences = [
+            SequenceText.of(index * body.n + sequence, body, served, prompt, markers, first=not sequence)
+            for index, prompt in enumerate(prompts)
+            for sequence in range(body.n)
         ]
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
-        submission = client.submit(requests)
         return cls(
             submission,
             sequences,
             prompts,
-            n,
+            body.n,
             body.prompt_only,
             make,
-            metrics,
-            clock,
-            arrived,
+            worker,
+            clockwork,
             constraint_param,
         )
 
@@ -255,6 +290,11 @@ class Generation:
     ) -> None:
         self.submission.abort()
 
+    @property
+    def reports_prompts(self) -> bool:
+        """Whether the first delta of each sequence tells of all of the prompt's tokens."""
+        return self.prompts[0].echo is not None and self.sequences[0].num_logprobs is not None
+
     async def deltas(self) -> list[Delta]:
         """Waits for news of any sequence; empty once all have finished.
 
@@ -263,7 +303,10 @@ class Generation:
         """
         try:
             while events := await self.submission.take():
-                if news := list(self._news(events)):
+                answers = self._answers(events)
+                if self.reports_prompts:
+                    await self._report_prompts({index // self.n for index, _ in answers})
+                if news := list(self._news(answers)):
                     return news
         except TriptychError as error:
             if error.param == "structured_output":
@@ -271,16 +314,29 @@ class Generation:
             raise
         return []
 
+    def _answers(
+        self, events: Sequence[tuple[int, inference.GenerateEvent]]
+    ) -> list[tuple[int, inference.GenerateEvent]]:
+        """Those events that tell of the answer, and not only of the prompt (whose log-probabilities the submission has collected)."""
+        for index, event in events:
+            if event.HasField("prompt"):
+                self.sequences[index].num_cached_tokens = event.prompt.num_cached_tokens
+        return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
+
+    async def _report_prompts(self, numbers: set[int]) -> None:
+        """Makes the reports of prompts whose answers begin: once a prompt, and beside the event loop where it takes long."""
+        count = self.sequences[0].num_logprobs or 0
+        for prompt in (self.prompts[number] for number in numbers):
+            if prompt.reports is None:
+                size, make = len(prompt.token_ids) * (count + 1), self.make_detokenizer()
+                await self.worker.run(size, partial(prompt.report, make, count))
+
     def _news(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:
-        now = self.clock()
+        now = self.clockwork.clock()
         for index, event in events:
             sequence = self.sequences[index]
             if sequence.finished:
                 continue
-            if event.HasField("prompt"):
-                sequence.num_cached_tokens = event.prompt.num_cached_tokens
-            if event.prompt_logprobs:
-                self.prompts[index // self.n].logprobs = event.prompt_logprobs
             before = sequence.num_tokens
             delta = self._with_prompt(sequence, sequence.push(event))
             if sequence.num_tokens > before:
@@ -288,7 +344,9 @@ class Generation:
             if delta.finish_reason is not None:
                 if not event.finish_reason:
                     self.submission.finish(index)
-                self.metrics.finished(delta.finish_reason, sequence.num_prompt_tokens, now - self.arrived)
+                self.clockwork.metrics.finished(
+                    delta.finish_reason, sequence.num_prompt_tokens, now - self.clockwork.arrived
+                )
             yield delta
 
     def _with_prompt(self, sequence: SequenceText, delta: Delta) -> Delta:
@@ -300,17 +358,15 @@ class Generation:
             return delta
         sequence.to_echo = False
         prompt = self.prompts[sequence.index // self.n]
-        delta = delta._replace(text=prompt.echo + delta.text)
-        if sequence.num_logprobs is None:
-            return delta
-        reports = prompt.reports(self.make_detokenizer(), sequence.num_logprobs)
-        return delta._replace(tokens=reports + delta.tokens)
+        return delta._replace(
+            text=(prompt.echo or "") + delta.text, tokens=(prompt.reports or ()) + delta.tokens
+        )
 
     def _measure(self, sequence: SequenceText, now: float, count: int) -> None:
         if sequence.last_at:
-            self.metrics.tokens(count, (now - sequence.last_at) / count)
+            self.clockwork.metrics.tokens(count, (now - sequence.last_at) / count)
         else:
-            self.metrics.first_token(count, now - self.arrived)
+            self.clockwork.metrics.first_token(count, now - self.clockwork.arrived)
         sequence.last_at = now
 
     def fail(self, error: TriptychError) -> None:

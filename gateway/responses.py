@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -110,12 +110,19 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, generation: Generation, chunks: sse.Chunks, *, include_usage: bool, continuous_usage: bool
+        self,
+        generation: Generation,
+        chunks: sse.Chunks,
+        write: Callable[[Delta], bytes],
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
     ) -> None:
-        """Streams ``generation``, encoded by ``chunks``."""
+        """Streams ``generation``, whose deltas ``write`` writes with ``chunks``."""
         super().__init__(status_code=200)
         self._generation = generation
         self._chunks = chunks
+        self._write = write
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._opened = [False] * len(generation.sequences)
@@ -129,7 +136,7 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                 try:
                     while deltas:
-                        if body := self._encode(deltas):
+                        if body := await self._encode(deltas):
                             await send({"type": "http.response.body", "body": body, "more_body": True})
                         deltas = await generation.deltas()
                     last = self._chunks.usage(generation.usage.body()) if self._include_usage else b""
@@ -140,17 +147,22 @@ class EventStream(Response):
                     last = sse.error_event(_expected(error))
                 await send({"type": "http.response.body", "body": last + sse.DONE, "more_body": False})
 
-    def _encode(self, deltas: list[Delta]) -> bytes:
-        usage: dict[str, Any] | None = self._generation.usage.body() if self._continuous_usage else None
-        chunks, out = self._chunks, []
-        for index, text, finish_reason, stop_reason, tokens in deltas:
-            if not self._opened[index]:
-                self._opened[index] = True
-                out.append(chunks.opening(index, usage))
-            if finish_reason is not None:
-                out.append(chunks.final(index, text, finish_reason, stop_reason, usage, tokens))
-            elif text or tokens:
-                out.append(chunks.delta(index, text, usage, tokens))
+    async def _encode(self, deltas: list[Delta]) -> bytes:
+        if self._continuous_usage:
+            self._chunks.tell(self._generation.usage.body())
+        if not self._generation.reports_prompts:
+            return self._encoded(deltas)
+        # A prompt's tokens and their likeliest ones are megabytes.
+        size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
+        return await self._generation.worker.run(size, lambda: self._encoded(deltas))
+
+    def _encoded(self, deltas: list[Delta]) -> bytes:
+        out = []
+        for delta in deltas:
+            if not self._opened[delta.sequence]:
+                self._opened[delta.sequence] = True
+                out.append(self._chunks.opening(delta.sequence))
+            out.append(self._write(delta))
         return b"".join(out)
 
 

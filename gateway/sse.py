@@ -3,14 +3,13 @@
 What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import orjson
 
-from gateway.answer_reader import AnswerReader
-from gateway.answer_reader import finish_reason as reason_with_calls
 from gateway.errors import error_body
+from gateway.generation import Delta
 from gateway.logprobs import Reporter, TokenReport
 from gateway.tools.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
@@ -51,50 +50,31 @@ class Chunks:
         self._starts: dict[int, bytes] = {}
         self._reporter = reporter
 
-    def delta(
-        self,
-        index: int,
-        text: str,
-        usage: dict[str, Any] | None = None,
-        tokens: Sequence[TokenReport] = (),
-    ) -> bytes:
-        """More text of choice ``index``; with the usage so far if given, and with the log-probabilities of ``tokens`` if there are any."""
-        if tokens:
-            return self._choice(self._reported(index, text, tokens), usage)
-        start = self._starts.get(index)
-        if start is None:
-            start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
-        return start + orjson.dumps(text) + self._after_text + self._end(usage)
+    def tell(self, usage: dict[str, Any]) -> None:
+        """Every chunk from now on carries this usage."""
+        self._tail = b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def _end(self, usage: dict[str, Any] | None) -> bytes:
-        return self._tail if usage is None else b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
-
-    def _choice(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> bytes:
-        return self._head + orjson.dumps(choice) + self._end(usage)
-
-    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
-        """A choice with text and log-probabilities."""
-        raise NotImplementedError
-
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+    def opening(self, index: int) -> bytes:
         """What comes before a choice's first text."""
         raise NotImplementedError
 
-    def final(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str,
-        stop_reason: str | int | None,
-        usage: dict[str, Any] | None = None,
-        tokens: Sequence[TokenReport] = (),
-    ) -> bytes:
-        """A choice's last text and its end."""
+    def write(self, delta: Delta) -> bytes:
+        """What is new about a choice, as it is."""
         raise NotImplementedError
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that ends a stream with usage."""
-        return self._head + self._end(usage)
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        """Nothing but text."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
+        return start + orjson.dumps(text) + self._after_text + self._tail
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return self._head + orjson.dumps(choice) + self._tail
 
 
 class ChatChunks(Chunks):
@@ -104,98 +84,26 @@ class ChatChunks(Chunks):
     _before_text = b'"delta":{"content":'
     _after_text = b'},"logprobs":null,"finish_reason":null}'
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+    def opening(self, index: int) -> bytes:
         """The chunk that names the role."""
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._choice({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, usage)
+        return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, ())
 
-    def final(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str,
-        stop_reason: str | int | None,
-        usage: dict[str, Any] | None = None,
-        tokens: Sequence[TokenReport] = (),
-    ) -> bytes:
-        """The last text, if any, in a chunk of its own; then an empty delta with the reason."""
-        last = self.delta(index, text, usage, tokens) if text or tokens else b""
-        choice = {
-            "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
-        }  # fmt: skip
-        return last + self._choice(choice, usage)
+    def write(self, delta: Delta) -> bytes:
+        """More content; at the end in a chunk of its own, if there is any, in front of the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        content = self.text(index, text, tokens) if text or tokens else b""
+        return content if reason is None else content + self.end(index, reason, stop_reason)
 
-    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
-        logprobs = self._reporter.chat(tokens) if self._reporter else None
-        return {"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+    def text(self, index: int, text: str, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """More content, with the log-probabilities of ``tokens`` if there are any."""
+        return self._delta(index, {"content": text}, tokens) if tokens else self._text(index, text)
 
-
-class ReadChunks(ChatChunks):
-    """Chunks of a chat completion whose text is read for thinking and tool calls, one reader a choice."""
-
-    def __init__(
-        self,
-        answer_id: str,
-        created: int,
-        model: str,
-        *,
-        with_usage: bool,
-        new_reader: Callable[[], AnswerReader],
-        named: bool,
-        reporter: Reporter | None = None,
-    ) -> None:
-        """As the base's; see :mod:`gateway.answer_reader` for the rest."""
-        super().__init__(answer_id, created, model, with_usage=with_usage, reporter=reporter)
-        self._new_reader = new_reader
-        self._named = named
-        self._readers: dict[int, AnswerReader] = {}
-        # Whose text a reader holds back, by choice: they are reported with what is told next.
-        self._untold: dict[int, list[TokenReport]] = {}
-
-    def _reader(self, index: int) -> AnswerReader:
-        reader = self._readers.get(index)
-        if reader is None:
-            reader = self._readers[index] = self._new_reader()
-        return reader
-
-    def delta(
-        self,
-        index: int,
-        text: str,
-        usage: dict[str, Any] | None = None,
-        tokens: Sequence[TokenReport] = (),
-    ) -> bytes:
-        """What the text settles; perhaps nothing."""
-        self._untold.setdefault(index, []).extend(tokens)
-        return self._events(index, self._reader(index).feed(text), usage)
-
-    def final(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str,
-        stop_reason: str | int | None,
-        usage: dict[str, Any] | None = None,
-        tokens: Sequence[TokenReport] = (),
-    ) -> bytes:
-        """The last text, what was held back, and the end."""
-        reader = self._reader(index)
-        self._untold.setdefault(index, []).extend(tokens)
-        rest = self._events(index, [*reader.feed(text), *reader.finish()], usage)
-        reason = reason_with_calls(finish_reason, reader.num_calls, named=self._named)
-        untold = self._told(index)
-        if untold:
-            rest += super().delta(index, "", usage, untold)
-        return rest + super().final(index, "", reason, stop_reason, usage)
-
-    def _events(self, index: int, events: Sequence[Event], usage: dict[str, Any] | None) -> bytes:
-        return b"".join([self._event(index, event, usage) for event in events])
-
-    def _event(self, index: int, event: Event, usage: dict[str, Any] | None) -> bytes:
+    def event(self, index: int, event: Event, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """What was found in the text; nothing for a call that is revoked, as it cannot be taken back."""
         delta: dict[str, Any]
         match event:
             case Text(text):
-                return super().delta(index, text, usage, self._told(index))
+                return self.text(index, text, tokens)
             case Reasoning(text):
                 # Under both names that clients know: vLLM's and DeepSeek's.
                 delta = {"reasoning": text, "reasoning_content": text}
@@ -206,16 +114,17 @@ class ReadChunks(ChatChunks):
                 delta = {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]}
             case CallRevoked():
                 return b""
-        tokens = self._told(index)
-        logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
-        return self._choice(
-            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}, usage
-        )
+        return self._delta(index, delta, tokens)
 
-    def _told(self, index: int) -> Sequence[TokenReport]:
-        """The tokens that were not reported yet; they are now."""
-        tokens, self._untold[index] = self._untold.get(index, []), []
-        return tokens
+    def end(self, index: int, finish_reason: str, stop_reason: str | int | None) -> bytes:
+        """An empty delta with the reason."""
+        return self._choice({
+            "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
+        })  # fmt: skip
+
+    def _delta(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenReport]) -> bytes:
+        logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
+        return self._choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
 
 
 class CompletionChunks(Chunks):
@@ -225,24 +134,15 @@ class CompletionChunks(Chunks):
     _before_text = b'"text":'
     _after_text = b',"logprobs":null,"finish_reason":null}'
 
-    def opening(self, index: int, usage: dict[str, Any] | None = None) -> bytes:  # noqa: ARG002 - as the base's
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - as the base's
         """Nothing: plain completions have no role."""
         return b""
 
-    def final(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str,
-        stop_reason: str | int | None,
-        usage: dict[str, Any] | None = None,
-        tokens: Sequence[TokenReport] = (),
-    ) -> bytes:
-        """The last text together with the reason."""
-        choice = self._reported(index, text, tokens)
-        choice |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
-        return self._choice(choice, usage)
-
-    def _reported(self, index: int, text: str, tokens: Sequence[TokenReport]) -> dict[str, Any]:
+    def write(self, delta: Delta) -> bytes:
+        """More text; the last of it together with the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        if reason is None and not tokens:
+            return self._text(index, text) if text else b""
         logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return self._choice(choice if reason is None else {**choice, "stop_reason": stop_reason})

@@ -20,7 +20,7 @@ class Live:
         n: its sequences.
         received: tokens of each sequence so far, in order.
         ended: sequences of which no more is wanted, because they have finished or their reader has seen enough.
-        told_prompt: whether the prompt's log-probabilities have come.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they have come; all of them before any token.
         index: the number of its first sequence in its submission.
         accepted: whether it has been running, so that trouble means waiting instead of failing.
         deadline: runs while the request waits for a lost scheduler.
@@ -37,11 +37,11 @@ class Live:
         "index",
         "n",
         "patience",
+        "prompt_logprobs",
         "received",
         "request",
         "retry",
         "submission",
-        "told_prompt",
     )
 
     def __init__(self, request: inference.GenerateRequest, submission: "Submission", index: int) -> None:
@@ -51,7 +51,7 @@ class Live:
         self.n = request.n or 1
         self.received: list[list[int]] = [[] for _ in range(self.n)]
         self.ended: set[int] = set()
-        self.told_prompt = False
+        self.prompt_logprobs: list[pb.TokenLogprobs] = []
         self.accepted = False
         self.deadline: asyncio.TimerHandle | None = None
         self.patience: float | None = None
@@ -74,8 +74,7 @@ class Live:
         self.received[event.sequence].extend(event.token_ids)
         if event.finish_reason:
             self.ended.add(event.sequence)
-        if event.prompt_logprobs:
-            self.told_prompt = True
+        self.prompt_logprobs.extend(event.prompt_logprobs)
         self.accepted = True
         self.patience = None
         if self.deadline is not None:
@@ -104,8 +103,11 @@ class Live:
                 renewed.resumed.add(sequence=sequence, finished=True)
             elif token_ids:
                 renewed.resumed.add(sequence=sequence, token_ids=token_ids)
-        if self.told_prompt:
+        if self.prompt_logprobs and len(self.prompt_logprobs) >= len(renewed.prompt_token_ids) - 1:
             renewed.sampling.ClearField("prompt_logprobs")
+        else:
+            # The next scheduler begins with the first of them.
+            self.prompt_logprobs.clear()
         self.request = renewed
 
     def stop_timers(self) -> None:
@@ -194,16 +196,21 @@ def finished_already(
     """
     sampling = request.sampling
     event = inference.GenerateEvent(request_id=request.request_id, sequence=sequence)
-    if received and len(received) >= max(1, sampling.min_tokens):
-        last = received[-1]
-        if last in sampling.stop_token_ids or (
-            # A grammar ends whatever ignore_eos says.
-            last in eos_token_ids and (not sampling.ignore_eos or sampling.HasField("structured_output"))
-        ):
-            event.finish_reason = pb.FINISH_REASON_STOP
-            event.stop_token_id = last
-            return event
+    if received and _ends(sampling, received[-1], len(received), eos_token_ids):
+        event.finish_reason = pb.FINISH_REASON_STOP
+        event.stop_token_id = received[-1]
+        return event
     if sampling.HasField("max_tokens") and len(received) >= sampling.max_tokens:
         event.finish_reason = pb.FINISH_REASON_LENGTH
         return event
     return None
+
+
+def _ends(sampling: pb.SamplingParams, last: int, count: int, eos_token_ids: frozenset[int]) -> bool:
+    """Whether the ``count``-th token of a sequence is its end."""
+    if last in eos_token_ids and sampling.HasField("structured_output"):
+        # A grammar that is through ends a sequence, whatever ignore_eos and min_tokens say.
+        return True
+    if count < sampling.min_tokens:
+        return False
+    return last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.context import context_of, note
-from gateway.generation import Delta, Generation, Usage
+from gateway.generation import Clockwork, Delta, Generation, Usage
 from gateway.logprobs import Reporter
 from gateway.middleware import tenant_of
 from gateway.prompts import bad_word_tokens, generate_requests
@@ -43,7 +43,8 @@ class Answer(NamedTuple):
     """How one endpoint's answers look."""
 
     id_prefix: str
-    chunks: Callable[..., Chunks]
+    # Makes the encoder of a streamed answer, and what writes each delta with it.
+    stream: Callable[..., tuple[Chunks, Callable[[Delta], bytes]]]
     # Encodes a collected answer: id, created, model, each sequence's whole text, and what else there is to tell.
     body: Callable[[str, int, str, list[Delta], Told], bytes]
     # Special tokens that are text for it; None: all.
@@ -65,6 +66,7 @@ async def answer(
     """Runs ``prompts`` and answers as ``body`` asks; each answer begins with its prompt's text of ``echoes`` if given.
 
     Raises:
+        Unavailable: if there is no scheduler.
         InvalidArgument: if its X-Tenant header cannot be used.
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
@@ -80,14 +82,12 @@ async def answer(
         served, body, prompts, wire_id, tenant=tenant, bad_words=bad_words, constraint=shape.constraint
     )
     generation = Generation.begin(
-        context.client,
-        served,
+        context.client.submit(requests),
         body,
-        requests,
+        served,
+        context.text_worker,
+        Clockwork(context.metrics, context.clock, request.scope["triptych.arrived"]),
         echoes=echoes,
-        metrics=context.metrics,
-        clock=context.clock,
-        arrived=request.scope["triptych.arrived"],
         markers=shape.markers,
         constraint_param=shape.constraint_param,
     )
@@ -98,18 +98,43 @@ async def answer(
         wanted=body.num_logprobs is not None,
     )
     if body.stream:
-        chunks = shape.chunks(answer_id, created, model, with_usage=body.include_usage, reporter=reporter)
+        chunks, write = shape.stream(
+            answer_id, created, model, with_usage=body.include_usage, reporter=reporter
+        )
         return EventStream(
-            generation, chunks, include_usage=body.include_usage, continuous_usage=body.continuous_usage
+            generation,
+            chunks,
+            write,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
         )
     ends = await collect(generation, request.scope, request.receive)
-    prompt_logprobs = None
-    if body.prompt_logprobs is not None:
-        prompt_logprobs = [
-            reporter.prompt(one.token_ids, one.logprobs, body.prompt_logprobs) for one in generation.prompts
-        ]
-    told = Told(generation.usage, reporter, prompt_logprobs, body.n)
-    return Response(shape.body(answer_id, created, model, ends, told), media_type="application/json")
+
+    def written() -> bytes:
+        told = Told(generation.usage, reporter, _prompt_logprobs(body, generation, reporter), body.n)
+        return shape.body(answer_id, created, model, ends, told)
+
+    content = await context.text_worker.run(_effort(body, generation, ends), written)
+    return Response(content, media_type="application/json")
+
+
+def _prompt_logprobs(
+    body: SamplingRequest, generation: Generation, reporter: Reporter
+) -> list[list[dict[str, Any] | None]] | None:
+    count = body.prompt_logprobs
+    if count is None:
+        return None
+    return [reporter.prompt(one.token_ids, one.logprobs, count) for one in generation.prompts]
+
+
+def _effort(body: SamplingRequest, generation: Generation, ends: Sequence[Delta]) -> int:
+    """Of reading and writing a collected answer: letters, and log-probabilities."""
+    letters = sum(len(end.text) for end in ends)
+    reported = sum(len(end.tokens) for end in ends) * (1 + (body.num_logprobs or 0))
+    if body.prompt_logprobs is None:
+        return letters + reported
+    prompts = sum(len(one.token_ids) for one in generation.prompts)
+    return letters + reported + prompts * (1 + body.prompt_logprobs)
 
 
 def unique_wire_id(request: Request) -> str:

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ from gateway.answer_reader import Message, finish_reason
 from gateway.context import body_schema, context_of, read_body
 from gateway.generation import Delta
 from gateway.prompts import encode_chat, truncated
+from gateway.read_stream import ReadStream
 from gateway.routes.answer import Answer, Told, answer
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.sse import ChatChunks, ReadChunks
+from gateway.sse import ChatChunks
 from gateway.tools.plan import Reading, plan
 
 router = APIRouter()
@@ -41,18 +43,22 @@ async def chat_completions(request: Request) -> Response:
     prompt = truncated(served, body, prompt)
     size = len(await request.body()) if body.tools or body.constrained else 0
     reading = await context.text_worker.run(size, lambda: plan(context.settings, served, body, prompt))
-    chunks = (
-        ChatChunks if reading.plain else partial(ReadChunks, new_reader=reading.reader, named=reading.named)
-    )
     shape = Answer(
         "chatcmpl-",
-        chunks,
+        partial(_stream, reading),
         partial(_completion, reading),
         reading.markers,
         reading.constraint,
         reading.constraint_param,
     )
     return await answer(request, shape, body, served, [prompt])
+
+
+def _stream(reading: Reading, *args: Any, **options: Any) -> tuple[ChatChunks, Callable[[Delta], bytes]]:
+    chunks = ChatChunks(*args, **options)
+    if reading.plain:
+        return chunks, chunks.write
+    return chunks, ReadStream(chunks, reading.reader, named=reading.named).write
 
 
 def _choice(reading: Reading, end: Delta, told: Told) -> dict[str, Any]:

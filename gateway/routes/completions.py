@@ -1,5 +1,8 @@
 """``/v1/completions``."""
 
+from collections.abc import Callable
+from typing import Any
+
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -56,12 +59,17 @@ async def completions(request: Request) -> Response:
         ]
     shape = Answer(
         "cmpl-",
-        CompletionChunks,
+        _stream,
         _completion,
         constraint=body.constraint(),
         constraint_param=body.constraint_param,
     )
     return await answer(request, shape, body, served, prompts, echoes=echoes)
+
+
+def _stream(*args: Any, **options: Any) -> tuple[CompletionChunks, Callable[[Delta], bytes]]:
+    chunks = CompletionChunks(*args, **options)
+    return chunks, chunks.write
 
 
 def _completion(answer_id: str, created: int, model: str, ends: list[Delta], told: Told) -> bytes:

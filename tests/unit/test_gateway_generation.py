@@ -63,6 +63,14 @@ def test_stop_tokens_are_named() -> None:
     assert delta == Delta(0, "a", "stop", 2)
 
 
+def test_a_field_that_is_not_set_is_no_stop_token() -> None:
+    """Unset it reads as token 0, which a client may have given as one."""
+    delta = make(ids=(0,)).push(event(1, reason=pb.FINISH_REASON_LENGTH))
+    assert delta == Delta(0, "a", "length", None)
+    delta = make(ids=(0,)).push(event(1, 0, reason=pb.FINISH_REASON_STOP, stop=0))
+    assert delta == Delta(0, "a", "stop", 0)
+
+
 def test_stop_tokens_show_on_request() -> None:
     """include_stop_str_in_output shows them."""
     delta = make(include=True, ids=(2,)).push(event(1, 2, reason=pb.FINISH_REASON_STOP, stop=2))

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from gateway.answer_reader import AnswerReader
+from gateway.generation import Delta
 from gateway.logprobs import Reporter, TokenReport
+from gateway.read_stream import ReadStream
 from gateway.reasoning import Thinking, ThinkParser
-from gateway.sse import DONE, ChatChunks, Chunks, CompletionChunks, ReadChunks, error_event
+from gateway.sse import DONE, ChatChunks, Chunks, CompletionChunks, error_event
 from protos.errors import Unavailable
 
 
@@ -31,7 +33,7 @@ def make(cls: type[Chunks], *, with_usage: bool = False) -> Chunks:
 @pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
 def test_text_survives_the_framing(cls: type[Chunks], text: str) -> None:
     """No text can break out of its event."""
-    (chunk,) = read(make(cls).delta(0, text))
+    (chunk,) = read(make(cls).write(Delta(0, text)))
     choice = chunk["choices"][0]
     assert (choice["delta"]["content"] if cls is ChatChunks else choice["text"]) == text
 
@@ -47,19 +49,19 @@ def test_chat_chunks() -> None:
             "logprobs": None, "finish_reason": None,
         }],
     }  # fmt: skip
-    last_text, end = read(chunks.final(0, "bye", "length", None))
+    last_text, end = read(chunks.write(Delta(0, "bye", "length")))
     assert last_text["choices"][0]["delta"] == {"content": "bye"}
     assert last_text["choices"][0]["finish_reason"] is None
     assert end["choices"][0]["delta"] == {}
     assert end["choices"][0]["finish_reason"] == "length"
-    assert len(read(chunks.final(0, "", "stop", None))) == 1
+    assert len(read(chunks.write(Delta(0, "", "stop")))) == 1
 
 
 def test_completion_chunks() -> None:
     """No role, and the reason comes with the last text."""
     chunks = make(CompletionChunks)
     assert chunks.opening(0) == b""
-    (end,) = read(chunks.final(3, "bye", "stop", "END"))
+    (end,) = read(chunks.write(Delta(3, "bye", "stop", "END")))
     assert end["object"] == "text_completion"
     assert end["choices"] == [
         {"index": 3, "text": "bye", "logprobs": None, "finish_reason": "stop", "stop_reason": "END"}
@@ -67,20 +69,29 @@ def test_completion_chunks() -> None:
 
 
 @pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_nothing_new_is_nothing_written(cls: type[Chunks]) -> None:
+    """Text may be held back."""
+    assert make(cls).write(Delta(0, "")) == b""
+
+
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
 def test_usage_is_null_until_its_chunk(cls: type[Chunks]) -> None:
     """With usage asked for, every chunk says null, and the last one has no choices."""
     chunks = make(cls, with_usage=True)
-    assert read(chunks.delta(0, "a"))[0]["usage"] is None
+    assert read(chunks.write(Delta(0, "a")))[0]["usage"] is None
     (last,) = read(chunks.usage({"total_tokens": 3}))
     assert last["choices"] == []
     assert last["usage"] == {"total_tokens": 3}
-    assert "usage" not in read(make(cls).delta(0, "a"))[0]
+    assert "usage" not in read(make(cls).write(Delta(0, "a")))[0]
 
 
 @pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
 def test_usage_may_come_with_every_chunk(cls: type[Chunks]) -> None:
     """continuous_usage_stats."""
-    (chunk,) = read(make(cls, with_usage=True).delta(1, "a", {"total_tokens": 3}))
+    chunks = make(cls, with_usage=True)
+    chunks.tell({"total_tokens": 2})
+    chunks.tell({"total_tokens": 3})
+    (chunk,) = read(chunks.write(Delta(1, "a")))
     assert chunk["usage"] == {"total_tokens": 3}
     assert chunk["choices"][0]["index"] == 1
 
@@ -94,15 +105,16 @@ def test_errors_and_the_end() -> None:
 def test_chunks_that_are_read_report_every_token_once() -> None:
     """Log-probabilities of tokens whose text is held back, or is no text at all, come with what is told next."""
     reading = partial(AnswerReader, ThinkParser(Thinking.POSSIBLE), None, one_call=False, show_thinking=True)
-    chunks = ReadChunks(
-        "id-1", 1, "smol", with_usage=False, new_reader=reading, named=False,
-        reporter=Reporter(lambda token_id: bytes([token_id])),
-    )  # fmt: skip
+    chunks = ChatChunks(
+        "id-1", 1, "smol", with_usage=False, reporter=Reporter(lambda token_id: bytes([token_id]))
+    )
+    stream = ReadStream(chunks, reading, named=False)
     text = "<think>a</think>b"
     events: list[dict[str, Any]] = []
-    for index, letter in enumerate(text[:-1]):
-        events += read(chunks.delta(0, letter, None, [TokenReport(ord(letter), index, -0.5)]))
-    events += read(chunks.final(0, text[-1], "stop", None, None, [TokenReport(ord(text[-1]), 0, -0.5)]))
+    for index, letter in enumerate(text):
+        reason = "stop" if index == len(text) - 1 else None
+        reports = (TokenReport(ord(letter), index, -0.5),)
+        events += read(stream.write(Delta(0, letter, reason, None, reports)))
     choices = [event["choices"][0] for event in events]
     reported = [
         entry["token"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]

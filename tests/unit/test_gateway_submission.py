@@ -9,6 +9,8 @@ from protos.errors import Overloaded
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
+GRAMMAR = pb.StructuredOutput(json_object=True)
+
 
 def make(size: int = 1, n: int | None = None) -> tuple[Submission, list[tuple[int, int | None]]]:
     """With what was aborted: the request's first sequence in the submission, and which of its sequences if not all."""
@@ -105,6 +107,7 @@ def test_a_renewed_request_says_what_is_there_of_each_sequence() -> None:
     """One has finished, one goes on, one has not begun; the prompt is not asked about twice."""
     submission, _ = make(n=3)
     live = submission.live[0]
+    live.request.prompt_token_ids.extend([7, 8])
     live.request.sampling.prompt_logprobs = 1
     live.renew()
     assert live.request.sampling.HasField("prompt_logprobs")
@@ -123,6 +126,26 @@ def test_a_renewed_request_says_what_is_there_of_each_sequence() -> None:
     live.on_event(event(reason=pb.FINISH_REASON_STOP, sequence=1))
     live.on_event(event(reason=pb.FINISH_REASON_STOP, sequence=2))
     assert live.over
+
+
+def test_a_part_of_the_prompts_log_probabilities_is_asked_for_again() -> None:
+    """They come in parts while the prompt is computed; whoever begins again tells all of them."""
+    live = make()[0].live[0]
+    live.request.prompt_token_ids.extend([1, 2, 3, 4])
+    live.request.sampling.prompt_logprobs = 1
+    parts = [inference.GenerateEvent(prompt_logprobs=[pb.TokenLogprobs(rank=rank)]) for rank in (1, 2, 3)]
+    live.on_event(parts[0])
+    live.on_event(parts[1])
+    collected = live.prompt_logprobs
+    live.renew()
+    assert (list(collected), live.request.sampling.prompt_logprobs) == ([], 1)
+    assert live.request.sampling.HasField("prompt_logprobs")
+    for part in parts:
+        live.on_event(part)
+    assert [entry.rank for entry in collected] == [1, 2, 3]
+    live.renew()
+    assert len(collected) == 3
+    assert not live.request.sampling.HasField("prompt_logprobs")
 
 
 async def test_sequences_are_numbered_through() -> None:
@@ -146,6 +169,11 @@ async def test_sequences_are_numbered_through() -> None:
         (pb.SamplingParams(ignore_eos=True), [1, 2], None),
         (pb.SamplingParams(min_tokens=3), [1, 2], None),
         (pb.SamplingParams(stop_token_ids=[7]), [7], pb.FINISH_REASON_STOP),
+        # A grammar that is through ends a sequence before min_tokens, too; a client's stop token does not.
+        (pb.SamplingParams(min_tokens=3, structured_output=GRAMMAR), [1, 2], pb.FINISH_REASON_STOP),
+        (pb.SamplingParams(ignore_eos=True, structured_output=GRAMMAR), [1, 2], pb.FINISH_REASON_STOP),
+        (pb.SamplingParams(min_tokens=3, structured_output=GRAMMAR, stop_token_ids=[7]), [1, 7], None),
+        (pb.SamplingParams(min_tokens=2, stop_token_ids=[7]), [1, 7], pb.FINISH_REASON_STOP),
         (pb.SamplingParams(max_tokens=1), [2], pb.FINISH_REASON_STOP),
         (pb.SamplingParams(), [], None),
     ],
