@@ -46,6 +46,15 @@ class Running:
     sequence: int
     sent: int
     first: bool = True
+    # Who computes the prompt, if not this one, and of how many of its tokens log-probabilities were told.
+    teller: "Running | None" = None
+    told: int = 0
+
+    @property
+    def telling(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be told, so that no token may come."""
+        missing = len(self.request.prompt_token_ids) - 1 - (self.teller or self).told
+        return self.request.sampling.HasField("prompt_logprobs") and missing > 0
 
 
 def sequences_of(request: GENERATE) -> dict[tuple[str, int], Running]:
@@ -55,7 +64,8 @@ def sequences_of(request: GENERATE) -> dict[tuple[str, int], Running]:
     for sequence in range(request.n or 1):
         part = known.get(sequence, inference.ResumedSequence())
         if not part.finished:
-            one = Running(request, sequence, len(part.token_ids), first=not running)
+            teller = next(iter(running.values()), None)
+            one = Running(request, sequence, len(part.token_ids), first=teller is None, teller=teller)
             running[request.request_id, sequence] = one
     return running
 
@@ -80,6 +90,8 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         reply: tokens of every answer.
         tokens_per_event: how many of them an event carries.
         step_s: pause between steps.
+        prompt_logprobs_per_event: in events of how many the log-probabilities of a prompt come; ``None``: all at once.
+        break_in_prompt: break the stream once, between two of those.
         pause_after: stop stepping requests after that many tokens until :meth:`resume`; ``None``: never.
         refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
         ready: whether a replica is ready.
@@ -96,11 +108,13 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
     max_model_len: int = 512
     eos: int = 2
     tokens_per_event: int = 1
+    prompt_logprobs_per_event: int | None = None
     step_s: float = 0.0
     pause_after: int | None = None
     refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
     ready: bool = True
     break_after: int | None = None
+    break_in_prompt: bool = False
     schema_revision: int = wire.SCHEMA_REVISION
     requests: list[GENERATE] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -121,6 +135,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets what came in and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
+        self.prompt_logprobs_per_event, self.break_in_prompt = None, False
         self.refuse = lambda _: None
         self.metrics = SCHEDULER_METRICS
         self.refuse_pool = lambda _: None
@@ -228,10 +243,11 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
                 if events:
                     yield inference.ConnectResponse(events=events)
                     await self._notify()
-                    if self.break_after is not None and any(
-                        one.sent >= self.break_after for one in running.values()
-                    ):
-                        self.break_after = None
+                    if (
+                        self.break_after is not None
+                        and any(one.sent >= self.break_after for one in running.values())
+                    ) or (self.break_in_prompt and any(one.telling for one in running.values())):
+                        self.break_after, self.break_in_prompt = None, False
                         await abort(context, Unavailable("the stream was broken on purpose"))
                     await asyncio.sleep(self.step_s)
                 else:
@@ -251,6 +267,16 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         for key in [key for key in running if key[0] == name and only in (None, key[1])]:
             del running[key]
 
+    def _tell_prompt(self, one: Running, event: inference.GenerateEvent) -> None:
+        """Adds the next of the prompt's log-probabilities."""
+        prompt = one.request.prompt_token_ids
+        end = min(len(prompt), one.told + 1 + (self.prompt_logprobs_per_event or len(prompt)))
+        event.prompt_logprobs.extend(
+            logprobs_of(prompt[position], position, one.request.sampling.prompt_logprobs)
+            for position in range(one.told + 1, end)
+        )
+        one.told = end - 1
+
     def _step(self, one: Running) -> inference.GenerateEvent | None:
         limit = min(
             one.request.sampling.max_tokens or 10**9,
@@ -267,11 +293,10 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
             one.first = False
             event.prompt.num_tokens = len(one.request.prompt_token_ids)
             event.prompt.num_cached_tokens = 3
-            if sampling.HasField("prompt_logprobs"):
-                event.prompt_logprobs.extend(
-                    logprobs_of(token, position, sampling.prompt_logprobs)
-                    for position, token in enumerate(one.request.prompt_token_ids[1:], start=1)
-                )
+        if one.teller is None and one.telling:
+            self._tell_prompt(one, event)
+        if one.telling:
+            return event if event.prompt_logprobs else None
         stops = set(one.request.sampling.stop_token_ids) | (
             set() if one.request.sampling.ignore_eos else {self.eos}
         )
