@@ -61,11 +61,6 @@ class Batch:
             table[slot] = NULL_BLOCK
             counts[slot] = 0
 
-    def release_all(self) -> None:
-        """Frees every slot."""
-        for slot in range(self._geometry.max_num_seqs):
-            self.release(slot)
-
     def admit(self, request: Admission) -> None:
         """Gives a request its slot.
 
@@ -91,11 +86,15 @@ class Batch:
         self.sampling.check(request)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
-        self._computed[slot] = request.num_computed_tokens
-        self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
-        self.sampling.set(request)
-        for grant in grants:
-            self._append(grant)
+        try:
+            self._computed[slot] = request.num_computed_tokens
+            self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
+            self.sampling.set(request)
+            for grant in grants:
+                self._append(grant)
+        except BaseException:
+            self.release(slot)
+            raise
 
     def grow(self, growth: Growth) -> None:
         """Appends blocks to a slot's table.
@@ -191,10 +190,9 @@ class Batch:
         """What a step of these slots has to compute to choose their tokens."""
         return self.sampling.batch(slots, self._num_known)
 
-    def prompt_targets(self, work: PrefillWork) -> torch.Tensor:
-        """The prompt tokens that the chunk's tokens are followed by, int64 [count]: one less than those of the prompt's last chunk."""
-        end = min(work.start + work.num_tokens + 1, self.sampling.prompt_lens[work.slot])
-        return self._tokens[work.slot, work.start + 1 : end]
+    def tokens_of(self, slot: int, start: int, end: int) -> torch.Tensor:
+        """The slot's tokens at these positions, int64 [end - start]; none if ``end`` is not behind ``start``."""
+        return self._tokens[slot, start : max(start, end)]
 
     def advance_prefill(self, work: PrefillWork, token: torch.Tensor | None) -> None:
         """Records that a chunk is computed and, if it was sampled, the next token (int64 [1])."""

@@ -14,6 +14,9 @@ from worker_svc.sampling import Needs, SamplingBatch, reports_of, sample
 Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Of needs, logits [rows, vocab], slots and positions of the rows' last tokens, int64 [rows]: see ``sampling.sample``."""
 
+Report = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of logits [rows, vocab] and the tokens chosen, int64 [rows]: see ``sampling.report``."""
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -76,51 +79,51 @@ class Chooser:
         positions: torch.Tensor, draw: Sample, batch: SamplingBatch, likeliest: torch.Tensor | None,
     ) -> Chosen:  # fmt: skip
         known = logits.clone() if batch.reports else logits
-        told: list[torch.Tensor] = []
 
         def drawn(wanted: Sequence[int] | None) -> torch.Tensor:
+            """The tokens as they are told; what is taken in the place of none is nobody's choice."""
             if wanted is None:
                 if likeliest is not None and batch.needs.none:
-                    told.append(likeliest)
                     return likeliest.clone()
-                tokens, first = draw(batch.needs, logits, rows, positions)
-                told.append(first)
-                return tokens.clone()
+                return draw(batch.needs, logits, rows, positions)[1].clone()
             index = torch.tensor(list(wanted), device=logits.device)
             # Other random numbers: what the first ones drew is known not to be allowed, and says something about them.
-            again, _ = sample(
+            return sample(
                 self._batch.sampling, batch.needs, logits[index], rows[index], positions[index] + 1, attempt=1
-            )
-            return again
+            )[1]
 
         choice = constraints.choose(
             slots,
             logits,
             drawn,
             masked_first=[self._batch.sampling.filters(slot) for slot in slots],
-            # A forced token's log-probability would take the forward pass that it is spared.
             room=[
-                self._batch.room(slot) - 1 if count is None else 0
+                self._room(slot) if count is None else 0
                 for slot, count in zip(slots, batch.logprobs, strict=True)
             ],
         )
-        free = torch.ones(rows.shape[0], dtype=torch.bool)
-        free[: len(slots)] = torch.tensor([not constraints.any_of([slot]) for slot in slots])
-        nothing = free.to(logits.device) & (told[0] < 0)
-        return Chosen(choice.tokens, torch.where(nothing, -1, choice.tokens), batch, known, choice)
+        return Chosen(choice.tokens.clamp(min=0), choice.tokens, batch, known, choice)
+
+    def _room(self, slot: int) -> int:
+        """Tokens that a grammar may force behind the one that is chosen.
+
+        None where other parameters may forbid them, which each step looks at anew; nor where log-probabilities are wanted, which take the
+        forward pass that forced tokens are spared.
+        """
+        return 0 if self._batch.sampling.restricts(slot) else self._batch.room(slot) - 1
 
     def outputs(
         self,
         slots: Sequence[int],
         chosen: Chosen,
-        report: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        report: Report,
     ) -> Iterator[Output]:
         """What is told of each slot. The batch has its tokens by now; those that a grammar forces behind them it gets here.
 
         Args:
             slots: of the real rows.
             chosen: for them.
-            report: log-probabilities of tokens, see ``sampling.report``.
+            report: log-probabilities of tokens.
         """
         batch, choice = chosen.batch, chosen.choice
         reports = report(chosen.logits, chosen.tokens) if batch.reports else None

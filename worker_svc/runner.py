@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -10,14 +10,16 @@ import torch
 from protos.errors import Internal, TriptychError
 from worker_svc.batch import Batch
 from worker_svc.capture import Recording
-from worker_svc.chooser import Chooser, Sample
+from worker_svc.chooser import Chooser
+from worker_svc.decode_steps import DecodeStep, captured_step, decode_step, sampler
 from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.geometry import Geometry, KvGroup
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs import GraphOptions, Graphs, Signature
 from worker_svc.kv_cache import KvCache
-from worker_svc.plan import Admission, DecodeWork, Logprobs, Output, Plan, PoolWork, PrefillWork
-from worker_svc.sampling import Needs, Vocabulary, report, reports_of, sample
+from worker_svc.plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
+from worker_svc.prompt_logprobs import PromptLogprobs
+from worker_svc.sampling import Vocabulary, report
 
 Progress = Callable[[int, int, str], None]
 """Told of units done, units in total, and what is being done."""
@@ -46,18 +48,6 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
         ...
-
-
-@dataclass(frozen=True)
-class _DecodeStep:
-    choose: Callable[..., tuple[torch.Tensor, ...]]
-    """Of rows, int64 [bucket]: logits [bucket, vocab], the most probable tokens and the rows' positions, int64 [bucket]."""
-    advance: Callable[..., tuple[torch.Tensor, ...]]
-    """Of rows and the tokens chosen for them, int64 [bucket]."""
-    sample: Sample
-    """Chooses the tokens where not every row takes the most probable one."""
-    report: Callable[..., tuple[torch.Tensor, ...]]
-    """Of logits and the chosen tokens: the rows' log-probabilities; see ``sampling.report``."""
 
 
 class Runner:
@@ -106,13 +96,14 @@ class Runner:
             self._batch.sampling.allocate()
             self._batch.sampling.scratch(geometry.decode_buckets[-1])
         self._chooser = Chooser(self._batch, constraints)
+        self._sample = sampler(self._batch)
+        self._prompt_logprobs = PromptLogprobs(self._batch, geometry, model.logits)
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._last_slots: list[int] = []
         self._last_rows = torch.empty(0, dtype=torch.int64)
-        self._decode_steps: dict[int, _DecodeStep] = {}
+        self._decode_steps: dict[int, DecodeStep] = {}
         self._made: set[Signature] = set()
-        self._prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
@@ -143,7 +134,7 @@ class Runner:
                 self._model.logits(self._prefill_hidden(*self._batch.prefill_inputs(None))[:1])
             else:
                 rows = self._padding_rows(signature.batch)
-                self._decode_step(signature.batch).choose(rows)
+                self._decode_step(signature.batch).forward(rows)
         progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
@@ -193,30 +184,31 @@ class Runner:
 
     def _release(self, slot: int) -> None:
         self._batch.release(slot)
+        self._prompt_logprobs.release(slot)
         if self._constraints is not None:
             self._constraints.release(slot)
 
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)
-        self._prompt_logprobs.pop(request.slot, None)
-        if request.structured is not None:
-            try:
+        try:
+            self._prompt_logprobs.admit(request)
+            if request.structured is not None:
                 if self._constraints is None:
                     raise Internal("the plan admits a request with a grammar, and this worker matches none")
                 output = request.token_ids[request.prompt_len :]
                 self._constraints.admit(request.slot, request.structured, output)
-            except TriptychError:
-                self._batch.release(request.slot)
-                raise
-        for group_id, block_ids in request.blocks.items():
-            tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
-            hit = math.ceil(request.num_computed_tokens / tokens)
-            self.cache.clear(group_id, block_ids[hit:])
+            for group_id, block_ids in request.blocks.items():
+                tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
+                hit = math.ceil(request.num_computed_tokens / tokens)
+                self.cache.clear(group_id, block_ids[hit:])
+        except BaseException:
+            self._release(request.slot)
+            raise
 
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         hidden = self._prefill_hidden(tokens, positions, inputs)
-        prompt_logprobs = self._prompt_logprobs_after(work, hidden)
+        prompt_logprobs = self._prompt_logprobs.of_chunk(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
             return [Output(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
@@ -226,34 +218,7 @@ class Runner:
         chosen = self._chooser.choose([work.slot], rows, logits, positions[last], self._sample)
         self._batch.advance_prefill(work, chosen.tokens)
         (output,) = self._chooser.outputs([work.slot], chosen, report)
-        self._prompt_logprobs.pop(work.slot, None)
         return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
-
-    def _prompt_logprobs_after(self, work: PrefillWork, hidden: torch.Tensor) -> Sequence[Logprobs]:
-        """Those of the whole prompt, once its last chunk is computed and until the first token is sampled, if the request asked for them.
-
-        In pieces of as many rows as the largest bucket, whose logits there is memory for. The last piece reaches back, so that all of
-        them have one shape.
-        """
-        count = self._batch.sampling.prompt_logprobs[work.slot]
-        if count is None:
-            return ()
-        chunk, rows = self._geometry.chunk, min(self._geometry.chunk, self._geometry.decode_buckets[-1])
-        found = self._batch.prompt_targets(work)
-        targets = torch.zeros(chunk, dtype=torch.int64, device=found.device)
-        targets[: len(found)] = found
-        logprobs = self._prompt_logprobs.setdefault(work.slot, [])
-        for start in range(0, len(found), rows):
-            piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
-            wanted = min(start + rows, len(found)) - start
-            reported = report(self._model.logits(hidden[piece]), targets[piece])[start - piece.start :]
-            logprobs += [each for each in reports_of(reported, [count] * wanted) if each is not None]
-        return logprobs if len(logprobs) == self._batch.sampling.prompt_lens[work.slot] - 1 else ()
-
-    def _sample(
-        self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample(self._batch.sampling, needs, logits, rows, positions + 1)
 
     def _prefill_hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
@@ -267,15 +232,14 @@ class Runner:
         return hidden
 
     def _decode(self, work: DecodeWork) -> list[Output]:
-        for slot in self._prompt_logprobs.keys() & set(work.slots) if self._prompt_logprobs else ():
-            del self._prompt_logprobs[slot]
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
-        logits, chosen, positions = step.choose(rows)
-        taken = self._chooser.choose(work.slots, rows, logits, positions, step.sample, chosen)
+        logits, positions, *tokens = step.forward(rows)
+        likeliest = tokens[0] if tokens else None
+        taken = self._chooser.choose(work.slots, rows, logits, positions, step.sample, likeliest)
         step.advance(rows, taken.tokens)
         self._batch.advance_decode(work.slots)
-        return list(self._chooser.outputs(work.slots, taken, lambda *given: step.report(*given)[0]))
+        return list(self._chooser.outputs(work.slots, taken, step.report))
 
     def _rows_of(self, work: DecodeWork) -> torch.Tensor:
         """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
@@ -286,7 +250,7 @@ class Runner:
             self._last_rows = torch.tensor(slots, device=self._device.torch_device)
         return self._last_rows
 
-    def _decode_step(self, bucket: int) -> "_DecodeStep":
+    def _decode_step(self, bucket: int) -> DecodeStep:
         self._make_late(Signature("decode", bucket, 1))
         return self._decode_steps[bucket]
 
@@ -307,7 +271,7 @@ class Runner:
             rows = self._padding_rows(signature.batch)
             tokens, positions, inputs = self._batch.decode_inputs(rows)
             self.graphs.make(signature, tokens, positions, self._plans(inputs))
-            self._decode_steps[signature.batch] = self._capture_decode(signature, rows)
+            self._decode_steps[signature.batch] = self._decode_step_of(signature, rows)
         self._made.add(signature)
 
     def _capture_prefill(
@@ -328,50 +292,14 @@ class Runner:
 
         return self._device.capture(forward, [tokens, positions, *_tensors_of(inputs)])
 
-    def _capture_decode(self, signature: Signature, padding: torch.Tensor) -> "_DecodeStep":
-        def choose(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _decode_step_of(self, signature: Signature, padding: torch.Tensor) -> DecodeStep:
+        def forward(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
-            logits = self._model.logits(self._forward(signature, tokens, positions, inputs))
-            return logits, logits.argmax(dim=-1), positions
+            return self._model.logits(self._forward(signature, tokens, positions, inputs)), positions
 
-        def advance(rows: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            self._batch.advance_rows(rows, chosen)
-            return ()
-
-        def report_of(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor]:
-            return (report(logits, tokens),)
-
-        if not (self._device.captures and self.graphs.has(signature)):
-            return _DecodeStep(choose, advance, self._sample, report_of)
-        captured = self._device.capture(choose, [padding])
-        # What is captured behind it reads its results where they are.
-        logits, tokens, positions = captured(padding)
-        reporting = self._device.capture(lambda tokens: report_of(logits, tokens), [tokens])
-        return _DecodeStep(
-            captured,
-            self._device.capture(advance, [padding, tokens]),
-            self._capture_samplers(logits, padding, positions),
-            lambda _, tokens: reporting(tokens),
-        )
-
-    def _capture_samplers(
-        self, logits: torch.Tensor, padding: torch.Tensor, positions: torch.Tensor
-    ) -> Sample:
-        """The kinds of sampling that steps may need, each captured: few, that each compute more than most steps need."""
-        captured = []
-        for needs in self._batch.sampling.variants():
-
-            def choose(rows: torch.Tensor, needs: Needs = needs) -> tuple[torch.Tensor, torch.Tensor]:
-                return self._sample(needs, logits, rows, positions)
-
-            captured.append((needs, self._device.capture(choose, [padding])))
-
-        def sample_captured(
-            needs: Needs, _: torch.Tensor, rows: torch.Tensor, __: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
-            return next(each for kind, each in captured if kind.covers(needs))(rows)
-
-        return sample_captured
+        if self._device.captures and self.graphs.has(signature):
+            return captured_step(self._device, self._batch, forward, padding)
+        return decode_step(self._batch, forward)
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)

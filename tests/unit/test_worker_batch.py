@@ -128,15 +128,6 @@ def test_release_forgets(batch: Batch) -> None:
     assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
 
 
-def test_release_all_frees_every_slot(batch: Batch) -> None:
-    """After it any slot can be admitted."""
-    for slot in range(3):
-        batch.admit(request(slot))
-    batch.release_all()
-    for slot in range(3):
-        batch.admit(request(slot))
-
-
 @pytest.mark.parametrize(
     ("work", "message"),
     [

@@ -19,8 +19,8 @@ from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import PARAM, Spec
 
 Draw = Callable[[Sequence[int] | None], torch.Tensor]
-"""Draws tokens, int64 [rows], for some rows of the step's logits as they are then; ``None`` for all of them, before any was masked but those
-whose filters see the mask."""
+"""Draws tokens, int64 [rows], for some rows of the step's logits as they are then, -1 where none is allowed; ``None`` for all of them, before
+any was masked but those whose filters see the mask."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Choice:
     """What came of one step's rows.
 
     Attributes:
-        tokens: int64 [bucket].
+        tokens: int64 [bucket]; -1 where none is allowed.
         forced: what follows without a choice behind the token of a row, by slot.
         errors: why a slot got no token, by slot; whatever stands in its row means nothing.
     """
@@ -151,8 +151,9 @@ class Constraints:
         self._masks.apply(logits, rows)
 
     def _try(self, matcher: Matcher, token: int, slot: int, errors: dict[int, TriptychError]) -> bool:
+        """Takes a token if there is one and the grammar allows it, or notes why it never will."""
         try:
-            return matcher.take(token)
+            return token >= 0 and matcher.take(token)
         except TriptychError as error:
             errors[slot] = error
             return True

@@ -33,10 +33,14 @@ class Matcher:
 
         Raises:
             InvalidArgument: if the grammar does not allow it.
+            Internal: if the matcher fails.
         """
         import xgrammar
 
-        self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
+        try:
+            self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
+        except RuntimeError as error:
+            raise Internal(f"matching the grammar failed: {error}") from error
         self._end_ids = tuple(end_ids)
         self._num_tokens = 0
         self._spent_s = 0.0

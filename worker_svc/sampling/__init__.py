@@ -6,10 +6,11 @@ What a request asks for lies in tensors with a row per slot (``state``); a step 
 2. ``adjust``: masks (``allowed_token_ids``, grammars), ``bad_words``, ``min_tokens``, ``logit_bias``, penalties;
 3. the greedy choice, or: temperature, then ``cut``: ``min_p``, ``top_k``, and ``top_p`` over what is left; then ``draw``.
 
-A step computes what its rows need (``Needs``) and no more, so a batch of greedy rows does not come here at all. Nothing in here waits for
-the device, so that all of it can be captured.
+A step computes what its rows need (``Needs``) and no more: of a batch of greedy rows, the most probable tokens (``likeliest``). Nothing in
+here waits for the device, so that all of it can be captured.
 """
 
+from worker_svc.sampling.likeliest import likeliest
 from worker_svc.sampling.report import NUM_TOP, report, reports_of
 from worker_svc.sampling.sampler import sample
 from worker_svc.sampling.scratch import SCRATCH_BYTES
@@ -22,6 +23,7 @@ __all__ = [
     "SamplingBatch",
     "SamplingState",
     "Vocabulary",
+    "likeliest",
     "report",
     "reports_of",
     "sample",

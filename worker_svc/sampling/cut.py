@@ -21,6 +21,8 @@ _ONE = 2.0**44
 # A float32 in [0, 1] has 30 bits that vary: three times ten.
 _SHIFTS = (20, 10, 0)
 _BINS = 1 << 10
+# On a GPU, which adds to a bin one token after the other: histograms of a row that every so many-th token counts in one of.
+_GPU_LANES = 64
 
 FEW = 64
 """The largest ``top_k`` that is small."""
@@ -100,7 +102,9 @@ class _Likeliest:
         return threshold.masked_fill(self.top_k > FEW, 0.0).view(torch.int32)
 
 
-def least_kept(bits: torch.Tensor, measure: torch.Tensor, wanted: torch.Tensor, tile: Tile) -> torch.Tensor:
+def least_kept(
+    bits: torch.Tensor, measure: torch.Tensor, wanted: torch.Tensor, tile: Tile, *, lanes: int | None = None
+) -> torch.Tensor:
     """The largest value such that the tokens that reach it have so much together.
 
     Args:
@@ -108,21 +112,36 @@ def least_kept(bits: torch.Tensor, measure: torch.Tensor, wanted: torch.Tensor, 
         measure: int64 or int32 [rows, vocab], what each token has.
         wanted: int64 [rows, 1], at least 1.
         tile: whose ``words`` and ``places`` are overwritten.
+        lanes: histograms that each row's tokens are counted in side by side; a power of 2. By default what suits the device.
 
     Returns:
         int32 [rows, 1], the value's bits; 0 or less where all tokens together have less than what is wanted.
     """
-    base = torch.zeros((bits.shape[0], 1), dtype=torch.int32, device=bits.device)
+    rows, vocab = bits.shape
+    lanes = lanes or lanes_on(bits.device)
+    base = torch.zeros((rows, 1), dtype=torch.int32, device=bits.device)
     for shift in _SHIFTS:
         # Bin 0 is what lies below those that are looked at, the last one what lies above.
         bins = torch.bitwise_right_shift(bits, shift, out=tile.words).sub_(base).clamp_(-1, _BINS).add_(1)
-        histogram = measure.new_zeros((bits.shape[0], _BINS + 2))
+        if lanes > 1:
+            bins.mul_(lanes).add_(torch.arange(vocab, dtype=torch.int32, device=bits.device) & (lanes - 1))
+        histogram = measure.new_zeros((rows, (_BINS + 2) * lanes))
         histogram.scatter_add_(1, tile.places.copy_(bins), measure)
-        from_above = histogram.flip(1).cumsum(1)
+        from_above = histogram.view(rows, -1, lanes).sum(dim=2).flip(1).cumsum(1)
         too_few = (from_above < wanted).sum(dim=1, keepdim=True, dtype=torch.int32)
         # Bins count from 1, those from above to the last one are too few together.
         base = (base + _BINS - too_few) << (10 if shift else 0)
     return base
+
+
+def lanes_on(device: torch.device) -> int:
+    """Histograms a row that tokens are counted in on a device; see :func:`least_kept`."""
+    return _GPU_LANES if device.type == "cuda" else 1
+
+
+def histogram_bytes(rows: int, device: torch.device) -> int:
+    """Memory of the histograms of so many rows."""
+    return rows * (_BINS + 2) * lanes_on(device) * torch.int64.itemsize
 
 
 def _drop_below(floor: torch.Tensor, bits: torch.Tensor, tile: Tile) -> None:

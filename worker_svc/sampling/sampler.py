@@ -5,6 +5,7 @@ import torch
 from worker_svc.sampling.adjust import adjust
 from worker_svc.sampling.cut import cut
 from worker_svc.sampling.draw import draw, uniform
+from worker_svc.sampling.likeliest import likeliest
 from worker_svc.sampling.scratch import Tile
 from worker_svc.sampling.state import Needs, Reach, SamplingState
 
@@ -35,24 +36,24 @@ def sample(
     Returns:
         The tokens, int64 [rows], and the same for telling others: -1 where no token at all was allowed.
     """
+    if needs.none:
+        chosen = likeliest(logits)
+        return chosen, chosen
     scratch = state.scratch(logits.shape[0])
     adjusted = logits
     if needs.adjusts:
         adjusted = adjust(state, needs, logits, rows, positions, scratch.logits(logits.shape[0]))
-    best = adjusted.amax(dim=-1, keepdim=True)
-    if not needs.random:
-        chosen = adjusted.argmax(dim=-1)
-    else:
-        # First, as the tiles' memory is that of the adjusted logits.
-        likeliest = adjusted.argmax(dim=-1) if needs.greedy else None
+    # First, as the tiles' memory is that of the adjusted logits.
+    chosen = likeliest(adjusted)
+    best = adjusted.gather(1, chosen[:, None])
+    if needs.random:
         numbers = uniform(state.seed[rows], positions, attempt)
-        drawn = [
+        parts = [
             draw(kept_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
             for part, tile in scratch.tiles(logits.shape[0])
         ]
-        chosen = torch.cat(drawn)
-        if likeliest is not None:
-            chosen = torch.where(state.temperature[rows] == 0, likeliest, chosen)
+        drawn = torch.cat(parts)
+        chosen = torch.where(state.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
     if not needs.adjusts:
         return chosen, chosen
     return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)

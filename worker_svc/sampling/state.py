@@ -111,8 +111,6 @@ class SamplingState:
         counts: int32 [slots + 1, vocab], how often each token is in the output of a slot with penalties.
         allowed: int32 [slots + 1, words], a bit for each token that ``allowed_token_ids`` lets through, lowest first.
         bias_ids: int64 [slots + 1, entries] with ``bias_values``, float32. Entries without use add 0 to token 0.
-        prompt_lens: the host's copy of ``prompt_len``.
-        prompt_logprobs: by slot; see ``Sampling``.
         ban_tokens: int64 [slots + 1, entries]: tokens that must not come, ``ban_until`` (int64) a position, behind ``ban_prefix``
             (int64 [slots + 1, entries, tokens], aligned at its end, -1 for any) of ``ban_prefix_len`` tokens.
     """
@@ -147,10 +145,13 @@ class SamplingState:
         self.presence = torch.zeros(rows, device=device)
         self._scratch = Scratch(0, vocabulary.size, device)
         self._has_tables = False
-        self._needs = [Needs(greedy=True)] * rows
+        # Equal ones are one object.
+        self._known_needs: dict[Needs, Needs] = {}
+        self._needs = [self._interned(Needs(greedy=True))] * rows
+        # From which position on nothing is banned of a slot any more, and the slots that such a position is ahead of.
+        self._banned_until = [0] * rows
+        self._banned: set[int] = set()
         self._logprobs: list[int | None] = [None] * rows
-        self.prompt_lens = [0] * rows
-        self.prompt_logprobs: list[int | None] = [None] * rows
         self._last_slots: tuple[int, ...] | None = None
         self._last = SamplingBatch(Needs(), ())
 
@@ -229,18 +230,21 @@ class SamplingState:
         self.temperature[slot] = sampling.temperature
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = min(sampling.top_k, self.vocabulary.size) or self.vocabulary.size
-        self.min_p[slot] = sampling.min_p
+        self.min_p[slot] = (
+            sampling.min_p or 0.0
+        )  # thresholds are compared as bits, and -0.0 has one more than 0.0
         self.seed[slot] = sequence_seed(sampling.seed, request.sequence)
         self.prompt_len[slot] = request.prompt_len
         self.repetition[slot] = sampling.repetition_penalty
         self.frequency[slot] = sampling.frequency_penalty
         self.presence[slot] = sampling.presence_penalty
         self._logprobs[slot] = sampling.logprobs
-        self.prompt_lens[slot] = request.prompt_len
-        self.prompt_logprobs[slot] = sampling.prompt_logprobs
         bans = self._bans(request)
-        needs = self._needs_of(sampling, bans)
-        self._needs[slot] = needs
+        needs = self._needs[slot] = self._interned(self._needs_of(sampling, bans))
+        self._banned_until[slot] = max((until for _, until in bans), default=0)
+        self._banned.discard(slot)
+        if 0 < self._banned_until[slot] < FOREVER:
+            self._banned.add(slot)
         if needs.adjusts:
             self.allocate()
         if not self._has_tables:
@@ -261,18 +265,40 @@ class SamplingState:
             slots: the real rows'.
             lengths: known tokens, by slot.
         """
-        key = tuple(slots)
-        if key != self._last_slots:
-            needs = Needs()
-            for slot in slots:
-                needs |= self._needs[slot]
-            self._last_slots = key
-            self._last = SamplingBatch(needs, [self._logprobs[slot] for slot in slots])
-        if not self._last.needs.history:
-            return self._last
+        self._lift_bans(slots, lengths)
+        if len(slots) == 1:
+            # A prompt's last chunk, mostly, between steps of the same many slots.
+            batch = SamplingBatch(self._needs[slots[0]], [self._logprobs[slots[0]]])
+        else:
+            key = tuple(slots)
+            if key != self._last_slots:
+                self._last_slots, self._last = key, self._batch_of(slots)
+            batch = self._last
+        if not batch.needs.history:
+            return batch
         longest = max(lengths[slot] for slot in slots if self._needs[slot].history)
         history = min(_width(longest), self.tokens.shape[1])
-        return replace(self._last, needs=replace(self._last.needs, history=history))
+        return replace(batch, needs=replace(batch.needs, history=history))
+
+    def _batch_of(self, slots: Sequence[int]) -> SamplingBatch:
+        needs = Needs()
+        for each in {id(self._needs[slot]): self._needs[slot] for slot in slots}.values():
+            needs |= each
+        return SamplingBatch(needs, [self._logprobs[slot] for slot in slots])
+
+    def _lift_bans(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forgets bans that are over: ``min_tokens`` is paid for as long as it holds."""
+        if not self._banned:
+            return
+        for slot in self._banned.intersection(slots):
+            if lengths[slot] >= self._banned_until[slot]:
+                self._needs[slot] = self._interned(replace(self._needs[slot], bans=0, ban_prefix=0))
+                self._banned.discard(slot)
+                self._last_slots = None
+
+    def restricts(self, slot: int) -> bool:
+        """Whether a slot's parameters may forbid a token wherever it comes."""
+        return self._needs[slot].masks or self._banned_until[slot] == FOREVER
 
     def filters(self, slot: int) -> bool:
         """Whether a slot drops tokens by how likely others are."""
@@ -289,6 +315,9 @@ class SamplingState:
         if needs.history:
             places = rows * self.vocabulary.size + tokens
             self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def _interned(self, needs: Needs) -> Needs:
+        return self._known_needs.setdefault(needs, needs)
 
     def _needs_of(self, sampling: Sampling, bans: Sequence[tuple[Sequence[int], int]]) -> Needs:
         random = sampling.temperature > 0
