@@ -12,10 +12,14 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # Raised whenever a message changes its meaning in a way that an older peer would misread. Exchanged at connect
 # (Register, Describe, the first message of Connect); unequal revisions are refused with SCHEMA_MISMATCH.
-SCHEMA_REVISION: Final = 2
+SCHEMA_REVISION: Final = 3
 
 # Longest message either end accepts. A prompt of a million token ids is about 3 MB.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+
+# Bytes, roughly, beyond which what is left to say goes into another message of a stream. Below the 4 MiB that gRPC's clients take unless
+# told otherwise, whatever is added last.
+FULL_MESSAGE_BYTES: Final = 1024 * 1024
 
 # Largest piece of a streamed file.
 FILE_CHUNK_BYTES: Final = 512 * 1024

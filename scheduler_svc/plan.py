@@ -110,7 +110,7 @@ class SlotOutput:
     """What one slot produced in a step.
 
     Attributes:
-        prompt_logprobs: one per prompt token but the first, when all of them were computed and they were asked for.
+        prompt_logprobs: if asked for, one per prompt token that a token of the step's chunk is followed by.
     """
 
     slot: int

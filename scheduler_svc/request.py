@@ -86,7 +86,8 @@ class Event:
         num_prompt_tokens, num_cached_tokens, queue_s: about the prompt; meaningful in the first event.
         error: the request failed; nothing follows.
         pooled: a pooling request's result, row-major.
-        prompt_logprobs: one per prompt token but the first, if asked for and not told before.
+        prompt_logprobs: those of the prompt's next tokens, if asked for: of all but the first one, in order, none of them twice, before
+            the first token.
     """
 
     request_id: str
@@ -157,7 +158,7 @@ class Request:
         first_scheduled_s: clock reading when it first got a slot.
         first_token_s: clock reading when its first token came.
         announced: whether the client has had an event.
-        told_prompt: whether it has had the prompt's log-probabilities, which come again when the prompt is computed again.
+        num_prompt_told: of how many of the prompt's tokens it has had the log-probabilities, which come again when the prompt is computed again.
         pooling: set for a pooling model, which samples nothing.
         sequence: which of the client's request's sequences it is.
         family: the sequences of that request, if it has several.
@@ -193,7 +194,7 @@ class Request:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     announced: bool = False
-    told_prompt: bool = False
+    num_prompt_told: int = 0
     pooling: Pooling | None = None
     sequence: int = 0
     family: "Family | None" = None

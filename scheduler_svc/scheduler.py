@@ -11,7 +11,7 @@ import enum
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from protos.errors import Internal, TriptychError, Unavailable
@@ -23,7 +23,7 @@ from scheduler_svc.plan import Admission, Decode, Growth, Pool, Prefill, SlotOut
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.prefixes_in_progress import Awaited, PrefixesInProgress
-from scheduler_svc.request import Event, FinishReason, Request, RequestState
+from scheduler_svc.request import Event, FinishReason, Logprobs, Request, RequestState
 from scheduler_svc.stats import BucketStats, SchedulerStats
 
 
@@ -587,6 +587,8 @@ class ReplicaScheduler:
         output = next((output for output in result.outputs if output.slot == chunk.slot), None)
         if output is not None and output.error is not None:
             return  # the caller ends it
+        if output is not None and output.prompt_logprobs:
+            self._tell_prompt(request, chunk.start, output.prompt_logprobs)
         end = chunk.start + chunk.num_tokens
         if request.jumped:
             request.num_computed = end
@@ -603,12 +605,17 @@ class ReplicaScheduler:
         if request.family is not None:
             self._release_branches(request)
         if not chunk.sample:
-            if output is not None and output.prompt_logprobs and not request.told_prompt:
-                self._tell(request, Event(request.request_id, prompt_logprobs=output.prompt_logprobs))
             return
         if result.token_ids:
             output = SlotOutput(chunk.slot, (result.token_ids[0],))
         self._accept(request, output, result)
+
+    def _tell_prompt(self, request: Request, start: int, logprobs: tuple[Logprobs, ...]) -> None:
+        """Passes on what a chunk that begins at ``start`` says of the prompt, but for what an earlier admission has said already."""
+        new = logprobs[max(0, request.num_prompt_told - start) :]
+        if new:
+            request.num_prompt_told += len(new)
+            self._tell(request, Event(request.request_id, prompt_logprobs=new))
 
     def _release_branches(self, origin: Request) -> None:
         """A prompt that several sequences share is computed: the others go on from there, as far as there is room."""
@@ -652,9 +659,8 @@ class ReplicaScheduler:
                 break
         self.stats.generated_tokens += len(accepted)
         event = Event(
-            request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token,
-            prompt_logprobs=output.prompt_logprobs,
-        )  # fmt: skip
+            request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token
+        )
         if len(accepted) > 1:
             self.stats.forced_tokens += len(accepted) - 1
             self._owner.charge(request.tenant, len(accepted) - 1)
@@ -697,13 +703,10 @@ class ReplicaScheduler:
         self._tell(request, Event(request.request_id, (token,), (), finish, token if stopped else None))
 
     def _tell(self, request: Request, event: Event) -> None:
-        if event.prompt_logprobs:
-            if request.told_prompt:
-                event = replace(event, prompt_logprobs=())
-            request.told_prompt = True
         if not request.announced:
             request.announced = True
             event = event.announcing(request)
+        if request.first_token_s is None and event.token_ids:
             request.first_token_s = now = self._clock()
             if request.first_scheduled_s is not None:
                 self.stats.prefill_s.observe(now - request.first_scheduled_s)

@@ -20,7 +20,7 @@ from protos.errors import (
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
-from scheduler_svc.convert.events import event_to_proto, pooled_to_proto
+from scheduler_svc.convert.events import event_to_proto, events_to_proto, pieces_of, pooled_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.requests import check_salt, pool_submission_from_proto, submission_from_proto
 from scheduler_svc.deployment import Deployment
@@ -83,7 +83,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         continue
                     if event.error is not None:
                         await abort(context, event.error)
-                    yield event_to_proto(event)
+                    for piece in pieces_of(event):
+                        yield event_to_proto(piece)
                     left -= event.finish_reason is not None
         finally:
             self._engine.abort(submission.request_id)
@@ -107,7 +108,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         if not isinstance(event, tuple) and (event.finish_reason or event.error)
                     }
                     mine.difference_update(name for name in ended if self._engine.find(name) is None)
-                    yield inference_pb2.ConnectResponse(events=[event_to_proto(event) for event in events])
+                    for message in events_to_proto(events):
+                        yield message
                 if reader.done() and reader.exception() is not None:
                     break
             await reader

@@ -165,7 +165,7 @@ class Output:
     logprobs: Sequence[Logprobs] = field(default=())
     """One per token, if the request asked for them."""
     prompt_logprobs: Sequence[Logprobs] = ()
-    """One per prompt token but the first, with a request's last chunk, if it asked for them."""
+    """One per prompt token that a token of the step's chunk is followed by, if the request asked for them."""
     error: TriptychError | None = None
     """Why this slot alone failed; then there are no tokens."""
     pooled: Sequence[float] = ()

@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Iterator
 
 from protos.triptych.v1 import inference_pb2
+from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.kv_events import Batch, Cleared, KvEvent, Removed, Stored
 
-# Below the 4 MiB that gRPC's clients take unless told otherwise, tokens of a chunk or two included.
-_KEYS_PER_MESSAGE, _MESSAGE_WEIGHT = 4096, 1 << 20
+# With the tokens of a chunk or two under each, what a client takes.
+_KEYS_PER_MESSAGE = 4096
 
 
 def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> Iterator[inference_pb2.KvEventBatch]:
@@ -15,7 +16,7 @@ def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> Iterator[i
     part = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id, snapshot=batch.snapshot)
     size = 0
     for event in itertools.chain.from_iterable(_pieces(event, granule) for event in batch.events):
-        if part.events and size + _weight(event) > _MESSAGE_WEIGHT:
+        if part.events and size + _weight(event) > FULL_MESSAGE_BYTES:
             part.more = True
             yield part
             part, size = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id), 0

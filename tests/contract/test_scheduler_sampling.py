@@ -8,7 +8,7 @@ import pytest
 
 from protos.errors import InvalidArgument, TriptychError
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
-from protos.wire import SCHEMA_REVISION, Context
+from protos.wire import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION, Context
 from tests.scheduler_factories import expected_tokens
 from tests.scheduler_peer import (
     RunningScheduler,
@@ -53,6 +53,50 @@ class ListeningWorker(ScriptedWorker):
             yield result
 
 
+class TellingWorker(ListeningWorker):
+    """A long context, and something to say of each token of a prompt: with each chunk, of the tokens that its own are followed by."""
+
+    NUM_TOP = 20
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        description = await super().Describe(request, context)
+        description.model.max_model_len, description.max_chunk = 1 << 17, 1 << 13
+        description.max_logprobs = self.NUM_TOP
+        return description
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        plans: dict[int, worker_pb2.StepPlan] = {}
+
+        async def noted() -> AsyncIterator[worker_pb2.StepPlan]:
+            async for message in request_iterator:
+                plans[message.step] = message
+                yield message
+
+        async for result in super().Execute(noted(), context):
+            plan = plans[result.step]
+            if plan.HasField("prefill"):
+                request = next(told for told in reversed(self.told) if told.slot == plan.prefill.slot)
+                end = min(plan.prefill.start + plan.prefill.num_tokens + 1, request.num_prompt_tokens)
+                entries = [self.entry(position) for position in range(plan.prefill.start + 1, end)]
+                output = result.outputs.add(
+                    slot=plan.prefill.slot, token_ids=result.token_ids, prompt_logprobs=entries
+                )
+                assert output.ByteSize() < MAX_MESSAGE_BYTES
+                result.ClearField("token_ids")
+            yield result
+
+    def entry(self, position: int) -> common_pb2.TokenLogprobs:
+        """As long as one can be with a large vocabulary."""
+        ids = range(100_000, 100_000 + self.NUM_TOP)
+        return common_pb2.TokenLogprobs(
+            logprob=-1.0, rank=position, top_token_ids=ids, top_logprobs=[-2.0] * self.NUM_TOP
+        )
+
+
 def several(n: int, **more: object) -> inference_pb2.GenerateRequest:
     request = generate_request(PROMPT, **more)  # type: ignore[arg-type]
     request.n = n
@@ -77,6 +121,45 @@ async def test_every_parameter_reaches_the_worker_as_it_was_sent() -> None:
     plain = worker.told[1].sampling
     assert not plain.HasField("repetition_penalty")
     assert (plain.min_tokens, plain.presence_penalty, len(plain.logit_bias)) == (0, 0, 0)
+
+
+async def test_log_probabilities_of_a_prompt_may_be_more_than_a_message_holds() -> None:
+    """They come chunk by chunk, before the first token, in messages that any client takes; whoever runs beside is not lost with them."""
+    worker = TellingWorker(default_chunk=1 << 13, default_block_size=1 << 13)
+    prompt = [5 + position % 90 for position in range(112_000)]
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        request = generate_request(prompt, request_id="a", prompt_logprobs=20, max_tokens=2)
+        call = await connect(scheduler, request)
+        await call.done_writing()
+        sizes, ranks, firsts = [], [], []
+        tokens: list[int] = []
+        while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
+            sizes.append(response.ByteSize())
+            for event in response.events:
+                assert not (event.prompt_logprobs and tokens)
+                ranks += [entry.rank for entry in event.prompt_logprobs]
+                firsts.append(event.HasField("prompt"))
+                tokens += event.token_ids
+        assert len(worker.told) == 1
+    assert ranks == list(range(1, len(prompt)))
+    assert sum(sizes) > MAX_MESSAGE_BYTES
+    assert max(sizes) < 2 * FULL_MESSAGE_BYTES
+    assert firsts == [True] + [False] * (len(firsts) - 1)
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_log_probabilities_of_a_prompt_come_once_over_a_call_of_its_own(n: int) -> None:
+    """Several chunks, one or two sequences: each of the prompt's tokens but the first one is told of once, in order."""
+    worker, prompt = TellingWorker(), list(range(5, 16))
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        request = generate_request(prompt, prompt_logprobs=1, max_tokens=3)
+        request.n = n
+        events = await collect(scheduler.inference.Generate(request))
+    told = [entry.rank for event in events for entry in event.prompt_logprobs]
+    assert told == list(range(1, len(prompt)))
+    assert {event.sequence for event in events if event.prompt_logprobs} == {0}
+    assert [event.HasField("prompt") for event in events] == [True] + [False] * (len(events) - 1)
 
 
 async def test_sequences_come_with_their_numbers_and_one_seed() -> None:

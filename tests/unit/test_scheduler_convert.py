@@ -2,13 +2,15 @@
 
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc import model_files
-from scheduler_svc.convert.events import event_to_proto
+from scheduler_svc.convert.events import event_to_proto, events_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.plans import plan_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
@@ -61,6 +63,28 @@ def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
     message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
     assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
     assert list(message.logprobs[0].top_token_ids) == [7, 5]
+
+
+def test_a_step_of_many_events_is_several_messages() -> None:
+    """Each is one that any client takes, however much one of the events says; nothing is lost, doubled or out of order."""
+    entry = Logprobs(-0.5, 70_000, tuple((150_000 + token, -0.25) for token in range(20)))
+    prompt = tuple(replace(entry, rank=rank) for rank in range(1, 9000))
+    events: list[Event | tuple[str, int]] = [(f"{'t' * 120}{number}", number) for number in range(9000)]
+    events[4000:4000] = [
+        Event("r", prompt_logprobs=prompt, first=True, num_prompt_tokens=9000),
+        Event("r", (5,), (entry,), FinishReason.STOP, 5),
+    ]
+    messages = list(events_to_proto(events))
+    assert max(message.ByteSize() for message in messages) < FULL_MESSAGE_BYTES + (64 << 10)
+    told = [event for message in messages for event in message.events]
+    assert [entry.rank for event in told for entry in event.prompt_logprobs] == list(range(1, 9000))
+    assert [event.prompt.num_tokens for event in told if event.HasField("prompt")] == [9000]
+    plain = [event.token_ids[0] for event in told if event.request_id != "r"]
+    assert plain == list(range(9000))
+    of_r = [index for index, event in enumerate(told) if event.request_id == "r"]
+    assert of_r == list(range(4000, 4000 + len(of_r)))
+    assert (told[of_r[-1]].token_ids, told[of_r[-1]].finish_reason) == ([5], common_pb2.FINISH_REASON_STOP)
+    assert len(list(events_to_proto(events[:3]))) == 1
 
 
 def test_every_sampling_field_reaches_the_worker() -> None:

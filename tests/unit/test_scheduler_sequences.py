@@ -1,6 +1,8 @@
 """Requests with n > 1: one prompt, several sequences, one request to the outside."""
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -311,23 +313,35 @@ def test_what_is_said_of_the_prompt_is_said_once() -> None:
     assert_whole(sink, 2)
 
 
-def test_log_probabilities_of_a_prompt_are_told_once() -> None:
-    """A worker tells of them with each chunk from the one that completes them on, and again after a preemption."""
+@pytest.mark.parametrize("preempted_at", [None, 1, 2, 3])
+def test_log_probabilities_of_a_prompt_are_told_once(preempted_at: int | None) -> None:
+    """A worker tells of them with each chunk, and again after a preemption; the client hears of each of them once, before the first token."""
     rig = make_rig(make_geometry(chunk=4, block_size=4))
     prompt = PROMPT[:9]
     sink = rig.submit(make_submission(prompt, sampling=make_sampling(prompt_logprobs=0), max_tokens=2))
-    entries = tuple(Logprobs(-1.0, 1, ()) for _ in prompt[1:])
-    told = 0
-    while (plan := rig.scheduler.step()) is not None:
+    entries = tuple(Logprobs(-1.0, position, ()) for position in range(1, len(prompt)))
+    chunks, preempts = 0, preempted_at is not None
+    while True:
+        rig.engine.dispatch()
+        if (plan := rig.scheduler.step()) is None:
+            break
         result = rig.device.run(plan)
-        work = plan.work
-        if isinstance(work, Prefill) and work.start + work.num_tokens >= 8:
-            told += 1
-            output = SlotOutput(work.slot, tuple(result.token_ids), prompt_logprobs=entries)
+        if isinstance(work := plan.work, Prefill):
+            chunks += 1
+            told = entries[work.start : work.start + work.num_tokens]
+            output = SlotOutput(work.slot, tuple(result.token_ids), prompt_logprobs=told)
             result = StepResult(plan.step, outputs=(output,))
         rig.scheduler.update(result)
-    assert told == 2
-    assert [event.prompt_logprobs for event in sink.events if event.prompt_logprobs] == [entries]
+        if chunks == preempted_at:
+            preempted_at = None
+            urgent = make_submission((7, 8), request_id="urgent", priority=-1, max_tokens=1)
+            for number in range(rig.scheduler.geometry.max_num_seqs):
+                rig.submit(replace(urgent, request_id=f"urgent {number}"))
+    said = [event.prompt_logprobs for event in sink.events if event.prompt_logprobs]
+    assert sum(rig.scheduler.stats.preemptions.values()) == preempts
+    assert tuple(itertools.chain.from_iterable(said)) == entries
+    assert all(event.prompt_logprobs for event in sink.events[: len(said)])
+    assert not sink.events[0].token_ids
     assert sink.tokens == expected_tokens(prompt, 2)
 
 

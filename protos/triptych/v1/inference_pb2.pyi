@@ -179,8 +179,9 @@ class GenerateEvent(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One per prompt token but the first, which nothing precedes, if they were asked for: in one event of the request, before or with
-        its first token.
+        """Those of the prompt's next tokens, if they were asked for: of all but the first one, which nothing precedes, in order and none twice.
+        They come as they are computed, in as many events as it takes, all of them before the request's first token. Who resumes a request
+        and asks for them again is told all of them again.
         """
 
     def __init__(
@@ -265,7 +266,7 @@ Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
-    """All events of one step for this stream's requests."""
+    """All events of one step for this stream's requests; if that is a lot, in several messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

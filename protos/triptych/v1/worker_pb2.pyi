@@ -744,7 +744,9 @@ class SlotOutput(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One per prompt token but the first, when the prompt's last chunk is done and they were asked for."""
+        """If they were asked for, with each chunk: one per prompt token that a token of the chunk is followed by, so entry i is that of the
+        token at position start + 1 + i. The chunks of a prompt together say it of each of its tokens but the first.
+        """
 
     def __init__(
         self,
