@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from worker_svc.plan import Admission, Sampling
-from worker_svc.sampling import Needs, SamplingState, Vocabulary, sample
-from worker_svc.sampling.adjust import adjust
-from worker_svc.sampling.draw import draw, uniform
-from worker_svc.sampling.sampler import kept_masses
+from worker_svc.sampling import SamplingState, Vocabulary, sample
 
 LONGEST = 64
 
@@ -75,38 +73,16 @@ def draw_many(
     output: Sequence[int] = (),
 ) -> torch.Tensor:
     """The same draw under seeds 0 .. count - 1, int64 [count]; ``logits`` are [vocab]."""
-    state = make_state([request(0, sampling, prompt, output)], logits.shape[0])
-    length = len(prompt) + len(output)
-    needs = state.batch([0], [length]).needs
-    drawn = []
-    for start in range(0, count, 1000):
-        rows = torch.zeros(1000, dtype=torch.int64)
-        # The seed is the only thing that a row has of its own.
-        seeds = torch.arange(start, start + 1000)
-        drawn.append(_under_seeds(state, seeds, needs, logits.expand(1000, -1), rows, length))
+    slots = min(count, 500)
+    each = [request(slot, replace(sampling, seed=slot), prompt, output) for slot in range(slots)]
+    state = make_state(each, logits.shape[0])
+    lengths = [len(prompt) + len(output)] * slots
+    drawn = [choose(state, logits.expand(slots, -1), lengths)]
+    for _ in range(1, -(-count // slots)):
+        # The seed is the only thing that a slot has of its own; to take it anew would cost more than to draw.
+        state.seed += slots
+        drawn.append(choose(state, logits.expand(slots, -1), lengths))
     return torch.cat(drawn)[:count]
-
-
-def _under_seeds(
-    state: SamplingState,
-    seeds: torch.Tensor,
-    needs: Needs,
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    length: int,
-) -> torch.Tensor:
-    """One draw a row, each of the same slot under a seed of its own."""
-    positions = torch.full_like(rows, length)
-    scratch = state.scratch(len(rows))
-    adjusted = logits
-    if needs.adjusts:
-        adjusted = adjust(state, needs, logits, rows, positions, scratch.logits(len(rows)))
-    best, numbers = adjusted.amax(dim=-1, keepdim=True), uniform(seeds, positions)
-    drawn = [
-        draw(kept_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
-        for part, tile in scratch.tiles(len(rows))
-    ]
-    return torch.cat(drawn)
 
 
 def chi_square_p(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -143,8 +119,10 @@ def expected_logits(
         if begun <= len(output) and list(output[len(output) - begun :]) == list(word[:-1]):
             found[word[-1]] = -math.inf
     if len(output) < sampling.min_tokens:
-        for token in {*ends, *sampling.stop_token_ids}:
-            found[token] = -math.inf
+        early = {*ends, *sampling.stop_token_ids}
+        held_back = [-math.inf if token in early else value for token, value in enumerate(found)]
+        if max(held_back) > -math.inf:
+            found = held_back
     for token, bias in sampling.logit_bias.items():
         found[token] += bias
     for token in {*prompt, *output}:

@@ -8,12 +8,12 @@ the sum of the input and output sizes of all matrices of the widest layer (an ex
 
 bytes: layers take turns in the same memory, and the second term is for norms, which some models compute in float32. Recorded graphs
 have memory of their own, so theirs add up over all signatures; without recording, the largest step counts alone. Behind them come the
-logits of the largest bucket, in the model's own type and in float32, and what sampling computes in (``sampling/scratch.py``) ::
+logits of the largest bucket, in the model's own type and in float32 ::
 
-    rows * vocab * (itemsize + 4 + 28)
+    rows * vocab * (itemsize + 4)
 
-Tables of sampling parameters, with a row per slot, come on top (``sampling.state_bytes``): counted from the start, though they are made only
-when a request needs them.
+What sampling computes in, and its tables of parameters with a row per slot, come on top (``sampling/memory.py``): counted from the start,
+though they are made only when a request needs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from worker_svc.checkpoint import Checkpoint
 from worker_svc.devices.base import Device
 from worker_svc.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.kv_cache import count_blocks
-from worker_svc.sampling import SCRATCH_BYTES, state_bytes
+from worker_svc.sampling import sampling_bytes, state_bytes
 
 _GIB = 2**30
 _FLOAT32 = 4
@@ -59,7 +59,7 @@ def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded:
         recorded: whether each signature has memory of its own, as recorded graphs do.
     """
     per_token = size.width * size.itemsize + _WIDE_STATES * size.hidden_size * _FLOAT32
-    logits = rows * size.vocab_size * (size.itemsize + _FLOAT32 + SCRATCH_BYTES)
+    logits = rows * size.vocab_size * (size.itemsize + _FLOAT32)
     return (sum(steps) if recorded else max(steps)) * per_token + logits
 
 
@@ -170,8 +170,10 @@ class Budget:
 
     def _working(self, geometry: Geometry) -> int:
         steps = (geometry.chunk, *geometry.decode_buckets)
-        graphs = working_bytes(self.size, steps, geometry.decode_buckets[-1], recorded=self.recorded)
-        return graphs + state_bytes(geometry.max_num_seqs, self.size.vocab_size)
+        rows, vocab = geometry.decode_buckets[-1], self.size.vocab_size
+        graphs = working_bytes(self.size, steps, rows, recorded=self.recorded)
+        sampling = sampling_bytes(rows, vocab, geometry.max_model_len, self.device.torch_device)
+        return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
 
     def _beside(self, free: int) -> str:
         return f"beside {_gib(self.size.weight_bytes)} of weights device {self.device.name} has {_gib(free)} free"

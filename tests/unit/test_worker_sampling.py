@@ -1,13 +1,16 @@
 """What the sampler keeps, what it draws, and of what its draws are independent."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.sampling_support import chi_square_p, choose, draw_many, make_state, request
+from tests.sampling_support import admit, chi_square_p, choose, draw_many, make_state, request
 from worker_svc.plan import Sampling
-from worker_svc.sampling import Needs, report, reports_of
+from worker_svc.sampling import Needs, likeliest, report, reports_of
 from worker_svc.sampling.cut import least_kept
 from worker_svc.sampling.draw import draw, sequence_seed, uniform
 from worker_svc.sampling.sampler import kept_masses
@@ -172,6 +175,73 @@ def test_the_search_is_exact() -> None:
     assert (least_kept(values.view(torch.int32), ones, torch.full((4, 1), 301), tile) <= 0).all()
 
 
+@pytest.mark.parametrize("lanes", [2, 64])
+def test_lanes_of_a_histogram_change_nothing(lanes: int) -> None:
+    """Counted side by side, as on a GPU, and added up: the same threshold, of counts and of masses."""
+    weights = (torch.randn(6, 517, generator=torch.Generator().manual_seed(5)) * 6).softmax(-1)
+    weights /= weights.amax(dim=-1, keepdim=True)
+    bits, mass = weights.view(torch.int32), (weights * 2**44).long()
+    ((_, tile),) = Scratch(6, 517, torch.device("cpu")).tiles(6)
+    for share in (0.01, 0.5, 0.95, 1.0):
+        wanted = (mass.sum(dim=-1, keepdim=True) * share).long().clamp(min=1)
+        expected = least_kept(bits, mass, wanted, tile, lanes=1)
+        assert torch.equal(least_kept(bits, mass, wanted, tile, lanes=lanes), expected)
+    ones, k = torch.ones(6, 517, dtype=torch.int32), torch.arange(1, 7)[:, None] * 80
+    expected = least_kept(bits, ones, k, tile, lanes=1)
+    assert torch.equal(least_kept(bits, ones, k, tile, lanes=lanes), expected)
+
+
+@given(
+    vocab=st.sampled_from([1, 2, 127, 128, 129, 256, 300, 1000]),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    special=st.lists(
+        st.tuples(
+            st.integers(0, 3), st.integers(0, 999), st.sampled_from([torch.nan, torch.inf, -torch.inf, 3.0])
+        ),
+        max_size=6,
+    ),
+    flat=st.booleans(),
+)
+@settings(deadline=None)
+def test_the_likeliest_is_the_argmax(
+    vocab: int, rows: int, seed: int, special: list[tuple[int, int, float]], flat: bool
+) -> None:
+    """Whatever the vocabulary's size, of equal tokens the first one, and where a logit is infinite or no number."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if flat else logits
+    for row, token, value in special:
+        logits[row % rows, token % vocab] = value
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
+    assert torch.equal(likeliest(torch.full((rows, vocab), -torch.inf)), torch.zeros(rows, dtype=torch.int64))
+
+
+@given(
+    fields=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, -0.0, 0.5]),
+            "min_p": st.sampled_from([0.0, -0.0, 0.2]),
+            "top_k": st.sampled_from([0, 3]),
+            "top_p": st.sampled_from([1.0, 0.6]),
+            "presence_penalty": st.sampled_from([0.0, -0.0]),
+            "frequency_penalty": st.sampled_from([0.0, -0.0]),
+        }
+    ),
+    seed=st.integers(0, 2**64 - 1),
+)
+@settings(deadline=None)
+def test_zeros_of_either_sign_are_off_beside_whatever_neighbour(fields: dict[str, Any], seed: int) -> None:
+    """A row draws what it would with plain zeros and alone, beside rows that have every filter and penalty."""
+    sampling = Sampling(seed=seed, **fields)
+    plain = replace(sampling, **{name: value or type(value)() for name, value in fields.items()})
+    busy = [
+        Sampling(seed=1, min_p=0.1, top_k=20, top_p=0.9, presence_penalty=1.0),
+        Sampling(seed=2, top_k=VOCAB - 1, top_p=0.5),
+    ]
+    logits = some_logits(3, seed=seed % 1000)
+    assert pick(logits, [sampling, *busy])[0] == pick(logits[:1], [plain])[0]
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
 def test_the_few_likeliest_are_enough(kind: str) -> None:
     """Where a small top_k is set, what is kept is the same, found among the few largest or in the whole vocabulary; with more ties than these, too."""
@@ -283,6 +353,39 @@ def test_needs_are_the_union_of_the_rows() -> None:
     assert state.batch([4, 3], lengths).needs == Needs(random=True, greedy=True, min_p=True)
     assert state.batch([9], lengths).needs == Needs(greedy=True, bans=16, ban_prefix=1, history=64)
     assert state.batch([7, 8], [5] * 10).needs == Needs(random=True, masks=True, biases=16, history=16)
+
+
+def test_bans_end_with_min_tokens() -> None:
+    """From then on a request costs what it would without; bad words last, and so does what else it asked for."""
+    least = Sampling(temperature=0.0, min_tokens=3)
+    some = [least, replace(least, min_tokens=5, seed=1, temperature=1.0), replace(least, bad_words=((7,),))]
+    state = make_state([request(slot, each) for slot, each in enumerate(some)], VOCAB, ends=(2,))
+    for slots in ([0], [0, 1], [1, 0]):
+        assert state.batch(slots, [3] * 3).needs.bans
+    assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
+    assert state.batch([0, 1], [4] * 3).needs == Needs(greedy=True, random=True, bans=16)
+    assert state.batch([0, 1], [6] * 3).needs == Needs(greedy=True, random=True)
+    assert state.batch([2], [60] * 3).needs == Needs(greedy=True, bans=16)
+    assert [state.restricts(slot) for slot in range(3)] == [False, False, True]
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 2] = 9.0
+    assert choose(state, logits[:1], [4] * 3, [0]).tolist() == [2]
+    # The next request in the slot begins anew, and one that comes with enough tokens has none at all.
+    admit(state, request(0, least))
+    assert choose(state, logits[:1], [1] * 3, [0]).tolist() == [0]
+    admit(state, request(0, least, output=(5, 6, 7)))
+    assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
+
+
+def test_a_prefill_between_steps_costs_no_other_union() -> None:
+    """What is known of the decoding slots stays known beside that of a single one, until one of them changes."""
+    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
+    lengths, slots = [4] * len(MIXED), [1, 2, 3]
+    first = state.batch(slots, lengths)
+    assert state.batch([0], lengths).needs == Needs(random=True)
+    assert state.batch(slots, lengths) is first
+    admit(state, request(3, Sampling(temperature=0.0)))
+    assert state.batch(slots, lengths).needs.greedy
 
 
 def test_logprobs_are_of_the_unfiltered_distribution() -> None:

@@ -19,7 +19,10 @@ class Masks:
         self._device = device
         self._has_kernel = device.type == "cpu"
         shape = num_rows + 1, math.ceil(vocab_size / 32)
-        self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        # What of them is on its way to the device. Every step waits for the tokens it draws, and so for this, before the next one writes.
+        self._leaving = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
     @property
     def scratch(self) -> int:
@@ -41,7 +44,8 @@ class Masks:
             apply_token_bitmask_inplace(logits, self.rows, vocab_size=self._vocab_size, indices=list(rows))
             return
         index = torch.tensor(rows)
-        words = self.rows[index].to(self._device, non_blocking=True)
+        leaving = torch.index_select(self.rows, 0, index, out=self._leaving[: len(rows)])
+        words = leaving.to(self._device, non_blocking=True)
         index = index.to(self._device, non_blocking=True)
         shifts = torch.arange(32, dtype=torch.int32, device=self._device)
         allowed = (words[:, :, None] >> shifts) & 1

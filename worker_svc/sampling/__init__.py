@@ -11,14 +11,13 @@ here waits for the device, so that all of it can be captured.
 """
 
 from worker_svc.sampling.likeliest import likeliest
+from worker_svc.sampling.memory import sampling_bytes, state_bytes
 from worker_svc.sampling.report import NUM_TOP, report, reports_of
 from worker_svc.sampling.sampler import sample
-from worker_svc.sampling.scratch import SCRATCH_BYTES
-from worker_svc.sampling.state import Needs, SamplingBatch, SamplingState, Vocabulary, state_bytes
+from worker_svc.sampling.state import Needs, SamplingBatch, SamplingState, Vocabulary
 
 __all__ = [
     "NUM_TOP",
-    "SCRATCH_BYTES",
     "Needs",
     "SamplingBatch",
     "SamplingState",
@@ -27,5 +26,6 @@ __all__ = [
     "report",
     "reports_of",
     "sample",
+    "sampling_bytes",
     "state_bytes",
 ]

@@ -1,7 +1,7 @@
 """The sampling parameters of every slot, as tensors, so that a step gathers its rows' without a loop.
 
 Small ones are always there. Tables and counts come with the first request that needs them, or before graphs are captured; how much memory
-they take is counted either way (:func:`state_bytes`).
+they take is counted either way (``memory.state_bytes``).
 """
 
 import enum
@@ -380,13 +380,6 @@ class SamplingState:
         self.ban_prefix[slot, :count] = torch.tensor(prefixes).to(self.ban_prefix)
         lengths = torch.tensor([len(word) - 1 for word, _ in bans])
         self.ban_prefix_len[slot, :count] = lengths.to(self.ban_prefix_len)
-
-
-def state_bytes(num_slots: int, vocab_size: int) -> int:
-    """Memory of the tables and counts of so many slots."""
-    masks = 4 * -(-vocab_size // 32)
-    bans = MAX_BANS * (8 + 8 + 4 * MAX_BAN_TOKENS)
-    return (num_slots + 1) * (4 * vocab_size + masks + MAX_BIASES * (8 + 4) + bans)
 
 
 def _width(entries: int) -> int:
