@@ -9,11 +9,12 @@ from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.sampling import Grammar, SamplingParams
 
-# Far more than is asked for in earnest, few enough that a request neither holds everybody up here nor fills a worker's tables.
+# Far more than is asked for in earnest, few enough that a request does not hold everybody up here, and no more than a worker's tables take
+# (worker_svc/sampling/state.py). A gateway makes one or two of each word that is not to come.
 MAX_LOGIT_BIASES = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_TOKENS = 32
 # Twice the largest vocabularies.
 MAX_ALLOWED_TOKEN_IDS = 1 << 19
 MAX_REPETITION_PENALTY = 10.0

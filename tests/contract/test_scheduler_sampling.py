@@ -249,15 +249,15 @@ HOSTILE = [
     (generate_request(PROMPT, allowed_token_ids=[5, 97]), "token id 97 is not in the vocabulary"),
     (generate_request(PROMPT, allowed_token_ids=range(3_000_000)), "allowed_token_ids takes at most 524288"),
     (generate_request(PROMPT, stop_token_ids=[2**32 - 1]), "token id 4294967295 is not in the vocabulary"),
-    (generate_request(PROMPT, stop_token_ids=range(3_000_000)), "stop_token_ids takes at most 1024"),
-    (generate_request(PROMPT, bad_words=[common_pb2.TokenSequence()]), "1 to 256 tokens"),
+    (generate_request(PROMPT, stop_token_ids=range(3_000_000)), "stop_token_ids takes at most 256"),
+    (generate_request(PROMPT, bad_words=[common_pb2.TokenSequence()]), "1 to 32 tokens"),
     (
         generate_request(PROMPT, bad_words=[common_pb2.TokenSequence(token_ids=[5, 97])]),
         "token id 97 is not in the vocabulary",
     ),
     (
         generate_request(PROMPT, bad_words=[common_pb2.TokenSequence(token_ids=[5])] * 100_000),
-        "bad_words takes at most 1024",
+        "bad_words takes at most 512",
     ),
     (generate_request(PROMPT, min_tokens=9), "min_tokens=9 is more than the 8 tokens"),
     (generate_request(PROMPT, prompt_logprobs=6), "prompt_logprobs must be at most 5"),

@@ -6,6 +6,7 @@ import pytest
 
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, worker_pb2
+from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc import convert
 from worker_svc.geometry import Geometry
 from worker_svc.plan import (
@@ -19,6 +20,7 @@ from worker_svc.plan import (
     PrefillWork,
     Sampling,
 )
+from worker_svc.sampling import NUM_TOP
 from worker_svc.worker import Ready
 
 
@@ -136,6 +138,14 @@ def test_anything_else_is_said_in_full(work: PrefillWork | DecodeWork | None, ou
     message = convert.result_to_proto(Plan(11, work=work), outputs, 1)
     assert not message.token_ids
     assert [output.slot for output in message.outputs] == [output.slot for output in outputs]
+
+
+def test_the_largest_chunk_fits_into_a_message() -> None:
+    """With all that may be said of each of its tokens, of the largest vocabularies."""
+    entry = Logprobs(-1e30, 500_000, [500_000] * NUM_TOP, [-1e30] * NUM_TOP)
+    output = Output(0, (500_000,), prompt_logprobs=[entry] * 100)
+    size = convert.result_to_proto(Plan(1, work=PrefillWork(0, 0, 100, sample=True)), [output], 1).ByteSize()
+    assert size / 100 * convert._MAX_CHUNK < MAX_MESSAGE_BYTES
 
 
 def test_a_slot_can_fail_alone() -> None:

@@ -12,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import gateway.schemas.sampling
+import scheduler_svc.convert.sampling
 from protos.errors import InvalidArgument
+from protos.triptych.v1 import common_pb2
 from tests.property_settings import machine
 from tests.sampling_support import LONGEST, admit, choose, expected_logits, make_state, request
 from worker_svc.plan import Sampling
@@ -189,11 +192,11 @@ def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int)
     assert max(*peaks, held.peak) > counted / 2
 
 
-class Held(TorchDispatchMode):
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of what operators return, as long as somebody has it; views add nothing."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._users: Counter[int] = Counter(each.untyped_storage().data_ptr() for each in known)
         self.now = self.peak = 0
 
@@ -238,14 +241,36 @@ def test_what_cannot_be_met_is_refused(fields: dict[str, Any], param: str) -> No
 
 def test_limits_are_met() -> None:
     """As many entries as there may be are served, each of them."""
-    vocab = MAX_BIASES + 100
+    vocab = MAX_BANS + 1 + MAX_BIASES
     words = tuple((1,) * (MAX_BAN_TOKENS - 1) + (token,) for token in range(MAX_BANS))
     sampling = Sampling(
-        temperature=0.0, logit_bias=dict.fromkeys(range(1000, 1000 + MAX_BIASES - 904), -1.0), bad_words=words
+        temperature=0.0, logit_bias=dict.fromkeys(range(MAX_BANS + 1, vocab), -1.0), bad_words=words
     )
     state = make_state([request(0, sampling, [5], [1] * (MAX_BAN_TOKENS - 1))], vocab)
     logits = torch.zeros(1, vocab)
     logits[:, :MAX_BANS] = 9.0
     assert choose(state, logits, [MAX_BAN_TOKENS]).tolist() == [MAX_BANS]
-    with pytest.raises(InvalidArgument, match="logit_bias has 4097 tokens"):
+    with pytest.raises(InvalidArgument, match=f"logit_bias has {MAX_BIASES + 1} tokens"):
         state.check(request(0, Sampling(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
+
+
+def test_what_is_let_through_to_a_worker_can_be_met() -> None:
+    """Whoever refuses does so as early as it is known: a gateway lets no more through than a scheduler, and that no more than a worker."""
+    limits = scheduler_svc.convert.sampling
+    assert limits.MAX_LOGIT_BIASES == MAX_BIASES
+    assert limits.MAX_BAD_WORD_TOKENS == MAX_BAN_TOKENS
+    # A model has a handful of end tokens.
+    assert limits.MAX_BAD_WORDS + limits.MAX_STOP_TOKEN_IDS + 256 <= MAX_BANS
+    assert gateway.schemas.sampling.MAX_LOGIT_BIASES == limits.MAX_LOGIT_BIASES
+    assert 2 * gateway.schemas.sampling.MAX_BAD_WORDS <= limits.MAX_BAD_WORDS
+    sent = common_pb2.SamplingParams(
+        logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIASES), 1.0), min_tokens=5,
+        stop_token_ids=range(limits.MAX_STOP_TOKEN_IDS),
+        bad_words=[common_pb2.TokenSequence(token_ids=range(limits.MAX_BAD_WORD_TOKENS))] * limits.MAX_BAD_WORDS,
+    )  # fmt: skip
+    passed = limits.sampling_from_proto(sent)
+    admitted = Sampling(
+        logit_bias=dict(passed.logit_bias), min_tokens=passed.min_tokens, stop_token_ids=tuple(passed.stop_token_ids),
+        bad_words=passed.bad_words,
+    )  # fmt: skip
+    make_state([request(0, admitted)], 5000, ends=(0, 69))

@@ -23,4 +23,5 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     start = best.argmax(dim=-1, keepdim=True) * _BLOCK
     # Behind the end stands the last token again: it comes first where it is.
     places = (start + torch.arange(_BLOCK, device=logits.device)).clamp_(max=vocab - 1)
-    return start[:, 0] + logits.gather(1, places).argmax(dim=-1)
+    found: torch.Tensor = start[:, 0] + logits.gather(1, places).argmax(dim=-1)
+    return found

@@ -16,9 +16,10 @@ from worker_svc.sampling.cut import FEW
 from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.scratch import Scratch
 
-# What one request may have; tables are as wide.
-MAX_BIASES = 4096
-MAX_BANS = 512
+# What one request may have; tables are as wide. No less than what a scheduler lets through (scheduler_svc/convert/sampling.py): bans are
+# bad words and, while min_tokens holds, its stop_token_ids and the model's end tokens.
+MAX_BIASES = 1024
+MAX_BANS = 1024
 MAX_BAN_TOKENS = 32
 
 FOREVER = torch.iinfo(torch.int64).max
