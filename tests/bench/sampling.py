@@ -1,25 +1,29 @@
 """What choosing tokens costs, against the forward pass that it follows.
 
-``python -m tests.bench.sampling [--quick]``: SmolLM2 in bfloat16 in this process, without a scheduler, on all cores. Decode steps of 32
-rows, all in use, each kind of requests in turn and again: of greedy requests, of requests that are drawn, with filters, with penalties, with
-everything, with log-probabilities. ``forward`` is the time until the logits are there. Then the same batch with grammars, and what
-jump-ahead saves (``tests/bench/constrained.py``).
+``python -m tests.bench.sampling [--quick] [--device cpu|cuda]``: SmolLM2 in bfloat16 in this process, without a scheduler, on all cores; on
+a GPU the shape of Llama 3.2 1B with made-up weights. Decode steps of 32 rows, all in use, each kind of requests in turn and again: of greedy
+requests, of requests that are drawn, with filters, with ``top_p`` alone, with penalties, with everything, with log-probabilities.
+``forward`` is the time until the logits are there, on a CPU. There, the same batch with grammars follows, and what jump-ahead saves
+(``tests/bench/constrained.py``).
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from protos.errors import ConfigurationRefused
 from tests.bench.constrained import measured as constrained_measured
+from tests.bench.gpu_decode import model_folder
 from tests.bench.report import report
 from tests.worker_harness import Harness
-from worker_svc.devices import open_device
+from worker_svc.devices import Device, open_device
 from worker_svc.models import FetchError, fetch
 from worker_svc.plan import Sampling
 from worker_svc.vllm_adapter import startup
@@ -75,6 +79,7 @@ CASES: dict[str, Case] = {
     "greedy": requests_of(temperature=0.0),
     "temperature": requests_of(temperature=0.8),
     "filters": requests_of(**FILTERS),
+    "top_p": requests_of(temperature=0.8, top_p=0.95),
     "penalties": requests_of(temperature=0.0, **PENALTIES),
     "full": requests_of(**FILTERS, **PENALTIES),
     "logprobs": requests_of(temperature=0.0, logprobs=5),
@@ -84,7 +89,7 @@ CASES: dict[str, Case] = {
 def measure(
     model: ClockedModel, harness: Harness, cases: Mapping[str, Case], rounds: int, steps: int
 ) -> dict[str, dict[str, float]]:
-    """Medians of each case, milliseconds: ``forward``, and the whole ``step``."""
+    """Medians of each case, milliseconds: ``forward``, where its end is seen, and the whole ``step``."""
     forward: dict[str, list[float]] = {name: [] for name in cases}
     whole: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
@@ -95,49 +100,64 @@ def measure(
                 harness.decode(range(BATCH), BATCH)
                 ended = time.perf_counter()
                 if index >= 0:
-                    forward[name].append(model.logits_at - started)
+                    if model.logits_at > started:  # a captured step does not pass by
+                        forward[name].append(model.logits_at - started)
                     whole[name].append(ended - started)
             harness.release(range(BATCH))
     return {
         name: {
-            "forward": 1000 * statistics.median(forward[name]),
-            "step": 1000 * statistics.median(whole[name]),
+            part: 1000 * statistics.median(times[name])
+            for part, times in (("forward", forward), ("step", whole))
+            if times[name]
         }
         for name in cases
     }
 
 
+def _model(device: Device, parent: Path) -> ClockedModel:
+    """SmolLM2 for a CPU, what a GPU is busy with for a GPU; with its weights."""
+    on_cpu = device.name == "cpu"
+    folder = fetch("smollm2") if on_cpu else model_folder(parent)
+    startup.prepare(device)
+    model = ClockedModel(folder, device, dtype="bfloat16", load_format="auto" if on_cpu else "dummy", seed=0)
+    model.load_weights()
+    return model
+
+
 def _bench(arguments: argparse.Namespace) -> None:
     quick: bool = arguments.quick
-    device = open_device("cpu")
-    folder = fetch("smollm2")
-    startup.prepare(device)
-    model = ClockedModel(folder, device, dtype="bfloat16", load_format="auto", seed=0)
-    model.load_weights()
+    device = open_device(arguments.device)
+    with tempfile.TemporaryDirectory() as parent:
+        model = _model(device, Path(parent))
     harness = Harness(
         model, max_model_len=MAX_MODEL_LEN, max_num_seqs=BATCH, decode_buckets=(BATCH,), device=device
     )
     measured = measure(model, harness, CASES, 2 if quick else 8, 8 if quick else 24)
     greedy = measured["greedy"]["step"]
-    print(f"smollm2, {BATCH} rows, {device.product_name()}; medians, ms")
+    name = "smollm2" if device.name == "cpu" else "llama-1b-dummy"
+    print(f"{name}, {BATCH} rows, {device.product_name()}; medians, ms")
     print(f"{'':<14}{'forward':>11}{'step':>11}{'/ greedy':>11}")
-    for name, each in measured.items():
-        print(f"{name:<14}{each['forward']:>11.2f}{each['step']:>11.2f}{each['step'] / greedy:>11.3f}")
+    for case, each in measured.items():
+        forward = f"{each['forward']:.2f}" if "forward" in each else ""
+        print(f"{case:<14}{forward:>11}{each['step']:>11.2f}{each['step'] / greedy:>11.3f}")
     figures: dict[str, Any] = {
-        "model": "smollm2",
+        "model": name,
+        "device": device.product_name(),
         "batch": BATCH,
         "steps_ms": {
-            name: {key: round(value, 3) for key, value in each.items()} for name, each in measured.items()
+            case: {key: round(value, 3) for key, value in each.items()} for case, each in measured.items()
         },
     }
     ratios = {
-        f"{name}_b{BATCH}": each["step"] / greedy for name, each in measured.items() if name != "greedy"
+        f"{case}_b{BATCH}": each["step"] / greedy for case, each in measured.items() if case != "greedy"
     }
     ratios[f"full_sampling_b{BATCH}"] = ratios.pop(f"full_b{BATCH}")
-    figures["constrained"], constrained = constrained_measured(quick=quick)
-    for name, value in figures["constrained"].items():
-        print(f"{name:<28}{value:>9.2f}")
-    report("sampling", figures, {**ratios, **constrained})
+    if device.name == "cpu":
+        figures["constrained"], constrained = constrained_measured(quick=quick)
+        ratios |= constrained
+        for case, value in figures["constrained"].items():
+            print(f"{case:<28}{value:>9.2f}")
+    report("sampling", figures, ratios)
 
 
 def main() -> int:
@@ -150,6 +170,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     try:
         _bench(parser.parse_args())
     except (ConfigurationRefused, FetchError) as error:
