@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xgrammar
 
 from protos.errors import Internal
 from tests.unit.test_worker_runner import GROUPS, PlainDevice
 from worker_svc.capture import Recording
 from worker_svc.geometry import Geometry
 from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 from worker_svc.graphs import GraphOptions
 from worker_svc.plan import Admission, DecodeWork, Logprobs, Output, Plan, PrefillWork, Sampling
@@ -391,6 +393,27 @@ def test_prompt_log_probabilities(length: int, output: tuple[int, ...]) -> None:
         release=(0,), admit=[admission(0, range(5), PLAIN)], work=PrefillWork(0, 0, 5, sample=True)
     )
     assert not other.prompt_logprobs
+
+
+def test_a_grammar_that_cannot_be_matched_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the matcher's library says; others in the plan are admitted and run."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("out of states")
+
+    worker = Worker()
+    monkeypatch.setattr(xgrammar, "GrammarMatcher", refuse)
+    grammar: Any = None
+    monkeypatch.setattr(
+        worker.constraints,
+        "admit",
+        lambda slot, spec, output: Matcher(grammar, (), output),  # noqa: ARG005 - their names
+    )
+    admit = [admission(0, (5, 6), PLAIN, "7 0"), admission(1, (4, 4), PLAIN)]
+    failed, other = worker.run(admit=admit, work=PrefillWork(1, 0, 2, sample=True))
+    assert isinstance(failed.error, Internal)
+    assert "out of states" in failed.error.message
+    assert [4, 4, *other.token_ids] == alone(3)[0][:3]
 
 
 def test_a_fault_at_an_admission_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
