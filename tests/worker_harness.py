@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from worker_svc.geometry import Geometry, GroupKind, group_layers
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs import GraphOptions
 from worker_svc.kv_cache import count_blocks
-from worker_svc.plan import Admission, DecodeWork, Growth, Output, Plan, PrefillWork, Sampling
+from worker_svc.plan import Admission, DecodeWork, Growth, Logprobs, Output, Plan, PrefillWork, Sampling
 from worker_svc.runner import Runner
 from worker_svc.sampling import Vocabulary
 from worker_svc.settings import Backend
@@ -123,18 +124,20 @@ class Harness:
         return Admission(slot, token_ids, computed, sampling, blocks, **fields)
 
     def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
-        """Admits a request and runs all of its chunks; returns the first sampled token."""
+        """Admits a request and runs all of its chunks; returns the first sampled token, with what all of them say of the prompt."""
         admission = [self.admit(slot, token_ids, sampling)]
         chunk = self.geometry.chunk
         outputs: list[Output] = []
+        told: list[Logprobs] = []
         for start in range(0, len(token_ids), chunk):
             count = min(chunk, len(token_ids) - start)
             last = start + count == len(token_ids)
             outputs = self.run(admit=admission, work=PrefillWork(slot, start, count, last))
             admission = []
+            told += [entry for each in outputs for entry in each.prompt_logprobs]
         self.lengths[slot] = len(token_ids)
         (output,) = outputs
-        return output
+        return replace(output, prompt_logprobs=told)
 
     def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[Output]:
         """One token for each slot."""
