@@ -352,6 +352,20 @@ def test_a_request_that_nothing_is_left_for_fails_alone() -> None:
     assert known == alone(3)[0][:3]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_it_does_so_beside_a_request_with_a_grammar_too(captured: bool) -> None:
+    """Which is drawn again in the same step."""
+    worker, known = Worker(captured=captured), list(REQUESTS[8][1])
+    worker.admit(8, known, 1)
+    once = Sampling(seed=1, allowed_token_ids=(7,), bad_words=((7, 7),))
+    (first,) = worker.run(admit=[admission(0, (5,), once)], work=PrefillWork(0, 0, 1, sample=True))
+    assert first.token_ids == (7,)
+    failed, other = worker.run(work=DecodeWork((0, 1), (1, 1), 2))
+    assert failed.error is not None
+    assert failed.error.message.startswith("no token is left to sample")
+    assert [*known, *other.token_ids] == alone(8)[0][:3]
+
+
 def test_parameters_that_cannot_be_met_fail_their_request_alone() -> None:
     """Token ids beyond the vocabulary are refused at admission, by name."""
     worker = Worker()
