@@ -172,7 +172,7 @@ class Budget:
         steps = (geometry.chunk, *geometry.decode_buckets)
         rows, vocab = geometry.decode_buckets[-1], self.size.vocab_size
         graphs = working_bytes(self.size, steps, rows, recorded=self.recorded)
-        sampling = sampling_bytes(rows, vocab, geometry.max_model_len, self.device.torch_device)
+        sampling = sampling_bytes(rows, vocab, geometry.max_model_len)
         return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
 
     def _beside(self, free: int) -> str:

@@ -3,18 +3,26 @@
 32 requests in a batch, greedy and at temperature 1, with none, one and all of them under a JSON schema; the time of a decode step by the
 runner, sampling and matching included, in turns and by medians. Then one request after the other, with forced tokens emitted at once and one
 by one: forward passes per output token.
+
+A GPU runs made-up weights, whose tokens are of no grammar: there one grammar takes all of them, and another refuses every other one.
 """
 
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from tests.grammar_harness import Constrained, compiler, tokenizer
-from tests.worker_harness import tokens_of
+from tests.worker_harness import Harness, tokens_of
+from worker_svc.devices import Device
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
+from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.plan import PrefillWork, Sampling
+from worker_svc.vllm_adapter.engine import VllmModel
 
 BATCH: Final = 32
 SCHEMA: Final = Spec("json_schema", json.dumps({
@@ -35,6 +43,9 @@ RECORD: Final = Spec("json_schema", json.dumps({
     "required": ["status", "confidence", "explanation"],
 }))  # fmt: skip
 _PROMPT: Final = "A customer in JSON:\n"
+# Of the made-up model's words, which are w0, w1, …
+WORDS: Final = Spec("regex", "(w[0-9]+)*")
+EVEN_WORDS: Final = Spec("regex", "(w[0-9]*[02468])*")
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,11 @@ CASES: Final = (
 )
 
 
-def step_times(harness: Constrained, case: Case, steps: int) -> list[float]:
+def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], grammar: Spec) -> list[float]:
     """Seconds of each of so many decode steps of a batch; the batch is prefilled before and freed afterwards."""
-    compiler().submit(SCHEMA).result()
-    prompt = tokenizer().encode(_PROMPT).ids
     for slot in range(BATCH):
         sampling = Sampling(temperature=case.temperature, seed=slot)
-        spec = SCHEMA if slot < case.constrained else None
+        spec = grammar if slot < case.constrained else None
         admission = harness.admit(slot, prompt, sampling, structured=spec, num_prompt_tokens=len(prompt))
         harness.run(admit=[admission], work=PrefillWork(slot, 0, len(prompt), sample=True))
         harness.lengths[slot] = len(prompt)
@@ -79,11 +88,13 @@ def step_times(harness: Constrained, case: Case, steps: int) -> list[float]:
 
 def constrained_ratios(harness: Constrained, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a step by case, and ratios: ``constrained_b32`` and ``constrained_b1`` against plain greedy."""
+    compiler().submit(SCHEMA).result()
+    prompt = tokenizer().encode(_PROMPT).ids
     steps, turns = (12, 2) if quick else (48, 5)
     times: dict[str, list[float]] = {case.name: [] for case in CASES}
     for turn in range(turns):
         for case in CASES if turn % 2 == 0 else reversed(CASES):
-            times[case.name] += step_times(harness, case, steps)[2:]
+            times[case.name] += step_times(harness, case, steps, prompt, SCHEMA)[2:]
     ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
     return ms, {
         "constrained_b1": ms["1 constrained, greedy"] / ms["plain greedy"],
@@ -117,4 +128,41 @@ def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     for least in (0, 4, 1):
         harness.constraints._least_jump = least
         figures[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
+    return figures, ratios
+
+
+def measured_on_words(
+    model: VllmModel, device: Device, folder: Path, *, quick: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The same of a made-up model: ``words_b32`` under a grammar that refuses nothing, ``even_words_b32`` under one that refuses half."""
+    vocab, ends = model.description.vocab_size, model.description.eos_token_ids
+    grammars = GrammarCompiler(folder, vocab, ends, CompilerLimits())
+    constraints = Constraints(
+        grammars, num_slots=BATCH, most_rows=BATCH, vocab_size=vocab, end_ids=ends, device=device.torch_device, least_jump=0
+    )  # fmt: skip
+    harness = Harness(
+        model, max_model_len=1024, max_num_seqs=BATCH, decode_buckets=(BATCH,), device=device, constraints=constraints
+    )  # fmt: skip
+    kinds = {"plain": (0, WORDS), "words": (BATCH, WORDS), "even words": (BATCH, EVEN_WORDS)}
+    for spec in (WORDS, EVEN_WORDS):
+        grammars.submit(spec).result()
+    steps, turns = (12, 2) if quick else (48, 5)
+    times: dict[str, list[float]] = {}
+    redrawn: dict[str, int] = {}
+    for turn in range(turns * 2):
+        drawn = "greedy" if turn % 2 else "sampled"
+        for kind, (constrained, spec) in kinds.items():
+            name = f"{kind}, {drawn}"
+            before = constraints.num_redrawn
+            case = Case(name, constrained, float(drawn == "sampled"))
+            times.setdefault(name, []).extend(step_times(harness, case, steps, range(100, 164), spec)[2:])
+            redrawn[name] = redrawn.get(name, 0) + constraints.num_redrawn - before
+    ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
+    figures = {name: round(value, 3) for name, value in ms.items()}
+    figures |= {f"redrawn a step, {name}": round(count / turns / steps, 1) for name, count in redrawn.items()}
+    ratios = {
+        f"{kind.replace(' ', '_')}_{drawn}_b{BATCH}": ms[f"{kind}, {drawn}"] / ms[f"plain, {drawn}"]
+        for kind in ("words", "even words")
+        for drawn in ("greedy", "sampled")
+    }
     return figures, ratios

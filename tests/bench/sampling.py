@@ -20,6 +20,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from tests.bench.constrained import measured as constrained_measured
+from tests.bench.constrained import measured_on_words
 from tests.bench.gpu_decode import model_folder
 from tests.bench.report import report
 from tests.worker_harness import Harness
@@ -114,21 +115,25 @@ def measure(
     }
 
 
-def _model(device: Device, parent: Path) -> ClockedModel:
-    """SmolLM2 for a CPU, what a GPU is busy with for a GPU; with its weights."""
+def _model(device: Device, parent: Path) -> tuple[ClockedModel, Path]:
+    """SmolLM2 for a CPU, what a GPU is busy with for a GPU; with its weights, and its folder."""
     on_cpu = device.name == "cpu"
     folder = fetch("smollm2") if on_cpu else model_folder(parent)
     startup.prepare(device)
     model = ClockedModel(folder, device, dtype="bfloat16", load_format="auto" if on_cpu else "dummy", seed=0)
     model.load_weights()
-    return model
+    return model, folder
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     quick: bool = arguments.quick
     device = open_device(arguments.device)
     with tempfile.TemporaryDirectory() as parent:
-        model = _model(device, Path(parent))
+        _measure_all(device, Path(parent), quick=quick)
+
+
+def _measure_all(device: Device, parent: Path, *, quick: bool) -> None:
+    model, folder = _model(device, parent)
     harness = Harness(
         model, max_model_len=MAX_MODEL_LEN, max_num_seqs=BATCH, decode_buckets=(BATCH,), device=device
     )
@@ -152,11 +157,14 @@ def _bench(arguments: argparse.Namespace) -> None:
         f"{case}_b{BATCH}": each["step"] / greedy for case, each in measured.items() if case != "greedy"
     }
     ratios[f"full_sampling_b{BATCH}"] = ratios.pop(f"full_b{BATCH}")
-    if device.name == "cpu":
-        figures["constrained"], constrained = constrained_measured(quick=quick)
-        ratios |= constrained
-        for case, value in figures["constrained"].items():
-            print(f"{case:<28}{value:>9.2f}")
+    figures["constrained"], constrained = (
+        constrained_measured(quick=quick)
+        if device.name == "cpu"
+        else measured_on_words(model, device, folder, quick=quick)
+    )
+    ratios |= constrained
+    for case, value in figures["constrained"].items():
+        print(f"{case:<34}{value:>9.2f}")
     report("sampling", figures, ratios)
 
 

@@ -16,12 +16,13 @@ def both(
 ) -> tuple[list[int], list[int]]:
     """What histograms find, and what the kernels do; 0 for what is below all tokens."""
     bits = weights.contiguous().view(torch.int32)
-    (_, tile), *_ = Scratch(*weights.shape, torch.device("cpu")).tiles(len(weights))
-    expected = least_kept(bits, torch.ones_like(bits) if measure is None else measure, wanted, tile)
+    rows, vocab = weights.shape
+    ((_, tile),) = Scratch(rows, vocab, torch.device("cpu")).tiles(rows)
+    expected = least_kept(bits, measure, wanted, tile)
     found = triton_search.least_kept(
         bits.to(DEVICE), measure if measure is None else measure.to(DEVICE), wanted.to(DEVICE)
     )
-    return [rows.clamp_(min=0)[:, 0].tolist() for rows in (expected, found.cpu())]  # type: ignore[return-value]
+    return [each.clamp_(min=0)[:, 0].tolist() for each in (expected, found.cpu())]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 2048, 5001])

@@ -174,7 +174,7 @@ def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int)
     state.allocate()
     scratch = state.scratch(rows)
     arguments = torch.randn(rows, vocab), torch.arange(rows), torch.full((rows,), longest)
-    counted = sampling_bytes(rows, vocab, longest, torch.device("cpu")) - rows * vocab * SCRATCH_BYTES
+    counted = sampling_bytes(rows, vocab, longest) - rows * vocab * SCRATCH_BYTES
     sample(state, state.variants()[-1], *arguments)  # makes what stays
     known = [
         each

@@ -4,7 +4,8 @@ Each of the three is a threshold on the tokens' weights, ``exp(logit - largest l
 kept or dropped together, whatever their order. The threshold of ``top_k`` is the largest value that at least ``k`` tokens reach, that
 of ``top_p`` the largest value such that the tokens that reach it have at least the wanted mass. Both are found without sorting: the bits
 of a float in [0, 1] are in the order of its value, so the search goes over histograms of the highest bits, then of the next within the
-bin that was found, and once more: three passes whatever the distribution is, and exact.
+bin that was found, and once more: three passes whatever the distribution is, and exact. GPUs find the same by sums (``triton_search``), as
+atomics would queue up for the few bins that most tokens are in.
 
 Where every ``top_k`` of a step is small, its threshold is found among the few largest weights, and so is that of ``top_p`` where whoever
 has one has such a ``top_k``, too: what is likelier than a token that ``top_k`` keeps is among them. The thresholds are the same.
@@ -21,8 +22,6 @@ _ONE = 2.0**44
 # A float32 in [0, 1] has 30 bits that vary: three times ten.
 _SHIFTS = (20, 10, 0)
 _BINS = 1 << 10
-# On a GPU, which adds to a bin one token after the other: histograms of a row that every so many-th token counts in one of.
-_GPU_LANES = 64
 
 FEW = 64
 """The largest ``top_k`` that is small."""
@@ -55,10 +54,7 @@ def cut(
     floor = None if min_p is None else min_p.view(torch.int32)[:, None]
     likeliest = _Likeliest.of(tile.weights, top_k) if top_k is not None and few else None
     if top_k is not None:
-        if likeliest is not None:
-            kth = likeliest.kth()
-        else:
-            kth = least_kept(bits, tile.logits.view(torch.int32).fill_(1), top_k[:, None], tile)
+        kth = likeliest.kth() if likeliest is not None else least_kept(bits, None, top_k[:, None], tile)
         floor = kth if floor is None else torch.maximum(floor, kth)
     if floor is not None:
         _drop_below(floor, bits, tile)
@@ -103,45 +99,36 @@ class _Likeliest:
 
 
 def least_kept(
-    bits: torch.Tensor, measure: torch.Tensor, wanted: torch.Tensor, tile: Tile, *, lanes: int | None = None
+    bits: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor, tile: Tile
 ) -> torch.Tensor:
     """The largest value such that the tokens that reach it have so much together.
 
     Args:
         bits: int32 [rows, vocab], those of floats in [0, 1].
-        measure: int64 or int32 [rows, vocab], what each token has.
+        measure: int64 [rows, vocab], what each token has; ``None``: one.
         wanted: int64 [rows, 1], at least 1.
-        tile: whose ``words`` and ``places`` are overwritten.
-        lanes: histograms that each row's tokens are counted in side by side; a power of 2. By default what suits the device.
+        tile: whose ``logits``, ``words`` and ``places`` are overwritten.
 
     Returns:
         int32 [rows, 1], the value's bits; 0 or less where all tokens together have less than what is wanted.
     """
-    rows, vocab = bits.shape
-    lanes = lanes or lanes_on(bits.device)
-    base = torch.zeros((rows, 1), dtype=torch.int32, device=bits.device)
+    if bits.is_cuda:
+        from worker_svc.sampling import triton_search
+
+        return triton_search.least_kept(bits, measure, wanted)
+    if measure is None:
+        measure = tile.logits.view(torch.int32).fill_(1)
+    base = torch.zeros((bits.shape[0], 1), dtype=torch.int32, device=bits.device)
     for shift in _SHIFTS:
         # Bin 0 is what lies below those that are looked at, the last one what lies above.
         bins = torch.bitwise_right_shift(bits, shift, out=tile.words).sub_(base).clamp_(-1, _BINS).add_(1)
-        if lanes > 1:
-            bins.mul_(lanes).add_(torch.arange(vocab, dtype=torch.int32, device=bits.device) & (lanes - 1))
-        histogram = measure.new_zeros((rows, (_BINS + 2) * lanes))
+        histogram = measure.new_zeros((bits.shape[0], _BINS + 2))
         histogram.scatter_add_(1, tile.places.copy_(bins), measure)
-        from_above = histogram.view(rows, -1, lanes).sum(dim=2).flip(1).cumsum(1)
+        from_above = histogram.flip(1).cumsum(1)
         too_few = (from_above < wanted).sum(dim=1, keepdim=True, dtype=torch.int32)
         # Bins count from 1, those from above to the last one are too few together.
         base = (base + _BINS - too_few) << (10 if shift else 0)
     return base
-
-
-def lanes_on(device: torch.device) -> int:
-    """Histograms a row that tokens are counted in on a device; see :func:`least_kept`."""
-    return _GPU_LANES if device.type == "cuda" else 1
-
-
-def histogram_bytes(rows: int, device: torch.device) -> int:
-    """Memory of the histograms of so many rows."""
-    return rows * (_BINS + 2) * lanes_on(device) * torch.int64.itemsize
 
 
 def _drop_below(floor: torch.Tensor, bits: torch.Tensor, tile: Tile) -> None:

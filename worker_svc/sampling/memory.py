@@ -1,8 +1,5 @@
 """What sampling takes of a device's memory, whatever requests ask for."""
 
-import torch
-
-from worker_svc.sampling.cut import histogram_bytes
 from worker_svc.sampling.scratch import SCRATCH_BYTES
 from worker_svc.sampling.state import MAX_BAN_TOKENS, MAX_BANS, MAX_BIASES
 
@@ -24,14 +21,13 @@ def state_bytes(num_slots: int, vocab_size: int) -> int:
     return (num_slots + 1) * (4 * vocab_size + masks + MAX_BIASES * (8 + 4) + bans)
 
 
-def sampling_bytes(rows: int, vocab_size: int, longest: int, device: torch.device) -> int:
+def sampling_bytes(rows: int, vocab_size: int, longest: int) -> int:
     """Memory that a step's choice computes in: the scratch, and what comes and goes, of which the largest counts.
 
     Args:
         rows: of the largest step.
         vocab_size: of a row of logits.
         longest: tokens of the longest sequence.
-        device: where it is done.
     """
     passing = (
         vocab_size * max(_MASK, _DRAW, _REPORT),
@@ -39,4 +35,4 @@ def sampling_bytes(rows: int, vocab_size: int, longest: int, device: torch.devic
         MAX_BIASES * _BIASES,
         longest * _HISTORY,
     )
-    return rows * vocab_size * SCRATCH_BYTES + max(rows * max(passing), histogram_bytes(rows, device))
+    return rows * vocab_size * SCRATCH_BYTES + rows * max(passing)

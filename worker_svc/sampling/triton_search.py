@@ -40,10 +40,7 @@ def _add_up(
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     inside = tokens < vocab
     reached = tl.load(bits + row * vocab + tokens, mask=inside, other=-1)
-    if COUNTS:
-        have = inside.to(tl.int64)
-    else:
-        have = tl.load(measure + row * vocab + tokens, mask=inside, other=0)
+    have = inside.to(tl.int64) if COUNTS else tl.load(measure + row * vocab + tokens, mask=inside, other=0)
     for value in tl.static_range(1, 1 << BITS):
         threshold = base + (value << (BITS * (PASSES - 1 - PASS)))
         total = tl.sum(tl.where(reached >= threshold, have, 0))
