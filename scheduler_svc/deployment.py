@@ -11,10 +11,11 @@ from protos.triptych.v1 import inference_pb2, worker_pb2
 from scheduler_svc.batch_histogram import BatchHistogram, histogram_path
 from scheduler_svc.convert.plans import groups_from_proto, limits_from_proto
 from scheduler_svc.convert.requests import pool_tasks_from_proto
-from scheduler_svc.engine import AttachedReplica, Engine, ServedModel
+from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import CacheOptions, KvCache
 from scheduler_svc.model_files import ServedFiles, describe_served
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.policy.windows import KeepEnds, KeepJunctions
@@ -24,6 +25,7 @@ from scheduler_svc.pooling import PoolShape, shapes_of
 from scheduler_svc.sampling import Grammar
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.settings import Settings
+from scheduler_svc.submission import ServedModel
 
 # Settings that mean nothing to a pooling model; whoever sets one is told.
 _NOT_FOR_POOLING = (

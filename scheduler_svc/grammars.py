@@ -5,6 +5,7 @@ known of a grammar is kept for as long as a live request needs it. Free of I/O: 
 :meth:`GrammarDesk.compiled` and :meth:`GrammarDesk.refused`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,10 @@ from scheduler_svc.request import Request, RequestState
 from scheduler_svc.sampling import Grammar
 
 Ask = Callable[[Grammar], None]
-"""Has a replica compile a grammar; returns at once."""
+"""Has a replica compile a grammar, or give that up; returns at once."""
+
+# Grammars of one tenant that a replica compiles at once: enough to keep its threads busy, and what others wait for at most.
+MAX_UNDER_WAY = 8
 
 
 @dataclass(slots=True)
@@ -21,16 +25,65 @@ class _Known:
     """One grammar.
 
     Attributes:
+        tenant: who brought it.
         users: live requests that have it.
-        waiting: those that cannot run before somebody has compiled it, by id.
-        asked: replicas that compile it.
+        waiting: those that wait here, by id: nobody has compiled it, or they are aside.
+        asked: replicas that compile it, or will when it is the tenant's turn.
         ready: replicas that have it, as far as is known.
     """
 
+    tenant: str
     users: int = 0
     waiting: dict[str, Request] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     ready: set[str] = field(default_factory=set)
+
+
+class _Line:
+    """What one replica is asked: a few grammars of each tenant at a time, in the order in which they came."""
+
+    def __init__(self, ask: Ask, withdraw: Ask) -> None:
+        self._ask = ask
+        self._withdraw = withdraw
+        self._under_way: dict[Grammar, str] = {}
+        self._count: Counter[str] = Counter()
+        # By tenant; dicts for their order and for removal.
+        self._next: dict[str, dict[Grammar, None]] = {}
+
+    def ask(self, grammar: Grammar, tenant: str) -> None:
+        """Asks for a grammar that is not in the line, now or when the tenant's turn comes."""
+        if self._count[tenant] >= MAX_UNDER_WAY:
+            self._next.setdefault(tenant, {})[grammar] = None
+            return
+        self._under_way[grammar] = tenant
+        self._count[tenant] += 1
+        self._ask(grammar)
+
+    def answered(self, grammar: Grammar) -> None:
+        """The replica has said what became of a grammar: the tenant's next one may be asked for."""
+        tenant = self._under_way.pop(grammar, None)
+        if tenant is None:
+            return
+        self._count[tenant] -= 1
+        if not self._count[tenant]:
+            del self._count[tenant]
+        if waiting := self._next.get(tenant):
+            following = next(iter(waiting))
+            self._drop(tenant, following)
+            self.ask(following, tenant)
+
+    def withdraw(self, grammar: Grammar, tenant: str) -> None:
+        """Nobody wants a grammar any more."""
+        if grammar in self._next.get(tenant, ()):
+            self._drop(tenant, grammar)
+        elif grammar in self._under_way:
+            self._withdraw(grammar)
+            self.answered(grammar)
+
+    def _drop(self, tenant: str, grammar: Grammar) -> None:
+        del self._next[tenant][grammar]
+        if not self._next[tenant]:
+            del self._next[tenant]
 
 
 class GrammarDesk:
@@ -39,7 +92,9 @@ class GrammarDesk:
     def __init__(self) -> None:
         """Nobody waits, and there are no replicas."""
         self._known: dict[Grammar, _Known] = {}
-        self._replicas: dict[str, Ask] = {}
+        self._lines: dict[str, _Line] = {}
+        # Those of the waiting requests whose grammar is there, but no room beside it.
+        self._aside: dict[str, Request] = {}
         self._num_waiting = 0
         self._num_tokens = 0
 
@@ -57,11 +112,12 @@ class GrammarDesk:
 
     def arrive(self, request: Request) -> None:
         """A request with a grammar is live from now on."""
-        if request.sampling.grammar is not None:
-            self._known.setdefault(request.sampling.grammar, _Known()).users += 1
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            self._known.setdefault(grammar, _Known(request.tenant)).users += 1
 
     def leave(self, request: Request) -> None:
-        """It is live no more."""
+        """It is live no more; what nobody else wants is not compiled to the end."""
         grammar = request.sampling.grammar
         known = self._known.get(grammar) if grammar is not None else None
         if grammar is None or known is None:
@@ -69,6 +125,8 @@ class GrammarDesk:
         known.users -= 1
         if not known.users:
             del self._known[grammar]
+            for replica_id in known.asked:
+                self._lines[replica_id].withdraw(grammar, known.tenant)
 
     def may_run(self, request: Request, replica_id: str) -> bool:
         """Whether a replica could run the request at once: it has its grammar, or there is none."""
@@ -84,11 +142,27 @@ class GrammarDesk:
         self._ask_all(grammar, known)
         if known.ready:
             return False
-        request.state = RequestState.WAITING_FOR_FSM
-        known.waiting[request.request_id] = request
-        self._num_waiting += 1
-        self._num_tokens += len(request.token_ids)
+        self._take(request, known)
         return True
+
+    def put_aside(self, request: Request) -> None:
+        """Lets a request wait that has found no room where its grammar is: until more of them have it, or :meth:`take_aside`."""
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        self._take(request, self._known[grammar])
+        self._aside[request.request_id] = request
+
+    def take_aside(self) -> list[Request]:
+        """Takes out who waits aside, but for those whose grammar nobody has any more."""
+        aside = [
+            request
+            for request in self._aside.values()
+            if (grammar := request.sampling.grammar) is not None and self._known[grammar].ready
+        ]
+        for request in aside:
+            self.remove(request)
+        self._aside.clear()
+        return aside
 
     def remove(self, request: Request) -> bool:
         """Takes a request out; False if it does not wait here."""
@@ -96,6 +170,7 @@ class GrammarDesk:
         known = self._known.get(grammar) if grammar is not None else None
         if known is None or known.waiting.pop(request.request_id, None) is None:
             return False
+        self._aside.pop(request.request_id, None)
         self._num_waiting -= 1
         self._num_tokens -= len(request.token_ids)
         return True
@@ -106,10 +181,9 @@ class GrammarDesk:
 
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
         """A replica has a grammar; returns who waited for it."""
-        known = self._known.get(grammar)
-        if known is None or replica_id not in self._replicas:
+        known = self._answered(replica_id, grammar)
+        if known is None or replica_id not in self._lines:
             return []
-        known.asked.discard(replica_id)
         known.ready.add(replica_id)
         return self._release(known)
 
@@ -118,44 +192,59 @@ class GrammarDesk:
 
         A grammar that is wrong is wrong everywhere. Anything else may be one replica's trouble: the others are waited for.
         """
-        known = self._known.get(grammar)
-        if known is None:
-            return []
-        known.asked.discard(replica_id)
-        if known.asked and not isinstance(error, InvalidArgument):
+        known = self._answered(replica_id, grammar)
+        if known is None or known.ready or (known.asked and not isinstance(error, InvalidArgument)):
             return []
         return self._release(known)
 
-    def lost(self, request: Request) -> None:
-        """The replica of a request has not got its grammar any more."""
+    def lost(self, request: Request) -> set[Grammar]:
+        """The replica of a request has not got its grammar any more; returns that if nobody else has."""
         grammar, replica_id = request.sampling.grammar, request.replica_id
         assert grammar is not None
+        known = self._known[grammar]
         if replica_id is not None:
-            self._known[grammar].ready.discard(replica_id)
+            known.ready.discard(replica_id)
+        return set() if known.ready else {grammar}
 
-    def attach(self, replica_id: str, ask: Ask) -> None:
+    def attach(self, replica_id: str, ask: Ask, withdraw: Ask) -> None:
         """A replica is there: it is asked for every grammar that a live request has."""
-        self._replicas[replica_id] = ask
+        self._lines[replica_id] = _Line(ask, withdraw)
         for grammar, known in list(self._known.items()):
             self._ask_all(grammar, known)
 
-    def detach(self, replica_id: str) -> list[Grammar]:
-        """A replica is gone; returns the grammars that nobody has any more."""
-        self._replicas.pop(replica_id, None)
-        orphaned = []
-        for grammar, known in self._known.items():
+    def detach(self, replica_id: str) -> set[Grammar]:
+        """A replica is gone; returns the grammars that nobody has any more. Who is left is asked for what was expected of it."""
+        self._lines.pop(replica_id, None)
+        orphaned = set()
+        for grammar, known in list(self._known.items()):
             known.asked.discard(replica_id)
             if replica_id in known.ready:
                 known.ready.discard(replica_id)
                 if not known.ready:
-                    orphaned.append(grammar)
+                    orphaned.add(grammar)
+            if known.waiting and not known.ready and not known.asked:
+                self._ask_all(grammar, known)
         return orphaned
 
+    def _take(self, request: Request, known: _Known) -> None:
+        request.state = RequestState.WAITING_FOR_FSM
+        known.waiting[request.request_id] = request
+        self._num_waiting += 1
+        self._num_tokens += len(request.token_ids)
+
+    def _answered(self, replica_id: str, grammar: Grammar) -> _Known | None:
+        if replica_id in self._lines:
+            self._lines[replica_id].answered(grammar)
+        known = self._known.get(grammar)
+        if known is not None:
+            known.asked.discard(replica_id)
+        return known
+
     def _ask_all(self, grammar: Grammar, known: _Known) -> None:
-        for replica_id, ask in self._replicas.items():
+        for replica_id, line in self._lines.items():
             if replica_id not in known.asked and replica_id not in known.ready:
                 known.asked.add(replica_id)
-                ask(grammar)
+                line.ask(grammar, known.tenant)
 
     def _release(self, known: _Known) -> list[Request]:
         return [request for request in list(known.waiting.values()) if self.remove(request)]

@@ -259,7 +259,7 @@ class SchedulerMetrics(Collector):
         for name, replica in self._engine.replicas.items():
             kv: KvCache = replica.scheduler.kv
             usage.add_metric((model, name), kv.usage)
-            pins.add_metric((model, name), self._engine.num_pins(name))
+            pins.add_metric((model, name), self._engine.pinned.count(name))
             for group_id, group in enumerate(kv.groups):
                 pool, labels = group.pool, (model, name, str(group_id))
                 blocks.add_metric((*labels, "used"), pool.num_blocks - pool.num_free)

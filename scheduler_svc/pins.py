@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from protos.errors import Aborted, InvalidArgument, TriptychError
-from scheduler_svc.engine import Engine, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.request import Event, FinishReason, Request
 from scheduler_svc.sampling import SamplingParams
+from scheduler_svc.submission import Submission
 
 # Longer than anybody means; asyncio's timers need a finite bound.
 MAX_TTL_S = 30 * 24 * 3600.0

@@ -23,8 +23,8 @@ from scheduler_svc.convert.plans import (
 )
 from scheduler_svc.convert.sampling import grammar_to_proto
 from scheduler_svc.deployment import Deployment
-from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.model_files import receive_files
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import StepPlan, StepResult
 from scheduler_svc.pool_engine import PoolReplica
 from scheduler_svc.pool_scheduler import PoolScheduler

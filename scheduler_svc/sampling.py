@@ -1,13 +1,23 @@
 """What the scheduler keeps of a request's sampling parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must match: a message for workers, which this service does not look into."""
+    """What an output must match: a message for workers, which this service does not look into.
 
-    serialized: bytes
+    Attributes:
+        serialized: the message; up to ``MAX_GRAMMAR_BYTES``, so it is not what is compared.
+        key: its digest.
+    """
+
+    serialized: bytes = field(compare=False, repr=False)
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", blake2b(self.serialized, digest_size=32).digest())
 
 
 @dataclass(frozen=True, slots=True)

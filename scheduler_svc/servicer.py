@@ -24,13 +24,14 @@ from scheduler_svc.convert.events import event_to_proto, events_to_proto, pieces
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.requests import check_salt, pool_submission_from_proto, submission_from_proto
 from scheduler_svc.deployment import Deployment
-from scheduler_svc.engine import Engine, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.kv_watch import KvWatch
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.model_files import ServedFiles
 from scheduler_svc.pins import Pins
 from scheduler_svc.request import Event, FinishReason
 from scheduler_svc.sinks import EventBuffer
+from scheduler_svc.submission import Submission
 
 # How often WatchLoad looks, at most, seconds: the load changes with every step.
 _LOAD_SAMPLE_S = 0.1

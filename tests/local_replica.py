@@ -5,17 +5,19 @@ from collections.abc import Callable, Sequence
 
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.plans import plan_to_proto, result_from_proto
-from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry as SchedulerGeometry
 from scheduler_svc.geometry import GroupKind as SchedulerKind
 from scheduler_svc.geometry import KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import StepPlan
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.request import Sink
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import ReplicaScheduler
+from scheduler_svc.submission import ServedModel, Submission
 from worker_svc import convert as worker_convert
 from worker_svc.devices import open_device
 from worker_svc.geometry import Geometry, GroupKind, group_layers

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler_svc.block_pool import NULL_BLOCK_ID, BlockPool
-from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
@@ -16,6 +17,7 @@ from scheduler_svc.request import Event, Request
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.sequences import Resumed
+from scheduler_svc.submission import ServedModel, Submission
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)

@@ -25,15 +25,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from scheduler_svc.buckets import decode_buckets
-from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
 from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.request import Event, FinishReason, Request
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import ReplicaScheduler
+from scheduler_svc.submission import ServedModel, Submission
 from tests.bench.report import report
 
 REPLICAS: Final = 64

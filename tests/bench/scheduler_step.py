@@ -27,15 +27,17 @@ import structlog
 
 from scheduler_svc.batch_histogram import BatchHistogram
 from scheduler_svc.buckets import decode_buckets
-from scheduler_svc.engine import AttachedReplica, Engine, ServedModel, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import Decode, Prefill, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.sampling import SamplingParams
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.sinks import EventBuffer
+from scheduler_svc.submission import ServedModel, Submission
 from tests import vllm_peer
 from tests.bench.report import report
 

@@ -136,13 +136,13 @@ async def test_a_pin_computes_what_is_missing_and_ends_by_id() -> None:
         request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=60)
         pin = await scheduler.inference.PinPrefix(request)
         assert (pin.num_tokens, pin.replica_id) == (8, "r0")
-        assert scheduler.engine.num_pins("r0") == 1
+        assert scheduler.engine.pinned.count("r0") == 1
         for found in (True, False):
             answer = await scheduler.inference.UnpinPrefix(
                 inference_pb2.UnpinPrefixRequest(pin_id=pin.pin_id)
             )
             assert answer.found is found
-        assert scheduler.engine.num_pins("r0") == 0
+        assert scheduler.engine.pinned.count("r0") == 0
 
 
 async def test_pins_end_with_their_time_and_with_a_reset() -> None:
@@ -151,13 +151,13 @@ async def test_pins_end_with_their_time_and_with_a_reset() -> None:
         request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=0.1)
         await scheduler.inference.PinPrefix(request)
         async with asyncio.timeout(10):
-            while scheduler.engine.num_pins("r0"):
+            while scheduler.engine.pinned.count("r0"):
                 await asyncio.sleep(0.01)
         request.ttl_s = 60
         await scheduler.inference.PinPrefix(request)
         answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
         assert answer.num_replicas == 1
-        assert scheduler.engine.num_pins("r0") == 0
+        assert scheduler.engine.pinned.count("r0") == 0
 
 
 async def test_pins_that_make_no_sense_are_refused() -> None:

@@ -10,10 +10,11 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from scheduler_svc.engine import Engine, Submission
+from scheduler_svc.engine import Engine
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.request import FinishReason
-from tests.scheduler_factories import ListSink, make_geometry, make_rig, make_submission
+from scheduler_svc.submission import Submission
+from tests.scheduler_factories import ListSink, make_geometry, make_rig, make_sampling, make_submission
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,23 @@ def test_new_requests_are_measured_against_the_largest_replica() -> None:
         rig.submit(make_submission([5] * 40, max_tokens=10))
     rig.replace_replica(num_blocks=17)
     rig.submit(make_submission([5] * 40, max_tokens=10))
+
+
+def test_what_was_accepted_once_is_not_refused_for_want_of_a_larger_replica() -> None:
+    """The rest of a resumed request waits for one, whether its client named a length or not; nobody else is kept waiting."""
+    geometry = make_geometry(max_model_len=64)
+    for max_tokens, received in ((None, 30), (None, 22), (40, 3)):
+        rig = make_rig(geometry, num_blocks=9)
+        with pytest.raises(Unavailable, match="32 tokens that the workers that are left hold"):
+            rig.submit(make_submission(range(3, 13), max_tokens=max_tokens, resumed=[5] * received))
+        plain = rig.submit(make_submission(request_id="plain"))
+        rig.run()
+        assert plain.events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_least_lengths_beyond_the_memory_are_refused() -> None:
+    """A request that could never reach its least length is not begun."""
+    rig = make_rig(make_geometry(max_model_len=64), num_blocks=9)
+    with pytest.raises(ContextExceeded, match="min_tokens=23 never fit"):
+        rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=23)))
+    rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=22)))

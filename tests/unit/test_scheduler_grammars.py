@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import InvalidArgument, Overloaded, Unavailable
-from scheduler_svc.engine import AttachedReplica, Submission
 from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import SlotOutput, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.request import FinishReason, RequestState
 from scheduler_svc.sampling import Grammar
 from scheduler_svc.scheduler import ReplicaScheduler
+from scheduler_svc.submission import Submission
 from tests.scheduler_factories import FULL, ListSink, Rig, expected_tokens, make_rig, make_submission
 
 A, B = Grammar(b"a"), Grammar(b"b")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded, TriptychError
-from scheduler_svc.engine import MAX_PINS
 from scheduler_svc.geometry import GroupKind, KvGroup
 from scheduler_svc.kv_cache import CacheOptions, KvCache
+from scheduler_svc.pinned import MAX_PINS
 from scheduler_svc.pins import Pinned, Pins
 from scheduler_svc.plan import BlockCopy
 from scheduler_svc.policy.windows import KeepEnds, KeepJunctions, KeepPolicy
@@ -255,11 +255,11 @@ async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first
     await asyncio.sleep(0)
     for end in (rig.run, task.cancel) if ends_first else (task.cancel, rig.run):
         end()
-    assert rig.engine.num_pins("replica-0") == 1
+    assert rig.engine.pinned.count("replica-0") == 1
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.sleep(0)
-    assert (rig.engine.num_pins("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
+    assert (rig.engine.pinned.count("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ async def test_who_pins_is_told_of_an_abort() -> None:
     with pytest.raises(Aborted, match="was aborted"):
         await task
     rig.run()
-    assert (rig.engine.num_pins("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
+    assert (rig.engine.pinned.count("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.deployment import Deployment
-from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
 from scheduler_svc.model_files import ServedFiles
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.settings import Settings
 from scheduler_svc.stats import Distribution
 from tests.scheduler_factories import Rig, make_geometry, make_rig, make_submission

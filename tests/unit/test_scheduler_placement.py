@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from protos.errors import Internal
-from scheduler_svc.engine import AttachedReplica
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import KvCache
+from scheduler_svc.placing import AttachedReplica
 from scheduler_svc.plan import StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.scheduler import ReplicaScheduler

@@ -252,6 +252,37 @@ def test_what_is_resumed_goes_on_where_it_was() -> None:
     assert_clean(rig)
 
 
+def test_a_sequence_of_which_nothing_is_left_ends_at_once() -> None:
+    """The client has all its tokens and did not hear of its end; the others go on, and one of them tells of the prompt."""
+    rig = make_rig()
+    resumed = (
+        Resumed(0, tuple(expected_tokens(PROMPT, 8, 0))),
+        Resumed(1, (expected_tokens(PROMPT, 8, 1)[0],)),
+    )
+    sink = rig.submit(make_submission(PROMPT, n=3, resumed_sequences=resumed))
+    (event,) = sink.events
+    assert (event.request_id, event.sequence, event.finish_reason) == ("r", 0, FinishReason.LENGTH)
+    rig.run()
+    assert sink.tokens_of(1) == expected_tokens(PROMPT, 8, 1)[1:]
+    assert sink.tokens_of(2) == expected_tokens(PROMPT, 8, 2)
+    assert sorted(event.sequence for event in sink.events if event.finish_reason) == [0, 1, 2]
+    assert sum(event.first for event in sink.events) == 1
+    assert_clean(rig)
+
+
+def test_a_resumed_request_may_have_more_sequences_than_the_replicas_that_are_left() -> None:
+    """It was accepted when there were more slots, or with fewer tokens."""
+    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=20 * len(PROMPT))
+    with pytest.raises(InvalidArgument, match="n must be at most 16"):
+        rig.submit(make_submission(PROMPT, n=20))
+    resumed = (Resumed(3, tuple(expected_tokens(PROMPT, 8, 3)[:2])),)
+    rig.submit(make_submission(PROMPT, n=20, resumed_sequences=resumed))
+    rig.run()
+    assert rig.sinks["r"].tokens_of(3) == expected_tokens(PROMPT, 8, 3)[2:]
+    assert rig.sinks["r"].tokens_of(19) == expected_tokens(PROMPT, 8, 19)
+    assert_clean(rig)
+
+
 def test_ids_of_sequences_are_not_the_clients() -> None:
     """A request whose id looks like a sequence's is told apart or refused, never mistaken."""
     rig = make_rig()

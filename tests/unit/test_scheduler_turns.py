@@ -240,7 +240,7 @@ def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step
     rig.scheduler.update(rig.device.run(plan))
     rig.run()
     assert sink.tokens == expected_tokens(range(40, 90), 4)
-    assert not rig.engine.num_pins("replica-0")
+    assert not rig.engine.pinned.count("replica-0")
 
 
 def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:
