@@ -21,6 +21,9 @@ MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 # told otherwise, whatever is added last.
 FULL_MESSAGE_BYTES: Final = 1024 * 1024
 
+# Largest StructuredOutput, and largest text in one: what workers compile, and so what a request may carry through the queue.
+MAX_GRAMMAR_BYTES: Final = 256 * 1024
+
 # Largest piece of a streamed file.
 FILE_CHUNK_BYTES: Final = 512 * 1024
 

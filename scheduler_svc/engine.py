@@ -296,12 +296,6 @@ class Engine:
 
     # ---- pinned prefixes -----------------------------------------------------------------------------------------------------------
 
-    def find_prefix(self, probe: Request) -> tuple[str, int] | None:
-        """The replica that has most of a prompt in its cache, and how many tokens; None without replicas."""
-        found = {name: replica.scheduler.kv.peek(probe) for name, replica in self.replicas.items()}
-        name = max(found, key=lambda name: found[name], default=None)
-        return None if name is None else (name, found[name])
-
     def check(self, submission: Submission) -> None:
         """Refuses what :meth:`submit` would refuse for what it is.
 
@@ -312,10 +306,6 @@ class Engine:
         if self.model is None:
             raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
         check(submission, self.model, self._max_request_tokens)
-
-    def pinnable_tokens(self, probe: Request) -> int:
-        """Tokens of a prompt's whole chunks: the most that any replica could have."""
-        return max((replica.scheduler.kv.hit_limit(probe) for replica in self.replicas.values()), default=0)
 
     def pin(
         self, pin_id: str, replica_id: str, probe: Request, on_end: Callable[[], None] = lambda: None

@@ -111,10 +111,10 @@ class Pins:
             )
         )
         probe = self._probe(pin_id, prompt, cache_salt)
-        if kept := self.engine.pinnable_tokens(probe):
+        if kept := self._pinnable_tokens(probe):
             # Only what is kept is computed, and it ends where the probe ends: windows at the ends of prompts are worth most.
             probe = self._probe(pin_id, prompt[:kept], cache_salt)
-        best = self.engine.find_prefix(probe)
+        best = self._find_prefix(probe)
         if best is not None and best[1] >= kept:
             pinned = self.hold(pin_id, best[0], probe)
         else:
@@ -143,6 +143,18 @@ class Pins:
             request_id=f"pin-{pin_id}", token_ids=token_ids, num_prompt_tokens=len(token_ids), sampling=_GREEDY,
             arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), end=len(token_ids) + 1, cache_salt=cache_salt,
         )  # fmt: skip
+
+    def _find_prefix(self, probe: Request) -> tuple[str, int] | None:
+        """The replica that has most of a prompt in its cache, and how many tokens; None without replicas."""
+        replicas = self.engine.replicas
+        found = {name: replica.scheduler.kv.peek(probe) for name, replica in replicas.items()}
+        name = max(found, key=lambda name: found[name], default=None)
+        return None if name is None else (name, found[name])
+
+    def _pinnable_tokens(self, probe: Request) -> int:
+        """Tokens of a prompt's whole chunks: the most that any replica could have."""
+        replicas = self.engine.replicas.values()
+        return max((replica.scheduler.kv.hit_limit(probe) for replica in replicas), default=0)
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none of that id (any more)."""

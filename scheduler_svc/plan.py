@@ -123,7 +123,7 @@ class SlotOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A worker's answer to one plan.
+    """A worker's answer to one plan, or to one of the steps that it leased.
 
     Attributes:
         token_ids: the sampled token of each slot of the plan's work, in its order, if that is all there is to say.

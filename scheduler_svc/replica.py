@@ -76,7 +76,7 @@ class Replica:
         self._step_timeout_s = step_timeout_s
         self._log = get_logger(replica=address.replica_id, worker=address.worker_id, target=address.target)
         self._work = asyncio.Event()
-        self._compiling: set[asyncio.Future[None]] = set()
+        self._compiling: dict[Grammar, asyncio.Future[None]] = {}
         # Interrupts a lease; set while one is under way that was not interrupted yet.
         self._interrupt: Callable[[], None] | None = None
         self._interrupting: asyncio.Future[None] | None = None
@@ -188,7 +188,9 @@ class Replica:
             attached = (
                 PoolReplica(scheduler, self._wake)
                 if isinstance(scheduler, PoolScheduler)
-                else AttachedReplica(scheduler, self._wake, functools.partial(self._ask, stub))
+                else AttachedReplica(
+                    scheduler, self._wake, functools.partial(self._ask, stub), self._withdraw
+                )
             )
             self._deployment.attach(self.address.replica_id, attached)
             self.ready.set()
@@ -196,33 +198,42 @@ class Replica:
                 await self._one_step(call)
         finally:
             call.cancel()
-            for task in self._compiling:
+            for task in self._compiling.values():
                 task.cancel()
 
     def _ask(self, stub: "worker_pb2_grpc.WorkerAsyncStub", grammar: Grammar) -> None:
-        task = asyncio.ensure_future(self._compile(stub, grammar))
-        self._compiling.add(task)
-        task.add_done_callback(self._compiling.discard)
+        self._compiling[grammar] = asyncio.ensure_future(self._compile(stub, grammar))
+
+    def _withdraw(self, grammar: Grammar) -> None:
+        """Ends the call, and with it the worker's part, unless the answer is on its way."""
+        task = self._compiling.pop(grammar, None)
+        if task is not None:
+            task.cancel()
 
     async def _compile(self, stub: "worker_pb2_grpc.WorkerAsyncStub", grammar: Grammar) -> None:
         """Has the worker compile a grammar and tells how it went; says nothing if the worker is lost meanwhile."""
-        request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
-        replica_id = self.address.replica_id
+        refusal: TriptychError | None = None
         try:
+            request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
             await stub.CompileGrammar(request, timeout=COMPILE_GRAMMAR_TIMEOUT_S, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
                 return  # the connection broke, and with it the stream of steps: this replica is about to be detached
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                known: TriptychError = Overloaded(
+                refusal = Overloaded(
                     f"the grammar was not compiled within {COMPILE_GRAMMAR_TIMEOUT_S:g} s, as others are before it; retry later",
                     param="structured_output", retry_after_ms=5000,
                 )  # fmt: skip
             else:
-                known = from_rpc_error(error)
-            self._deployment.grammar_refused(replica_id, grammar, known)
-            return
-        self._deployment.grammar_compiled(replica_id, grammar)
+                refusal = from_rpc_error(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the grammar is told
+            self._log.exception("grammar_failed")
+            refusal = Internal(f"having the grammar compiled failed: {type(error).__name__}: {error}")
+        del self._compiling[grammar]
+        if refusal is None:
+            self._deployment.grammar_compiled(self.address.replica_id, grammar)
+        else:
+            self._deployment.grammar_refused(self.address.replica_id, grammar, refusal)
 
     async def _one_step(self, call: "_Call") -> None:
         self._deployment.dispatch()

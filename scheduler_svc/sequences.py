@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from scheduler_svc.request import Event, Request, Sink
 
 MAX_SEQUENCES = 128
-"""Sequences of one request at most, as in vLLM's own limits; each costs the scheduler as much as a request."""
+"""Sequences of one request at most, as OpenAI takes them (vLLM: ``VLLM_MAX_N_SEQUENCES``, 16384); each costs the scheduler as much as a request."""
 
 SEQUENCES_PER_SLOT = 16
 """For each slot of the deployment, how many sequences one request may have: that many turns of all slots belong to one client then."""

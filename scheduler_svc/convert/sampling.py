@@ -7,6 +7,7 @@ from typing import Any
 
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2
+from protos.wire import MAX_GRAMMAR_BYTES
 from scheduler_svc.sampling import Grammar, SamplingParams
 
 # Far more than is asked for in earnest, few enough that a request does not hold everybody up here, and no more than a worker's tables take
@@ -17,11 +18,10 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_TOKENS = 32
 # Twice the largest vocabularies.
 MAX_ALLOWED_TOKEN_IDS = 1 << 19
+# No model says anything sensible beyond; vLLM has no bound.
 MAX_REPETITION_PENALTY = 10.0
-# Workers compile less than that; this is what a request may carry through the queue.
-MAX_GRAMMAR_BYTES = 1 << 20
 
-# Dividing logits by less overflows float32; vLLM draws the same line.
+# Dividing logits by less overflows float32. Down to here temperatures are served as they are; vLLM raises those below 0.01 to that.
 _GREEDY_BELOW = 1e-5
 
 # Parameters that need the worker's help. Of these any value does, if it is sent at all.
@@ -98,7 +98,7 @@ def _bad_words_from_proto(words: Sequence[common_pb2.TokenSequence]) -> tuple[tu
 
 def _grammar_from_proto(structured: common_pb2.StructuredOutput) -> Grammar:
     kind = structured.WhichOneof("spec")
-    if kind is None or not structured.ByteSize():
+    if kind is None or (kind == "json_object" and not structured.json_object):
         raise InvalidArgument(
             "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag",
             param="structured_output",

@@ -1,11 +1,14 @@
 """Grammars compiled in processes of their own: limits, the cache, and what a crash costs."""
 
+import asyncio
 import json
 import os
 import random
+import select
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +72,43 @@ def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None
     assert time.perf_counter() - started < 0.1
 
 
+SLOW = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(20_000)))
+
+
+def children(made: GrammarCompiler) -> list[int]:
+    """Processes that compile a grammar."""
+    assert made._nursery is not None
+    pid = made._nursery._process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_who_goes_takes_the_compilation_along() -> None:
+    """Under way or not begun, as long as nobody else waits for it; the next one has the thread at once, and nothing is held against the grammar."""
+    made = GrammarCompiler(SMOLLM2, VOCAB, [END], CompilerLimits(threads=1, cpu_s=100))
+    try:
+        await made.prepare(Spec("regex", "first"))
+        before = children(made)
+        running, joined = (asyncio.ensure_future(made.prepare(SLOW)) for _ in range(2))
+        queued = [asyncio.ensure_future(made.prepare(Spec("regex", f"{n}x"))) for n in range(50)]
+        while not (born := [child for child in children(made) if child not in before]):
+            await asyncio.sleep(0)
+        ending = os.pidfd_open(born[0])
+        for task in [running, *queued]:
+            task.cancel()
+        await asyncio.gather(running, *queued, return_exceptions=True)
+        assert not select.select([ending], [], [], 0.2)[0], "somebody still waits for it"
+        joined.cancel()
+        await asyncio.gather(joined, return_exceptions=True)
+        assert select.select([ending], [], [], 30)[0]
+        os.close(ending)
+        assert await made.prepare(Spec("regex", "last")) > 0
+        assert made.num_compiled == 2
+        assert not made._under_way
+        assert not made._refusals
+    finally:
+        made.close()
+
+
 def test_xgrammars_reason_reaches_the_client(small: GrammarCompiler) -> None:
     """In one line, without its source files."""
     with pytest.raises(InvalidArgument) as caught:
@@ -91,8 +131,6 @@ def test_a_lost_process_is_replaced(small: GrammarCompiler) -> None:
 
 def test_a_model_without_a_vocabulary_or_end_cannot_be_constrained(tmp_path: object) -> None:
     """It does not say that it could."""
-    from pathlib import Path
-
     assert can_constrain(SMOLLM2, [END])
     assert not can_constrain(SMOLLM2, [])
     assert not can_constrain(Path(str(tmp_path)), [END])

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.spec import MAX_BYTES, Spec, lower
+from protos.wire import MAX_GRAMMAR_BYTES
+from worker_svc.grammars.spec import Spec, lower
 
 
 def lowered(schema: Any) -> Any:
@@ -106,7 +107,7 @@ def test_other_kinds_are_refused_as_well(spec: Spec, why: str) -> None:
     "spec",
     [
         Spec("json_schema", '{"a":' * 200_000), Spec("json_schema", "[" * 200_000), Spec("regex", "(" * 100_000),
-        Spec("regex", "|" * 100_000), Spec("regex", "a" * (MAX_BYTES + 1)), Spec("grammar", "root ::= " + "(" * 100_000),
+        Spec("regex", "|" * 100_000), Spec("regex", "a" * (MAX_GRAMMAR_BYTES + 1)), Spec("grammar", "root ::= " + "(" * 100_000),
         Spec("grammar", "root ::= " + '"a" |' * 40_000), Spec("grammar", "root ::= " + "x" * 1_000_000),
         Spec("choice", json.dumps(["x"] * 60_000)), Spec("json_schema", json.dumps({"enum": list(range(30_000))})),
         Spec("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(5000)}})),

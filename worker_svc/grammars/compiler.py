@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -75,7 +75,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
         self._bytes = 0
         self._refusals: OrderedDict[bytes, InvalidArgument] = OrderedDict()
-        self._under_way: dict[bytes, Future[int]] = {}
+        self._under_way: dict[bytes, _Compilation] = {}
         self._nursery: _Nursery | None = None
         self._starting = threading.Lock()
         self._closed = False
@@ -87,7 +87,7 @@ class GrammarCompiler:
         return self._bytes
 
     async def prepare(self, spec: Spec) -> int:
-        """Makes sure that :meth:`find` has a grammar, if only for a while.
+        """Makes sure that :meth:`find` has a grammar, if only for a while. Whoever waits may be cancelled: the last one ends the compilation.
 
         Returns:
             The bytes that it occupies.
@@ -97,25 +97,32 @@ class GrammarCompiler:
             Overloaded: if too many are waiting.
             Internal: if grammars cannot be compiled at all.
         """
-        return await asyncio.shield(asyncio.wrap_future(self.submit(spec)))
+        future = self.submit(spec)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            self._leave(spec.key, future)
+            raise
 
     def submit(self, spec: Spec) -> "Future[int]":
         """The same for callers that can wait; the same grammar again joins the compilation that is under way."""
         with self._lock:
             if (found := self._get(spec.key)) is not None:
                 return _done(found.memory_size_bytes)
-            if (future := self._under_way.get(spec.key)) is not None:
-                return future
+            if (joined := self._under_way.get(spec.key)) is not None:
+                joined.callers += 1
+                return joined.future
             if (refusal := self._refusals.get(spec.key)) is not None:
                 return _failed(refusal)
             if len(self._under_way) >= _MAX_WAITING:
                 return _failed(
                     Overloaded(f"{_MAX_WAITING} grammars are waiting to be compiled", retry_after_ms=2000)
                 )
-            future = self._pool.submit(self._compile, spec)
-            self._under_way[spec.key] = future
-        future.add_done_callback(lambda _: self._forget(spec.key))
-        return future
+            compilation = _Compilation()
+            compilation.future = self._pool.submit(self._compile, spec, compilation)
+            self._under_way[spec.key] = compilation
+        compilation.future.add_done_callback(lambda _: self._forget(spec.key, compilation))
+        return compilation.future
 
     def find(self, spec: Spec) -> "xgrammar.CompiledGrammar | None":
         """A grammar that was compiled and is still kept."""
@@ -137,18 +144,32 @@ class GrammarCompiler:
             self._compiled.move_to_end(key)
         return found
 
-    def _forget(self, key: bytes) -> None:
+    def _leave(self, key: bytes, future: "Future[int]") -> None:
+        """One caller less. Without any, a compilation that waits for a thread never begins, and one that runs loses its process."""
         with self._lock:
-            self._under_way.pop(key, None)
+            compilation = self._under_way.get(key)
+            if compilation is None or compilation.future is not future:
+                return  # it is over
+            compilation.callers -= 1
+            if compilation.callers:
+                return
+            del self._under_way[key]  # who comes now begins anew
+        if not compilation.future.cancel():
+            compilation.abandon()
 
-    def _compile(self, spec: Spec) -> int:
+    def _forget(self, key: bytes, compilation: "_Compilation") -> None:
+        with self._lock:
+            if self._under_way.get(key) is compilation:
+                del self._under_way[key]
+
+    def _compile(self, spec: Spec, compilation: "_Compilation") -> int:
         """On a thread of the pool."""
         import xgrammar
 
         try:
             source, text = lower(spec)
             started = time.monotonic()
-            serialized = self._in_child(_SOURCES[source], text, spec.kind)
+            serialized = self._in_child(_SOURCES[source], text, spec.kind, compilation)
             grammar = xgrammar.CompiledGrammar.deserialize_json(serialized, self._ready().tokenizer)
         except InvalidArgument as error:
             with self._lock:
@@ -169,11 +190,12 @@ class GrammarCompiler:
                 self._bytes -= int(oldest.memory_size_bytes)
         return size
 
-    def _in_child(self, source: bytes, text: str, kind: str) -> str:
+    def _in_child(self, source: bytes, text: str, kind: str, compilation: "_Compilation") -> str:
         limits = self.limits
         nursery = self._ready()
         started = time.monotonic()
         with nursery.bear() as connection:
+            compilation.runs_in(connection)
             payload = text.encode(errors="surrogatepass")
             header = JOB.pack(source, limits.cpu_s, limits.memory, limits.largest, len(payload))
             try:
@@ -186,6 +208,8 @@ class GrammarCompiler:
         if answer == DONE:
             return result.decode()
         if not answer:
+            if compilation.abandoned:
+                raise CancelledError
             if not nursery.is_alive:
                 raise Internal(
                     "the process that compiles grammars ended; the next grammar starts another one"
@@ -210,6 +234,37 @@ class GrammarCompiler:
             if self._nursery is None:
                 self._nursery = _Nursery(self._folder, self._vocab_size, self._end_ids)
             return self._nursery
+
+
+class _Compilation:
+    """One grammar that is compiled or waits for that.
+
+    Attributes:
+        future: the bytes that it occupies.
+        callers: how many wait for it.
+        abandoned: nobody does any more.
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[int] = Future()
+        self.callers = 1
+        self.abandoned = False
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+
+    def runs_in(self, connection: socket.socket) -> None:
+        """A child was born for it."""
+        with self._lock:
+            self._connection = connection
+            if self.abandoned:
+                _hang_up(connection)
+
+    def abandon(self) -> None:
+        """Ends its child, now or when it is born."""
+        with self._lock:
+            self.abandoned = True
+            if self._connection is not None:
+                _hang_up(self._connection)
 
 
 class _Nursery:
@@ -267,11 +322,16 @@ class _Nursery:
     def close(self) -> None:
         """Ends it, and the wait for its children."""
         for child in list(self._children):
-            with contextlib.suppress(OSError):
-                child.shutdown(socket.SHUT_RDWR)
+            _hang_up(child)
         self._control.close()
         self._process.terminate()
         self._process.wait()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Ends the child at the other end, and the wait for it; see ``nursery.ended_by``."""
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _reason(text: str, limits: CompilerLimits) -> str:

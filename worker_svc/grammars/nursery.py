@@ -10,13 +10,16 @@ the socket ``FD`` it answers the tokenizer's description, or why it has none, an
 """
 
 import contextlib
+import fcntl
 import os
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
 import types
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -134,6 +137,22 @@ MAX_WHITESPACE: Final = 8
 """Characters of white space in a row that JSON may have between its parts."""
 
 
+@contextlib.contextmanager
+def ended_by(connection: socket.socket) -> Iterator[None]:
+    """Meanwhile the kernel ends this process as soon as the other side hangs up, whatever the compiler is doing then.
+
+    Nothing may be sent or received meanwhile: that would end it, too.
+    """
+    descriptor = connection.fileno()
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which nobody handles
+    if select.select([connection], [], [], 0)[0]:
+        raise EOFError  # it has hung up already: nothing else can have come
+    yield
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
 def _bear(core: Any, tokenizer: Any, connection: socket.socket) -> None:
     """A child's whole life."""
     os.setsid()  # a terminal's Ctrl-C is for the worker to handle
@@ -145,7 +164,9 @@ def _bear(core: Any, tokenizer: Any, connection: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (max(1, round(job.cpu_s)),) * 2)
     signal.setitimer(signal.ITIMER_REAL, job.cpu_s * WALL_FACTOR)  # nobody handles it: it ends the child
     try:
-        send(connection, DONE, _compile(core, tokenizer, job))
+        with ended_by(connection):
+            compiled = _compile(core, tokenizer, job)
+        send(connection, DONE, compiled)
     except MemoryError:
         send(connection, REFUSED, b"std::bad_alloc")
     except Exception as error:  # noqa: BLE001 - whatever the compiler says is the answer

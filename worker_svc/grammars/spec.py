@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from protos.errors import InvalidArgument
+from protos.wire import MAX_GRAMMAR_BYTES
 from worker_svc.grammars.json_schema import Limits, lower_schema
 from worker_svc.grammars.regex import check_regex
 
@@ -17,7 +18,6 @@ Source = Literal["json", "regex", "ebnf", "tag"]
 """What a compiler is given."""
 
 PARAM: Final = "structured_output"
-MAX_BYTES: Final = 256 * 1024
 MAX_NESTING: Final = 64
 MAX_ALTERNATIVES: Final = 10_000
 MAX_TAGS: Final = 512
@@ -58,9 +58,9 @@ def lower(spec: Spec) -> tuple[Source, str]:
         InvalidArgument: if the spec is too large, deep or branched, is no such thing, or asks for what cannot be enforced.
     """
     size = len(spec.text.encode(errors="surrogatepass"))
-    if size > MAX_BYTES:
+    if size > MAX_GRAMMAR_BYTES:
         raise _refused(
-            f"{spec.kind} has {size} bytes; at most {MAX_BYTES} are compiled, so describe less of the output"
+            f"{spec.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are compiled, so describe less of the output"
         )
     match spec.kind:
         case "json_object":

@@ -396,7 +396,7 @@ Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 @_typing.final
 class StructuredOutput(_message.Message):
     """What the output must match. A sequence ends at an end token once it does (whatever ignore_eos and min_tokens say, if the grammar allows
-    nothing else), or incomplete at its length limit.
+    nothing else), or incomplete at its length limit. At most 256 KiB, serialized.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -410,7 +410,7 @@ class StructuredOutput(_message.Message):
     json_schema: _builtins.str
     """A JSON Schema, as text. Keywords that cannot be enforced are refused."""
     json_object: _builtins.bool
-    """Any JSON object."""
+    """Any JSON object, if true; false is refused, as nothing at all is."""
     regex: _builtins.str
     grammar: _builtins.str
     """GBNF / EBNF text."""

@@ -90,14 +90,16 @@ class WorkerServicer:
     def CompileGrammar(self, request, context):
         """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
         is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
-        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile. Cancelling the call ends the
+        compilation, unless another call waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Runs plans in order; one result per plan, in order. Several plans may be under way.
+        """Runs plans in order; results come in that order, one per plan, or one for each step that a leased plan was run for. Several plans
+        may be under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

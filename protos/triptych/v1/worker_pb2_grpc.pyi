@@ -48,10 +48,13 @@ class WorkerStub:
     CompileGrammar: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CompileGrammarRequest, _worker_pb2.CompileGrammarResponse]
     """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
     is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
-    served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+    served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile. Cancelling the call ends the
+    compilation, unless another call waits for it.
     """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]
-    """Runs plans in order; one result per plan, in order. Several plans may be under way."""
+    """Runs plans in order; results come in that order, one per plan, or one for each step that a leased plan was run for. Several plans
+    may be under way.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -67,10 +70,13 @@ class WorkerAsyncStub(WorkerStub):
     CompileGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.CompileGrammarRequest, _worker_pb2.CompileGrammarResponse]  # type: ignore[assignment]
     """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
     is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
-    served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+    served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile. Cancelling the call ends the
+    compilation, unless another call waits for it.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
-    """Runs plans in order; one result per plan, in order. Several plans may be under way."""
+    """Runs plans in order; results come in that order, one per plan, or one for each step that a leased plan was run for. Several plans
+    may be under way.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -107,7 +113,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.CompileGrammarResponse, _abc.Awaitable[_worker_pb2.CompileGrammarResponse]]:
         """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
         is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
-        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile.
+        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile. Cancelling the call ends the
+        compilation, unless another call waits for it.
         """
 
     @_abc_1.abstractmethod
@@ -116,6 +123,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.StepPlan],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResult], _abc.AsyncIterator[_worker_pb2.StepResult]]:
-        """Runs plans in order; one result per plan, in order. Several plans may be under way."""
+        """Runs plans in order; results come in that order, one per plan, or one for each step that a leased plan was run for. Several plans
+        may be under way.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
