@@ -116,7 +116,7 @@ class Engine:
             request.rank = self.waiting.rank(request)
             self._live[request.request_id] = request
             self.grammars.arrive(request)
-            self._queue(request)
+            self.requeue(request)
         self.dispatch()
 
     def _check_room(self, submission: Submission) -> None:
@@ -172,8 +172,7 @@ class Engine:
             self.released()  # it may have kept others waiting
             self._end(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
             return
-        replica = self.replicas.get(request.replica_id or "")
-        if replica is not None:
+        if (replica := self.replicas.get(request.replica_id or "")) is not None:
             replica.scheduler.abort(request)
             replica.wake()
 
@@ -195,14 +194,14 @@ class Engine:
         self._end_failed()
         if self._look_aside:
             self._look_aside = False
-            self._placer.all_back()
-            for request in self.grammars.take_aside():
-                self._wait(request)
+            self._placer.claim_nothing()
+            self._wait(*self.grammars.take_first_aside())
         while self.waiting and (head := self.waiting.peek(self._clock())) is not None:
             if self._blocked is head:
                 return
             if self._placer.settle(head):
                 self.waiting.remove(head)
+                self._wait(*self.grammars.take_next_aside(head))
             elif self._placer.step_aside(head):
                 self.waiting.remove(head)
                 self.grammars.put_aside(head)
@@ -211,13 +210,14 @@ class Engine:
                 return
 
     def requeue(self, request: Request) -> None:
-        """The request waits again, in the place that its arrival gives it; see ``Owner``."""
-        self._queue(request)
+        """A live request waits: first for its grammar, if it has one that nobody has compiled, then for its turn; see ``Owner``."""
+        if not self.grammars.hold(request):
+            self._wait(request)
 
     def without_grammar(self, request: Request) -> None:
         """See ``Owner``."""
         orphaned = self.grammars.lost(request)
-        self._queue(request)
+        self.requeue(request)
         self._recompile(orphaned)
 
     def charge(self, tenant: str, tokens: int) -> None:
@@ -229,14 +229,11 @@ class Engine:
         self._blocked = None
         self._look_aside = True
 
-    def _queue(self, request: Request) -> None:
-        """A live request waits: first for its grammar, if it has one that nobody has compiled, then for its turn."""
-        if not self.grammars.hold(request):
-            self._wait(request)
-
-    def _wait(self, request: Request) -> None:
-        request.state = RequestState.WAITING
-        self.waiting.add(request)
+    def _wait(self, *requests: Request) -> None:
+        """They take their places in the queue."""
+        for request in requests:
+            request.state = RequestState.WAITING
+            self.waiting.add(request)
 
     def _recompile(self, orphaned: Collection[Grammar]) -> None:
         """Nobody has these grammars any more: who is queued for its turn waits for its grammar again, and keeps nobody from running."""
@@ -244,7 +241,7 @@ class Engine:
             return
         for request in [one for one in self.waiting if one.sampling.grammar in orphaned]:
             self.waiting.remove(request)
-            self._queue(request)
+            self.requeue(request)
 
     # ---- replicas ------------------------------------------------------------------------------------------------------------------
 
@@ -283,26 +280,31 @@ class Engine:
 
     def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
         """A replica has a grammar: who waited for it may run there."""
-        for request in self.grammars.compiled(replica_id, grammar):
-            self._wait(request)
+        self._wait(*self.grammars.compiled(replica_id, grammar))
+        self._end_stranded(grammar)
         self.released()
         self.dispatch()
 
     def grammar_refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> None:
         """A replica will not have a grammar: the end of who waited for it, unless another one may."""
         for request in self.grammars.refused(replica_id, grammar, error):
-            self._end(request, Event(request.request_id, error=error))
+            self._fail(request, error)
+        self._end_stranded(grammar)
         self.dispatch()
+
+    def _end_stranded(self, grammar: Grammar) -> None:
+        """Ends who is too large for all replicas that have its grammar or may have it."""
+        for request in [*self.waiting, *self.grammars]:
+            if request.sampling.grammar == grammar and not self._placer.has_prospects(request):
+                message = (
+                    "no worker that is large enough for the request could compile its grammar; retry later"
+                )
+                self._fail(request, Overloaded(message, param="structured_output", retry_after_ms=5000))
 
     # ---- pinned prefixes -----------------------------------------------------------------------------------------------------------
 
     def check(self, submission: Submission) -> None:
-        """Refuses what :meth:`submit` would refuse for what it is.
-
-        Raises:
-            InvalidArgument, ContextExceeded, Unsupported: as there.
-            Unavailable: no replica has been ready yet.
-        """
+        """Refuses what :meth:`submit` would refuse for what it is, and raises what that does."""
         if self.model is None:
             raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
         check(submission, self.model, self._max_request_tokens)
@@ -310,14 +312,10 @@ class Engine:
     def pin(
         self, pin_id: str, replica_id: str, probe: Request, on_end: Callable[[], None] = lambda: None
     ) -> int:
-        """Keeps what a replica has of a prompt's prefix from being evicted until :meth:`unpin`; then, or if it has to end before, calls ``on_end``.
-
-        Returns:
-            Tokens that are kept.
+        """See :meth:`PinnedPrefixes.pin`; a pin ends by :meth:`unpin`, or before if it has to.
 
         Raises:
-            Overloaded: if pins would hold more than their share of memory, or are too many.
-            Unavailable: if the replica is gone.
+            Unavailable: the replica is gone.
         """
         replica = self.replicas.get(replica_id)
         if replica is None:
@@ -358,17 +356,14 @@ class Engine:
             needed = request.num_prompt_tokens + request.sampling.max_tokens
             if needed <= self._max_request_tokens:
                 continue
-            _ = self.waiting.remove(request) or self.grammars.remove(request)
-            error = ContextExceeded(
-                f"the request needs {needed} tokens of KV memory and the workers that are left hold {self._max_request_tokens}"
-            )
-            self._end(request, Event(request.request_id, error=error))
+            message = f"the request needs {needed} tokens of KV memory and the workers that are left hold {self._max_request_tokens}"
+            self._fail(request, ContextExceeded(message))
 
     def fail_waiting(self, error: TriptychError) -> int:
         """Ends every waiting request with ``error``; returns how many."""
-        requests = [*self.waiting.drain(), *self.grammars.drain()]
+        requests = [*self.waiting, *self.grammars]
         for request in requests:
-            self._end(request, Event(request.request_id, error=error))
+            self._fail(request, error)
         return len(requests)
 
     async def drained(self, timeout_s: float) -> bool:
@@ -392,6 +387,11 @@ class Engine:
                 self._failed.append(family)
         if not self._live and self._empty is not None:
             self._empty.set()
+
+    def _fail(self, request: Request, error: TriptychError) -> None:
+        """Ends a request that has no slot."""
+        _ = self.waiting.remove(request) or self.grammars.remove(request)
+        self._end(request, Event(request.request_id, error=error))
 
     def _end(self, request: Request, event: Event) -> None:
         request.state = RequestState.FINISHED

@@ -93,8 +93,8 @@ class GrammarDesk:
         """Nobody waits, and there are no replicas."""
         self._known: dict[Grammar, _Known] = {}
         self._lines: dict[str, _Line] = {}
-        # Those of the waiting requests whose grammar is there, but no room beside it.
-        self._aside: dict[str, Request] = {}
+        # Those of the waiting requests whose grammar is there, but no room beside it; by grammar and tenant, and by id.
+        self._aside: dict[tuple[Grammar, str], dict[str, Request]] = {}
         self._num_waiting = 0
         self._num_tokens = 0
 
@@ -133,6 +133,13 @@ class GrammarDesk:
         grammar = request.sampling.grammar
         return grammar is None or replica_id in self._known[grammar].ready
 
+    def is_expected(self, request: Request, replica_id: str) -> bool:
+        """Whether it could, or is asked for the grammar and has not answered."""
+        grammar = request.sampling.grammar
+        return self.may_run(request, replica_id) or (
+            grammar is not None and replica_id in self._known[grammar].asked
+        )
+
     def hold(self, request: Request) -> bool:
         """Lets a live request wait until its grammar is compiled; False if somebody has it, or there is none."""
         grammar = request.sampling.grammar
@@ -146,38 +153,41 @@ class GrammarDesk:
         return True
 
     def put_aside(self, request: Request) -> None:
-        """Lets a request wait that has found no room where its grammar is: until more of them have it, or :meth:`take_aside`."""
+        """Lets a request wait that has found no room where its grammar is: until more of them have it, or :meth:`take_first_aside`."""
         grammar = request.sampling.grammar
         assert grammar is not None
         self._take(request, self._known[grammar])
-        self._aside[request.request_id] = request
+        self._aside.setdefault((grammar, request.tenant), {})[request.request_id] = request
 
-    def take_aside(self) -> list[Request]:
-        """Takes out who waits aside, but for those whose grammar nobody has any more."""
-        aside = [
-            request
-            for request in self._aside.values()
-            if (grammar := request.sampling.grammar) is not None and self._known[grammar].ready
-        ]
-        for request in aside:
-            self.remove(request)
-        self._aside.clear()
-        return aside
+    def take_first_aside(self) -> list[Request]:
+        """Takes out those aside that come first, of each tenant and grammar one: where it finds no room, nor would the others."""
+        for key in [key for key in self._aside if not self._known[key[0]].ready]:
+            del self._aside[key]  # nobody has it any more: they wait as all others do
+        return [self._take_first(requests) for requests in list(self._aside.values())]
+
+    def take_next_aside(self, placed: Request) -> list[Request]:
+        """Takes out who comes next where one has found room."""
+        grammar = placed.sampling.grammar
+        requests = self._aside.get((grammar, placed.tenant)) if grammar is not None else None
+        return [self._take_first(requests)] if requests else []
+
+    def _take_first(self, requests: dict[str, Request]) -> Request:
+        first = min(requests.values(), key=lambda one: one.rank)
+        self.remove(first)
+        return first
 
     def remove(self, request: Request) -> bool:
         """Takes a request out; False if it does not wait here."""
         grammar = request.sampling.grammar
         known = self._known.get(grammar) if grammar is not None else None
-        if known is None or known.waiting.pop(request.request_id, None) is None:
+        if grammar is None or known is None or known.waiting.pop(request.request_id, None) is None:
             return False
-        self._aside.pop(request.request_id, None)
+        aside = self._aside.get((grammar, request.tenant), {})
+        if aside.pop(request.request_id, None) is not None and not aside:
+            del self._aside[grammar, request.tenant]
         self._num_waiting -= 1
         self._num_tokens -= len(request.token_ids)
         return True
-
-    def drain(self) -> list[Request]:
-        """Takes all requests out."""
-        return [request for request in list(self) if self.remove(request)]
 
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
         """A replica has a grammar; returns who waited for it."""

@@ -73,8 +73,15 @@ class Placer:
                 self._claimed[name] = min(request.rank, self._claimed.get(name, request.rank))
         return True
 
-    def all_back(self) -> None:
-        """Nobody is aside any more."""
+    def has_prospects(self, request: Request) -> bool:
+        """Whether some replica is large enough for the request and has its grammar, or is asked for it."""
+        return any(
+            replica.scheduler.kv.fits(request.end) and self._grammars.is_expected(request, name)
+            for name, replica in self.replicas.items()
+        )
+
+    def claim_nothing(self) -> None:
+        """Who is aside looks for room again."""
         self._claimed.clear()
 
     def _is_claimed(self, replica_id: str, request: Request) -> bool:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from protos.errors import InvalidArgument, Overloaded, Unavailable
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.grammars import MAX_UNDER_WAY
@@ -115,6 +117,19 @@ def test_others_pass_who_has_no_room_where_its_grammar_is() -> None:
     assert admitted == ["first", "second", "later"]
 
 
+def test_turns_between_tenants_are_kept_beside_the_queue() -> None:
+    """Of each tenant one comes back at a time, and the queue's order decides between them."""
+    rig, _ = alone()
+    Compiler(rig, "b")
+    for name, tenant in (("first", "x"), ("second", "x"), ("third", "x"), ("other", "y")):
+        rig.submit(constrained(name, tenant=tenant))
+    rig.engine.grammar_compiled("a", A)
+    rig.engine.grammar_refused("b", A, Overloaded("busy"))
+    assert rig.engine.num_waiting == 3
+    admitted = [each.request_id for plan in rig.run() for each in plan.admit]
+    assert admitted == ["first", "other", "second", "third"]
+
+
 def test_who_was_passed_runs_where_its_grammar_comes_next() -> None:
     """On the second replica, as soon as that has compiled it, before what came later."""
     rig, _ = alone()
@@ -149,6 +164,25 @@ def test_who_was_passed_is_not_starved_of_memory() -> None:
         rig.submit(make_submission(request_id=f"small{number}", max_tokens=1))
     started = [each.request_id for plan in rig.run() for each in plan.admit]
     assert started[:2] == ["running", "large"]
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_request_too_large_for_who_has_its_grammar_is_told(first: str) -> None:
+    """In whatever order the large replica refuses and the small one has it; nobody would ever run it."""
+    rig, _ = alone(num_blocks=9)
+    Compiler(rig, "b", num_blocks=65)
+    large = rig.submit(constrained("large", prompt=range(3, 38), max_tokens=8))
+    small = rig.submit(constrained("small"))
+    if first == "a":
+        rig.engine.grammar_compiled("a", A)
+        assert not large.events
+    rig.engine.grammar_refused("b", A, Overloaded("busy"))
+    if first == "b":
+        rig.engine.grammar_compiled("a", A)
+    assert isinstance(large.events[-1].error, Overloaded)
+    assert "large enough" in large.events[-1].error.message
+    rig.run()
+    assert small.tokens == expected_tokens((5, 6, 7), 8)
 
 
 def test_a_lost_replicas_queue_is_asked_for_elsewhere() -> None:
