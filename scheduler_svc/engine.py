@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, TriptychError, Unavailable
 from scheduler_svc.grammars import GrammarDesk
 from scheduler_svc.pinned import PinnedPrefixes
-from scheduler_svc.placing import AttachedReplica, Placer
+from scheduler_svc.placing import AttachedReplica, Placer, alike
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.request import Event, FinishReason, Request, RequestState, Sink
@@ -28,7 +28,7 @@ class Engine:
 
     Attributes:
         waiting: requests without a slot that nobody computes anything for.
-        grammars: requests that wait for their grammar, or aside for room on the replicas that have it.
+        grammars: requests that wait for their grammar.
         pinned: prefixes that are kept.
         replicas: ready replicas by id.
         attach_listeners: told the id of every replica that is added.
@@ -195,16 +195,15 @@ class Engine:
         if self._look_aside:
             self._look_aside = False
             self._placer.claim_nothing()
-            self._wait(*self.grammars.take_first_aside())
+            self.waiting.bring_back()
         while self.waiting and (head := self.waiting.peek(self._clock())) is not None:
             if self._blocked is head:
                 return
             if self._placer.settle(head):
                 self.waiting.remove(head)
-                self._wait(*self.grammars.take_next_aside(head))
+                self.waiting.bring_back(alike(head))
             elif self._placer.step_aside(head):
-                self.waiting.remove(head)
-                self.grammars.put_aside(head)
+                self.waiting.put_aside(head, alike(head))
             else:
                 self._blocked = head
                 return

@@ -27,7 +27,7 @@ class _Known:
     Attributes:
         tenant: who brought it.
         users: live requests that have it.
-        waiting: those that wait here, by id: nobody has compiled it, or they are aside.
+        waiting: those that cannot run before somebody has compiled it, by id; none while somebody has.
         asked: replicas that compile it, or will when it is the tenant's turn.
         ready: replicas that have it, as far as is known.
     """
@@ -93,8 +93,6 @@ class GrammarDesk:
         """Nobody waits, and there are no replicas."""
         self._known: dict[Grammar, _Known] = {}
         self._lines: dict[str, _Line] = {}
-        # Those of the waiting requests whose grammar is there, but no room beside it; by grammar and tenant, and by id.
-        self._aside: dict[tuple[Grammar, str], dict[str, Request]] = {}
         self._num_waiting = 0
         self._num_tokens = 0
 
@@ -149,42 +147,18 @@ class GrammarDesk:
         self._ask_all(grammar, known)
         if known.ready:
             return False
-        self._take(request, known)
+        request.state = RequestState.WAITING_FOR_FSM
+        known.waiting[request.request_id] = request
+        self._num_waiting += 1
+        self._num_tokens += len(request.token_ids)
         return True
-
-    def put_aside(self, request: Request) -> None:
-        """Lets a request wait that has found no room where its grammar is: until more of them have it, or :meth:`take_first_aside`."""
-        grammar = request.sampling.grammar
-        assert grammar is not None
-        self._take(request, self._known[grammar])
-        self._aside.setdefault((grammar, request.tenant), {})[request.request_id] = request
-
-    def take_first_aside(self) -> list[Request]:
-        """Takes out those aside that come first, of each tenant and grammar one: where it finds no room, nor would the others."""
-        for key in [key for key in self._aside if not self._known[key[0]].ready]:
-            del self._aside[key]  # nobody has it any more: they wait as all others do
-        return [self._take_first(requests) for requests in list(self._aside.values())]
-
-    def take_next_aside(self, placed: Request) -> list[Request]:
-        """Takes out who comes next where one has found room."""
-        grammar = placed.sampling.grammar
-        requests = self._aside.get((grammar, placed.tenant)) if grammar is not None else None
-        return [self._take_first(requests)] if requests else []
-
-    def _take_first(self, requests: dict[str, Request]) -> Request:
-        first = min(requests.values(), key=lambda one: one.rank)
-        self.remove(first)
-        return first
 
     def remove(self, request: Request) -> bool:
         """Takes a request out; False if it does not wait here."""
         grammar = request.sampling.grammar
         known = self._known.get(grammar) if grammar is not None else None
-        if grammar is None or known is None or known.waiting.pop(request.request_id, None) is None:
+        if known is None or known.waiting.pop(request.request_id, None) is None:
             return False
-        aside = self._aside.get((grammar, request.tenant), {})
-        if aside.pop(request.request_id, None) is not None and not aside:
-            del self._aside[grammar, request.tenant]
         self._num_waiting -= 1
         self._num_tokens -= len(request.token_ids)
         return True
@@ -203,7 +177,7 @@ class GrammarDesk:
         A grammar that is wrong is wrong everywhere. Anything else may be one replica's trouble: the others are waited for.
         """
         known = self._answered(replica_id, grammar)
-        if known is None or known.ready or (known.asked and not isinstance(error, InvalidArgument)):
+        if known is None or (known.asked and not isinstance(error, InvalidArgument)):
             return []
         return self._release(known)
 
@@ -235,12 +209,6 @@ class GrammarDesk:
             if known.waiting and not known.ready and not known.asked:
                 self._ask_all(grammar, known)
         return orphaned
-
-    def _take(self, request: Request, known: _Known) -> None:
-        request.state = RequestState.WAITING_FOR_FSM
-        known.waiting[request.request_id] = request
-        self._num_waiting += 1
-        self._num_tokens += len(request.token_ids)
 
     def _answered(self, replica_id: str, grammar: Grammar) -> _Known | None:
         if replica_id in self._lines:

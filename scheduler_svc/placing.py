@@ -7,6 +7,7 @@ from scheduler_svc.grammars import Ask, GrammarDesk
 from scheduler_svc.pinned import PinnedPrefixes
 from scheduler_svc.policy.placement import PlacementPolicy
 from scheduler_svc.request import Request
+from scheduler_svc.sampling import Grammar
 from scheduler_svc.scheduler import Admitted, ReplicaScheduler
 
 
@@ -136,3 +137,8 @@ class Placer:
             replica.scheduler.idle and self._pinned.drop(replica.scheduler)
             for _, replica in self._able(request)
         )
+
+
+def alike(request: Request) -> tuple[Grammar | None, str]:
+    """Of requests for which this is equal none has a turn before another one that came first, nor finds room where that does not."""
+    return request.sampling.grammar, request.tenant

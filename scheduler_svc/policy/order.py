@@ -24,6 +24,12 @@ class OrderPolicy(Protocol):
     def remove(self, request: Request) -> None:
         """Takes out a request that is in."""
 
+    def step_aside(self, request: Request) -> None:
+        """Takes out a request that is in and goes on waiting elsewhere; until :meth:`come_back`, which is sure to follow."""
+
+    def come_back(self, request: Request) -> None:
+        """Takes in a request that stepped aside, as if it had never been out."""
+
     def head(self, now: float) -> Request | None:
         """Whose turn it is at ``now`` (seconds, on the clock of ``Request.arrival_s``); None if nothing waits."""
 
@@ -86,6 +92,14 @@ class ArrivalOrder:
     def remove(self, request: Request) -> None:
         """Takes out a request that is in."""
         self._line.remove(request)
+
+    def step_aside(self, request: Request) -> None:
+        """Takes out a request for a while."""
+        self._line.remove(request)
+
+    def come_back(self, request: Request) -> None:
+        """Takes it in again."""
+        self._line.add(request)
 
     def head(self, now: float) -> Request | None:  # noqa: ARG002 - time changes nothing here
         """The earliest arrival."""
@@ -161,7 +175,7 @@ class PriorityFairOrder:
         self._ageing_s = ageing_s or None
         self._counters = TenantCounters(tenant_weights or {})
         self._lines: dict[tuple[str, int], _TenantLine] = {}
-        # Lines that each tenant has; the tenant is active while there are any.
+        # Lines that each tenant has, and requests aside; the tenant is active while there are any.
         self._lines_of: dict[str, int] = {}
         # Entries that were pushed later are told apart by their number; lines do not compare.
         self._entries = itertools.count()
@@ -197,6 +211,16 @@ class PriorityFairOrder:
             del self._lines_of[tenant]
             self._counters.deactivate(tenant)
         self._sweep()
+
+    def step_aside(self, request: Request) -> None:
+        """Takes out a request that waits still, so its tenant stays active."""
+        self._lines_of[request.tenant] += 1
+        self.remove(request)
+
+    def come_back(self, request: Request) -> None:
+        """Takes it in again."""
+        self.add(request)
+        self._lines_of[request.tenant] -= 1
 
     def head(self, now: float) -> Request | None:
         """Whose turn it is at ``now``; a reading before an earlier one counts as that one."""

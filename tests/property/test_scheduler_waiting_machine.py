@@ -44,6 +44,12 @@ class WaitingMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.waiting: list[tuple[str, Request]] = []
         self.running: list[tuple[str, Request]] = []
+        # Those of the waiting ones that have no turn.
+        self.aside: list[tuple[str, Request]] = []
+
+    @property
+    def in_line(self) -> list[tuple[str, Request]]:
+        return [member for member in self.waiting if member not in self.aside]
 
     @property
     def active(self) -> set[str]:
@@ -64,6 +70,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     def take(self, member: tuple[str, Request]) -> None:
         self.waiting.remove(member)
+        self.aside = [other for other in self.aside if other is not member]
         if not self.waiting:
             self.naive.last = member[0]
         assert self.queue.remove(member[1])
@@ -73,16 +80,32 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(sorted(TENANTS)), priority=st.integers(-2, 3), tokens=st.integers(1, 9))
     def arrive(self, tenant: str, priority: int, tokens: int) -> None:
         request = waiting_request(tenant=tenant, priority=priority, arrival_s=self.now, num_tokens=tokens)
+        request.rank = self.queue.rank(request)
         self.put((tenant, request))
 
     @rule(quarters=st.integers(1, 40))
     def time_passes(self, quarters: int) -> None:
         self.now += quarters / 4
 
-    @precondition(lambda self: self.waiting)
+    @precondition(lambda self: self.in_line)
+    @rule(data=st.data())
+    def step_aside(self, data: st.DataObject) -> None:
+        member = data.draw(st.sampled_from(self.in_line))
+        self.queue.put_aside(member[1], member[0])
+        self.aside.append(member)
+
+    @rule(tenant=st.sampled_from([None, *sorted(TENANTS)]))
+    def bring_back(self, tenant: str | None) -> None:
+        for each in TENANTS if tenant is None else [tenant]:
+            group = [member for member in self.aside if member[0] == each]
+            if group:
+                self.aside.remove(min(group, key=lambda member: member[1].rank))
+        self.queue.bring_back(tenant)
+
+    @precondition(lambda self: self.in_line)
     @rule()
     def admit(self) -> None:
-        member = min(self.waiting, key=self.key)
+        member = min(self.in_line, key=self.key)
         self.take(member)
         self.running.append(member)
         self.serve(member[0], len(member[1].token_ids))
@@ -116,7 +139,7 @@ class WaitingMachine(RuleBasedStateMachine):
         expected = sorted(self.waiting, key=self.key)
         floor = self.naive.floor(self.active)
         assert self.queue.drain() == [request for _, request in expected]
-        self.waiting = []
+        self.waiting, self.aside = [], []
         self.naive.last, self.naive.drained = None, floor
         for member in expected[:keep]:
             self.put(member)
@@ -125,7 +148,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "queue"):
             return
-        head = min(self.waiting, key=self.key)[1] if self.waiting else None
+        head = min(self.in_line, key=self.key)[1] if self.in_line else None
         assert self.queue.peek(self.now) is head
         assert len(self.queue) == len(self.waiting)
         assert self.queue.num_tokens == sum(len(request.token_ids) for _, request in self.waiting)
