@@ -141,12 +141,12 @@ def _within_context(submission: Submission, model: ServedModel) -> int:
 
 def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) -> int:
     """``max_tokens``, cut to what fits if the client named none."""
-    num_prompt = len(submission.prompt_token_ids)
+    num_prompt, min_tokens = len(submission.prompt_token_ids), submission.sampling.min_tokens
     if num_prompt + max_tokens <= most_tokens:
         return max_tokens
     cut = most_tokens - num_prompt
     received = [len(one) for one in submission.sequences.values() if len(one) < max_tokens]
-    if submission.resumed and (submission.max_tokens is not None or cut <= max(received)):
+    if submission.resumed and (submission.max_tokens is not None or cut < min_tokens or cut <= max(received)):
         # It ran on a larger replica, which may come back.
         raise Unavailable(
             f"the rest of the request needs more KV memory than the {most_tokens} tokens that the workers that are left hold; "
@@ -159,9 +159,9 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
             f"{most_tokens} tokens a request",
             param="max_tokens",
         )
-    if submission.sampling.min_tokens > cut:
+    if cut < min_tokens:
         raise ContextExceeded(
-            f"{num_prompt} prompt tokens and min_tokens={submission.sampling.min_tokens} never fit this deployment's KV "
+            f"{num_prompt} prompt tokens and min_tokens={min_tokens} never fit this deployment's KV "
             f"memory of {most_tokens} tokens a request",
             param="min_tokens",
         )

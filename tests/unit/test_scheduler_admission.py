@@ -142,6 +142,9 @@ def test_what_was_accepted_once_is_not_refused_for_want_of_a_larger_replica() ->
         rig = make_rig(geometry, num_blocks=9)
         with pytest.raises(Unavailable, match="32 tokens that the workers that are left hold"):
             rig.submit(make_submission(range(3, 13), max_tokens=max_tokens, resumed=[5] * received))
+        sampling = make_sampling(min_tokens=23)
+        with pytest.raises(Unavailable):
+            rig.submit(make_submission(range(3, 13), max_tokens=None, resumed=[5], sampling=sampling))
         plain = rig.submit(make_submission(request_id="plain"))
         rig.run()
         assert plain.events[-1].finish_reason is FinishReason.LENGTH
