@@ -247,6 +247,7 @@ class Replica:
         if isinstance(scheduler, ReplicaScheduler):
             # What comes in from now on may cut a lease short; so may what its results bring about.
             self._interrupt = lambda: self._cut_short(call, scheduler)
+            self._interrupt()  # and so may what came while the plan was being written
         try:
             scheduler.update(await self._read(call, plan.step))
             while isinstance(scheduler, ReplicaScheduler) and scheduler.has_pending:

@@ -141,6 +141,7 @@ class Request:
         arrival_s: clock reading at arrival, seconds.
         end: length at which the sequence ends: by its own limit or the context's.
         stop_ids: tokens that end it.
+        end_ids: the model's end tokens, which nothing can follow where a grammar is through.
         priority: lower runs earlier.
         rank: its place among running requests, the smallest first; given once, by the order policy.
         tenant: whom to be fair to.
@@ -173,6 +174,7 @@ class Request:
     sink: Sink
     end: int
     stop_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
     priority: int = 0
     rank: tuple[float, int] = (0.0, 0)
     tenant: str = ""

@@ -517,6 +517,7 @@ class ReplicaScheduler:
                     f"the worker ran more steps than the {work.lease} that plan {result.step} allowed"
                 )
             self._count_decode(len(pending.requests), work.bucket)
+            self._interleave.decoded()
         pending.results += 1
         if result.last or result.error is not None or not (isinstance(work, Decode) and work.lease > 1):
             self._pending.popleft()
@@ -669,11 +670,12 @@ class ReplicaScheduler:
         self._tell(request, event)
 
     def _stops(self, request: Request, token: int) -> bool:
-        """Whether the token just appended ends the sequence; before its least number of tokens none does, but where a grammar is through."""
+        """Whether the token just appended ends the sequence; before its least number of tokens only the model's own do, of a grammar that is through."""
         if token not in request.stop_ids:
             return False
-        return (
-            request.num_output_tokens >= request.sampling.min_tokens or request.sampling.grammar is not None
+        sampling = request.sampling
+        return request.num_output_tokens >= sampling.min_tokens or (
+            sampling.grammar is not None and token in request.end_ids
         )
 
     def _jump(self, request: Request) -> None:

@@ -73,7 +73,9 @@ class SequenceSink:
 
     def push_token(self, request_id: str, token_id: int) -> None:
         """See ``Sink``."""
-        self.push(Event(request_id, (token_id,)))
+        family = self._family
+        if not family.failed:
+            family.sink.push(Event(family.request_id, (token_id,), sequence=self._sequence))
 
 
 def sequence_id(request_id: str, sequence: int) -> str:

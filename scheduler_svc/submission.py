@@ -203,6 +203,7 @@ def requests_of(
                 sink=sink if family is None else SequenceSink(family, sequence),
                 end=min(len(prompt) + max_tokens, model.max_model_len),
                 stop_ids=_stop_ids(submission.sampling, model),
+                end_ids=model.eos_token_ids,
                 priority=submission.priority,
                 tenant=submission.tenant,
                 cache_salt=submission.cache_salt,

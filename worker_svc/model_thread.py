@@ -31,9 +31,13 @@ class ModelThread:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the function that runs now has been running; 0 if none runs."""
+        """Seconds since the function that runs now began, or last said that it makes progress; 0 if none runs."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def progressed(self) -> None:
+        """To be called by a function that runs on this thread whenever one of its many steps is done."""
+        self._busy_since = time.monotonic()
 
     def submit(self, function: Callable[[], R]) -> "asyncio.Future[R]":
         """Queues a function; the future has its result or its exception. Cancelling the future does not stop the function."""

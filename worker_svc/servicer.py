@@ -187,6 +187,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 )
                 if not on:
                     return
+                self._thread.progressed()
                 assert isinstance(work, DecodeWork)
                 plan = Plan(plan.step, work=work.next())
                 index, started = index + 1, time.perf_counter()

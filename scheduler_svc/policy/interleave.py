@@ -27,3 +27,7 @@ class Interleave:
             self._decodes_since_chunk += 1
             return "decode"
         return None
+
+    def decoded(self) -> None:
+        """Another decode step ran than those chosen here: one more of a lease."""
+        self._decodes_since_chunk += 1

@@ -14,7 +14,15 @@ from scheduler_svc.request import FinishReason, RequestState
 from scheduler_svc.sampling import Grammar
 from scheduler_svc.scheduler import ReplicaScheduler
 from scheduler_svc.submission import Submission
-from tests.scheduler_factories import FULL, ListSink, Rig, expected_tokens, make_rig, make_submission
+from tests.scheduler_factories import (
+    FULL,
+    ListSink,
+    Rig,
+    expected_tokens,
+    make_rig,
+    make_sampling,
+    make_submission,
+)
 
 A, B = Grammar(b"a"), Grammar(b"b")
 
@@ -181,6 +189,24 @@ def test_waiting_requests_fail_when_no_worker_comes() -> None:
     sink = rig.submit(constrained("a"))
     assert rig.engine.fail_waiting(Unavailable("nobody")) == 1
     assert isinstance(sink.events[-1].error, Unavailable)
+
+
+@pytest.mark.parametrize("models_own", [False, True])
+def test_a_grammar_overrules_min_tokens_for_the_models_end_tokens_alone(models_own: bool) -> None:
+    """Where it is through nothing can follow an end token; a client's stop token is one among those that it allows."""
+    whole = expected_tokens((5, 6, 7), 8)
+    rig = make_rig()
+    model = rig.engine.model
+    assert model is not None
+    if models_own:
+        rig.engine.model = replace(model, eos_token_ids=frozenset({whole[3]}))
+    asked(rig)
+    sampling = make_sampling(stop_token_ids=[] if models_own else [whole[3]], min_tokens=6)
+    sink = rig.submit(make_submission(sampling=replace(sampling, grammar=A)))
+    rig.engine.grammar_compiled("replica-0", A)
+    rig.run()
+    assert sink.tokens == (whole[:4] if models_own else whole)
+    assert sink.events[-1].finish_reason is (FinishReason.STOP if models_own else FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("jump", [1, 2, 5, 11])

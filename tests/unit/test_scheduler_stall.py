@@ -64,6 +64,30 @@ def test_prefill_first_stalls_them_for_the_whole_prompt() -> None:
     assert kinds[32] is Decode
 
 
+def test_leased_steps_count_between_chunks() -> None:
+    """Who arrives after twenty leased steps has waited for four decode steps already: its chunk is the next one."""
+    geometry = make_geometry(max_model_len=256, block_size=64, chunk=64)
+    rig = make_rig(geometry, max_lease=32, decode_steps_per_chunk=4)
+    rig.submit(make_submission([5], request_id="a", max_tokens=100))
+    rig.step()
+    steps = 0
+
+    def meanwhile() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 20:
+            rig.submit(make_submission([6, 7, 8], request_id="b", max_tokens=4))
+
+    rig.meanwhile = meanwhile
+    leased, chunk = rig.step(), rig.step()
+    assert leased is not None
+    assert isinstance(leased.work, Decode)
+    assert leased.work.lease > 20
+    assert steps == 21
+    assert chunk is not None
+    assert isinstance(chunk.work, Prefill)
+
+
 def test_when_nothing_decodes_chunks_follow_one_another() -> None:
     """The ratio holds only while both kinds of work exist."""
     rig = make_rig(make_geometry(max_model_len=64, chunk=4), decode_steps_per_chunk=4)

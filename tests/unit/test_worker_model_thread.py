@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -54,6 +55,30 @@ async def test_the_loop_stays_live_and_sees_how_long_a_function_runs() -> None:
     await future
     await thread.close(1)
     assert thread.busy_s == 0
+
+
+async def test_a_function_of_many_steps_is_busy_since_the_last_one() -> None:
+    """Health asks for how long nothing was done, not for how long a row of steps has been running."""
+    thread = ModelThread()
+    stepped, let_go = threading.Event(), threading.Event()
+    before: list[float] = []
+
+    def steps() -> None:
+        time.sleep(0.02)
+        before.append(thread.busy_s)
+        thread.progressed()
+        before.append(thread.busy_s)
+        stepped.set()
+        let_go.wait()
+
+    future = thread.submit(steps)
+    await asyncio.to_thread(stepped.wait)
+    assert before[0] >= 0.02 > before[1]
+    assert thread.busy_s > 0
+    let_go.set()
+    await future
+    assert thread.busy_s == 0
+    await thread.close(1)
 
 
 async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
