@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Final
+
+BYTES_PER_ID: Final = 4
+"""Of a token id on the wire, at most: ids are below 2**28."""
+# Of a bias: a map's entry with a float; of a bad word: what is around its tokens; of the rest: numbers and names.
+_BYTES_PER_BIAS, _BYTES_PER_WORD, _BYTES_AROUND = 16, 8, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class SamplingParams:
         bad_words: token sequences that must not be produced.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         grammar: what the output must match, as the worker gets it; None for anything.
+        weight: about their bytes on the wire, rather more than less.
     """
 
     temperature: float
@@ -62,6 +69,13 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    weight: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ids = (self.stop_token_ids, self.allowed_token_ids, *self.bad_words)
+        weight = _BYTES_AROUND + BYTES_PER_ID * sum(map(len, ids))
+        weight += _BYTES_PER_BIAS * len(self.logit_bias) + _BYTES_PER_WORD * len(self.bad_words)
+        object.__setattr__(self, "weight", weight + (len(self.grammar.serialized) if self.grammar else 0))
 
 
 NOTHING_SAMPLED = SamplingParams(

@@ -19,7 +19,8 @@ from scheduler_svc.buckets import bucket_for
 from scheduler_svc.geometry import Geometry
 from scheduler_svc.kv_cache import KvCache
 from scheduler_svc.kv_copies import Copies
-from scheduler_svc.plan import Admission, Decode, Growth, Pool, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.next_plan import NextPlan
+from scheduler_svc.plan import Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.prefixes_in_progress import Awaited, PrefixesInProgress
@@ -132,11 +133,8 @@ class ReplicaScheduler:
         self._in_progress = PrefixesInProgress()
         # Requests whose prefix is computed, but whose window's copy goes with the next plan.
         self._soon: list[Request] = []
-        self._admissions: dict[str, Request] = {}
-        self._released_slots: list[int] = []
-        self._grown: list[Growth] = []
+        self._next = NextPlan()
         self._pending: deque[_Pending] = deque()
-        self._step = 0
         self._stalled_since: float | None = None
 
     # ---- what there is -------------------------------------------------------------------------------------------------------------
@@ -187,7 +185,7 @@ class ReplicaScheduler:
 
     def admit(self, request: Request) -> Admitted:
         """Gives a waiting request a slot and blocks, with the next plan; or lets it wait here for a prefix that is being computed."""
-        if not self._free_slots:
+        if not self._free_slots or not self._next.takes(request):
             return Admitted.NO_ROOM
         if request.branches and (branched := self._branch(request)) is not None:
             return branched
@@ -244,6 +242,8 @@ class ReplicaScheduler:
         """Lets a sequence decode from the end of the prompt that ``origin`` has computed; False without a slot, without room or if it is too late."""
         if not self._free_slots or (self._pending and self.kv.slides_in_place):
             return False
+        if not self._next.takes(request):
+            return False
         prompt = request.num_prompt_tokens - 1
         if not self.kv.fork(origin, request, prompt):
             return False
@@ -272,7 +272,7 @@ class ReplicaScheduler:
             request.first_scheduled_s = self._clock()
             self.stats.queue_s.observe(request.first_scheduled_s - request.arrival_s)
         self._priorities[request.priority] += 1
-        self._admissions[request.request_id] = request
+        self._next.admit(request)
 
     def _start_decoding(self, request: Request) -> None:
         """The request, which has a slot, runs one token with every decode step from now on."""
@@ -297,7 +297,7 @@ class ReplicaScheduler:
         """
         lesser = [one for one in self._slots if one is not None and self.preemption.outranks(request, one)]
         victim = self.preemption.victim(lesser)
-        if victim is None or not self.kv.could_admit(request, lesser):
+        if victim is None or not self._next.takes(request) or not self.kv.could_admit(request, lesser):
             return False
         self._preempt(victim, "priority")
         return True
@@ -336,7 +336,7 @@ class ReplicaScheduler:
                 requests = self._batch()
                 work = self._plan_decode(requests)
         copies = self.kv.copies.take()
-        if work is None and copies is None and not self._released_slots:
+        if work is None and copies is None and not self._next.releases:
             return None
         return self._send(work, requests, copies)
 
@@ -344,19 +344,9 @@ class ReplicaScheduler:
         self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Copies | None
     ) -> StepPlan:
         """The plan that has this work, and all that is to be said before it."""
-        self._step += 1
-        plan = StepPlan(
-            self._step,
-            work,
-            release=tuple(self._released_slots),
-            copies=copies.orders if copies else (),
-            admit=tuple(map(_admission, self._admissions.values())) if self._admissions else (),
-            grow=tuple(self._grown),
-        )
-        if self._released_slots:
-            self._released_slots = []
-        self._admissions.clear()
-        self._grown.clear()
+        plan, turned_away = self._next.take(work, copies)
+        if turned_away:
+            self._owner.released()  # the next plan has room again
         self._pending.append(_Pending(plan, requests, copies, self._clock()))
         return plan
 
@@ -369,7 +359,7 @@ class ReplicaScheduler:
         busy = self._pending[-1].plan.work if self._pending else None
         if not (isinstance(busy, Decode) and busy.lease > 1):
             return None
-        if not (self._prefilling or self._released_slots or self._admissions):
+        if not (self._prefilling or self._next.releases or self._next.admits):
             return None
         return self._send(None, (), self.kv.copies.take())
 
@@ -465,9 +455,7 @@ class ReplicaScheduler:
                 return False
         slot = request.slot
         assert slot is not None
-        if request.request_id in self._admissions:
-            return True  # it travels in full with this very plan
-        self._grown += [Growth(slot, group_id, block_ids) for group_id, block_ids in grown]
+        self._next.grow(request, slot, grown)
         return True
 
     def _preempt(self, victim: Request, reason: str) -> None:
@@ -748,9 +736,7 @@ class ReplicaScheduler:
         self._priorities[request.priority] -= 1
         if not self._priorities[request.priority]:
             del self._priorities[request.priority]
-        if self._admissions.pop(request.request_id, None) is None:
-            self._released_slots.append(slot)
-        self._grown = [growth for growth in self._grown if growth.slot != slot]
+        self._next.release(request, slot)
         for pending in self._pending:
             pending.left.add(slot)
         self._slots[slot] = None
@@ -767,17 +753,3 @@ def _slots_of(work: Prefill | Decode | Pool | None) -> Sequence[int]:
             return work.slots
         case None:
             return ()
-
-
-def _admission(request: Request) -> Admission:
-    assert request.slot is not None
-    return Admission(
-        slot=request.slot,
-        request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed=request.num_computed,
-        sampling=request.sampling,
-        block_ids=tuple(tuple(block.block_id for block in table.blocks) for table in request.tables),
-        sequence=request.sequence,
-    )

@@ -73,6 +73,7 @@ class SequenceSink:
 
     def push_token(self, request_id: str, token_id: int) -> None:
         """See ``Sink``."""
+        del request_id  # the client knows its request by another
         family = self._family
         if not family.failed:
             family.sink.push(Event(family.request_id, (token_id,), sequence=self._sequence))

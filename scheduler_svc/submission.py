@@ -184,20 +184,19 @@ def requests_of(
     prompt = submission.prompt_token_ids
     family = Family(submission.request_id, sink) if submission.n > 1 else None
     complete = submission.complete(max_tokens)
+    # One object for all but the first: the prompt is computed once, and told of once.
+    first = replace(submission.sampling, max_tokens=max_tokens)
+    others = replace(first, prompt_logprobs=None)
     requests: list[Request] = []
     for sequence, received in submission.sequences.items():
         if sequence in complete:
             continue
-        sampling = replace(submission.sampling, max_tokens=max_tokens)
-        if requests:
-            # The prompt is computed once, and told of once.
-            sampling = replace(sampling, prompt_logprobs=None)
         requests.append(
             Request(
                 request_id=submission.name(sequence),
                 token_ids=[*prompt, *received],
                 num_prompt_tokens=len(prompt),
-                sampling=sampling,
+                sampling=others if requests else first,
                 arrival=next(arrivals),
                 arrival_s=now_s,
                 sink=sink if family is None else SequenceSink(family, sequence),

@@ -96,7 +96,7 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         step=plan.step,
         release=plan.release,
         copies=[_copy_to_proto(copy) for copy in plan.copies],
-        admit=[_admission_to_proto(admission) for admission in plan.admit],
+        admit=_admissions_to_proto(plan.admit),
         grow=[_growth_to_proto(growth) for growth in plan.grow],
     )
     match plan.work:
@@ -131,7 +131,19 @@ def _growth_to_proto(growth: Growth) -> worker_pb2.SlotBlocks:
     return worker_pb2.SlotBlocks(slot=growth.slot, group_id=growth.group_id, block_ids=growth.block_ids)
 
 
-def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
+def _admissions_to_proto(admissions: Sequence[Admission]) -> list[worker_pb2.SlotRequest]:
+    # The sequences of one request share their parameters, which may be long; each object is translated once.
+    samplings: dict[int, common_pb2.SamplingParams] = {}
+    messages = []
+    for admission in admissions:
+        sampling = samplings.get(id(admission.sampling))
+        if sampling is None:
+            sampling = samplings[id(admission.sampling)] = sampling_to_proto(admission.sampling)
+        messages.append(_admission_to_proto(admission, sampling))
+    return messages
+
+
+def _admission_to_proto(admission: Admission, sampling: common_pb2.SamplingParams) -> worker_pb2.SlotRequest:
     if admission.pooling is not None:
         return worker_pb2.SlotRequest(
             slot=admission.slot,
@@ -149,7 +161,7 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
         token_ids=admission.token_ids,
         num_prompt_tokens=admission.num_prompt_tokens,
         num_computed_tokens=admission.num_computed,
-        sampling=sampling_to_proto(admission.sampling),
+        sampling=sampling,
         blocks=[
             worker_pb2.SlotBlocks(slot=admission.slot, group_id=group_id, block_ids=block_ids)
             for group_id, block_ids in enumerate(admission.block_ids)

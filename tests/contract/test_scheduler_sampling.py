@@ -9,6 +9,7 @@ import pytest
 from protos.errors import InvalidArgument, TriptychError
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from protos.wire import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION, Context
+from scheduler_svc.settings import Settings
 from tests.scheduler_factories import expected_tokens
 from tests.scheduler_peer import (
     RunningScheduler,
@@ -290,6 +291,37 @@ async def test_hostile_parameters_are_refused_by_name_and_disturb_nobody() -> No
             assert took < 20 * honest + 1.0, (text, took, honest)
             tokens = [token for event in await beside for token in event.token_ids]
             assert tokens == expected_tokens(PROMPT, 8)
+
+
+class LargeWorker(ListeningWorker):
+    """Has a large vocabulary and many slots."""
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        description = await super().Describe(request, context)
+        description.model.vocab_size = 262_144
+        description.max_batch = 32
+        return description
+
+
+async def test_a_long_request_for_many_sequences_costs_no_worker() -> None:
+    """What they carry is more than one message may have; it comes in several, and nobody else hears of it."""
+    worker = LargeWorker(num_blocks=200)
+    request = several(32, max_tokens=4, allowed_token_ids=range(262_144))
+    async with run_scheduler(Settings(max_num_seqs=32)) as scheduler, joined(scheduler, worker):
+        beside = asyncio.create_task(
+            collect(scheduler.inference.Generate(generate_request([7, 8], max_tokens=30)))
+        )
+        events = await collect(scheduler.inference.Generate(request))
+        tokens = [token for event in await beside for token in event.token_ids]
+        assert tokens == expected_tokens([7, 8], 30)
+        assert list(scheduler.engine.replicas) == ["w"]
+    assert sum(told.ByteSize() for told in worker.told) > MAX_MESSAGE_BYTES
+    assert len(worker.told) == 33, "each of them was admitted once"
+    for sequence in range(32):
+        mine = [token for event in events if event.sequence == sequence for token in event.token_ids]
+        assert mine == expected_tokens(PROMPT, 4, sequence)
 
 
 @pytest.mark.parametrize("n", [1, 4])
