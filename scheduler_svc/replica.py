@@ -200,6 +200,9 @@ class Replica:
             call.cancel()
             for task in self._compiling.values():
                 task.cancel()
+            if self._interrupting is not None:
+                self._interrupting.cancel()
+                await asyncio.gather(self._interrupting, return_exceptions=True)
 
     def _ask(self, stub: "worker_pb2_grpc.WorkerAsyncStub", grammar: Grammar) -> None:
         self._compiling[grammar] = asyncio.ensure_future(self._compile(stub, grammar))
@@ -277,7 +280,7 @@ class Replica:
                 await call.write(plan_to_proto(plan))
         except TimeoutError:
             raise _hangs(plan.step, self._step_timeout_s) from None
-        except asyncio.InvalidStateError:
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
             pass  # the call has ended, and reading says why
 
     async def _read(self, call: "_Call", step: int) -> StepResult:

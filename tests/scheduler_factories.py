@@ -117,6 +117,13 @@ def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
         contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
 
 
+def next_leased(plan: StepPlan) -> StepPlan:
+    """A leasing plan's next step: one position on, and nothing to be done before it."""
+    assert isinstance(plan.work, Decode)
+    positions = tuple(position + 1 for position in plan.work.positions)
+    return StepPlan(plan.step, replace(plan.work, positions=positions))
+
+
 @dataclass
 class _Slot:
     admission: Admission
@@ -335,9 +342,7 @@ class Rig:
                 self.scheduler.update(self.device.run(newer))
             if last:
                 return index + 1
-            assert isinstance(plan.work, Decode)
-            positions = tuple(position + 1 for position in plan.work.positions)
-            plan = StepPlan(plan.step, replace(plan.work, positions=positions))
+            plan = next_leased(plan)
         raise AssertionError("a lease of no steps")
 
     def run(self, limit: int = 10_000) -> list[StepPlan]:

@@ -28,7 +28,7 @@ from scheduler_svc.plan import Admission, BlockCopy, Decode, Growth, Prefill, St
 from scheduler_svc.registry import RegistryServicer
 from scheduler_svc.servicer import InferenceServicer
 from scheduler_svc.settings import Settings
-from tests.scheduler_factories import EOS, SimulatedDevice, make_sampling
+from tests.scheduler_factories import EOS, SimulatedDevice, make_sampling, next_leased
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
 
@@ -39,6 +39,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     Attributes:
         gate: steps are answered while this is set.
+        hold_at_step: closes the gate before that step, counted as they are run.
+        heard: the plans that came, as they came.
         die_at_step: ends the Execute stream instead of answering that step.
         default_chunk, default_block_size: what it would run with if the settings say nothing.
         configured: what Configure asked for.
@@ -46,6 +48,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     num_blocks: int = 65
     die_at_step: int | None = None
+    hold_at_step: int | None = None
     refuse_configure: TriptychError | None = None
     schema_revision: int = SCHEMA_REVISION
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
@@ -55,6 +58,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     default_block_size: int = 4
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     configured: worker_pb2.ConfigureRequest | None = None
+    heard: asyncio.Queue[StepPlan] = field(default_factory=asyncio.Queue)
     device: SimulatedDevice | None = None
     steps: int = 0
 
@@ -78,6 +82,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             kv_groups=[self.group],
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
             default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
+            max_lease_steps=32,
         )  # fmt: skip
 
     async def Configure(
@@ -115,13 +120,40 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
         self.device = SimulatedDevice(geometry, groups)
-        async for message in request_iterator:
-            await self.gate.wait()
-            self.steps += 1
-            if self.steps == self.die_at_step:
-                return
-            result = self.device.run(plan_from_proto(message))
-            yield worker_pb2.StepResult(step=result.step, token_ids=result.token_ids)
+        plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
+        reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
+        try:
+            while (plan := await plans.get()) is not None:
+                lease = plan.work.lease if isinstance(plan.work, Decode) else 1
+                for index in range(lease):
+                    self.steps += 1
+                    if self.steps == self.hold_at_step:
+                        self.gate.clear()
+                    await self.gate.wait()
+                    if self.steps == self.die_at_step:
+                        return
+                    result = self.device.run(plan)
+                    # As a worker does: it looks for a newer plan after each step.
+                    last = index + 1 == lease or not plans.empty()
+                    yield worker_pb2.StepResult(
+                        step=result.step, lease_index=index, last=last, token_ids=result.token_ids
+                    )
+                    if last:
+                        break
+                    plan = next_leased(plan)
+        finally:
+            reading.cancel()
+
+    async def _read_ahead(
+        self, messages: AsyncIterator[worker_pb2.StepPlan], plans: asyncio.Queue[StepPlan | None]
+    ) -> None:
+        try:
+            async for message in messages:
+                plan = plan_from_proto(message)
+                plans.put_nowait(plan)
+                self.heard.put_nowait(plan)
+        finally:
+            plans.put_nowait(None)
 
 
 def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
@@ -132,7 +164,10 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
             message.prefill.slot, message.prefill.start, message.prefill.num_tokens, message.prefill.sample
         )
     elif message.HasField("decode"):
-        work = Decode(tuple(message.decode.slots), tuple(message.decode.positions), message.decode.bucket)
+        work = Decode(
+            tuple(message.decode.slots), tuple(message.decode.positions), message.decode.bucket,
+            message.decode.lease_steps,
+        )  # fmt: skip
     return StepPlan(
         message.step,
         work,
