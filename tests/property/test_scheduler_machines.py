@@ -153,18 +153,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
-        generated=st.booleans(), ratio=st.integers(1, 3), lease=st.sampled_from([1, 2, 9]),
+        generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 9]), jump=st.sampled_from([0, 1, 3, 7]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
-        generated: bool, ratio: int, lease: int,
+        generated: bool, ratio: int, lease: int, jump: int,
     ) -> None:  # fmt: skip
         # Smaller than the longest request on purpose with few blocks: admission must refuse, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease)  # fmt: skip
-        # Tokens by request and sequence.
+        self.jump = self.rig.device.jump = jump
+        # Tokens by request and sequence, up to the stop token where there is one.
+        self.stops: dict[str, int | None] = {}
         self.wanted: dict[str, list[list[int]]] = {}
         self.aborted: set[tuple[str, int]] = set()
         self.pins: list[str] = []
@@ -174,18 +176,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12),
         salt=st.sampled_from(["", "", "a"]), priority=st.integers(0, 1), n=st.sampled_from([1, 1, 1, 2, 3, 6]),
+        stop_at=st.sampled_from([None, None, None, 0, 1, 5]),
     )  # fmt: skip
-    def submit(self, prompt: list[int], max_tokens: int, salt: str, priority: int, n: int) -> None:
+    def submit(
+        self, prompt: list[int], max_tokens: int, salt: str, priority: int, n: int, stop_at: int | None
+    ) -> None:
         if len(prompt) + max_tokens > self.rig.scheduler.kv.max_tokens(40):
             return
         self.count += 1
         name = f"r{self.count}"
+        wanted = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+        # One of the tokens that the first sequence is about to generate.
+        stop = self.stops[name] = None if stop_at is None else wanted[0][min(stop_at, max_tokens - 1)]
+        self.wanted[name] = [
+            tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in wanted
+        ]
         self.rig.submit(
             make_submission(
-                prompt, request_id=name, max_tokens=max_tokens, cache_salt=salt, priority=priority, n=n
+                prompt, request_id=name, max_tokens=max_tokens, cache_salt=salt, priority=priority, n=n,
+                stop_token_ids=() if stop is None else (stop,),
             )
-        )
-        self.wanted[name] = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+        )  # fmt: skip
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -228,14 +239,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), after=st.integers(0, 3),
-        n=st.sampled_from([1, 1, 3]),
+        n=st.sampled_from([1, 1, 3]), stop_at=st.sampled_from([None, 0, 1, 5]),
     )  # fmt: skip
-    def submit_while_a_step_runs(self, prompt: list[int], max_tokens: int, after: int, n: int) -> None:
+    def submit_while_a_step_runs(
+        self, prompt: list[int], max_tokens: int, after: int, n: int, stop_at: int | None
+    ) -> None:
         def submit() -> None:
             nonlocal after
             after -= 1
             if after == -1:
-                self.submit(prompt, max_tokens, "", 0, n)
+                self.submit(prompt, max_tokens, "", 0, n, stop_at)
 
         self.rig.meanwhile = submit
         self.rig.step()
@@ -246,6 +259,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if in_flight:
             self.rig.scheduler.step()
         self.rig.replace_replica()
+        self.rig.device.jump = self.jump
 
     @rule(prompt=st.lists(st.integers(3, 4), min_size=2, max_size=20))
     def pin(self, prompt: list[int]) -> None:
@@ -290,10 +304,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 else:
                     assert EOS not in wanted
                     assert tokens == wanted, "no token lost, doubled or changed"
-                    assert mine[-1].finish_reason is FinishReason.LENGTH
+                    stopped = wanted[-1] == self.stops[name]
+                    assert mine[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+                    assert mine[-1].stop_token_id == (wanted[-1] if stopped else None)
                 assert sum(event.finish_reason is not None for event in mine) == 1
         for group in self.rig.scheduler.kv.groups:
             assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
+        self.check_that_nothing_is_left()
+
+    def check_that_nothing_is_left(self) -> None:
+        """No request is known, and nothing is still counted, expected or due of those that were."""
+        scheduler, engine = self.rig.scheduler, self.rig.engine
+        assert scheduler.prefill_backlog == 0
+        assert scheduler.num_running == scheduler.num_deferred == 0
+        assert not scheduler._in_progress._owners
+        assert not scheduler._tenant_rows
+        assert not engine._live
+        assert not engine._families
+        assert not [step for step in scheduler._calendar if step < scheduler._decode_steps]
 
 
 TestPool = PoolMachine.TestCase
