@@ -58,10 +58,11 @@ class NextPlan:
             self._bytes -= admitted[1]
         self._grown = [growth for growth in self._grown if growth.slot != slot]
 
-    def grow(self, request: Request, slot: int, grown: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """The request's tables have got blocks, by KV group."""
+    def grow(self, request: Request, grown: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """A running request's tables have got blocks, by KV group; those of one that this very plan admits travel with it."""
         if request.request_id not in self._admitted:
-            self._grown += [Growth(slot, group_id, block_ids) for group_id, block_ids in grown]
+            assert request.slot is not None
+            self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
 
     def take(self, work: Prefill | Decode | None, copies: Copies | None) -> tuple[StepPlan, bool]:
         """The plan; what it says is not said again.
@@ -75,14 +76,17 @@ class NextPlan:
             work,
             release=tuple(self._released),
             copies=copies.orders if copies else (),
-            admit=tuple([_admission(request) for request, _ in self._admitted.values()]),
+            admit=tuple([_admission(request) for request, _ in self._admitted.values()])
+            if self._admitted
+            else (),
             grow=tuple(self._grown),
         )
         turned_away, self._turned_away = self._turned_away, False
         if self._released:
             self._released = []
-        self._admitted.clear()
-        self._bytes = 0
+        if self._admitted:
+            self._admitted.clear()
+            self._bytes = 0
         self._grown.clear()
         return plan, turned_away
 

@@ -317,11 +317,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, engine = self.rig.scheduler, self.rig.engine
         assert scheduler.prefill_backlog == 0
         assert scheduler.num_running == scheduler.num_deferred == 0
-        assert not scheduler._in_progress._owners
-        assert not scheduler._tenant_rows
+        running, decoding = scheduler._running, scheduler._running.decoding
+        assert not running.sharing._in_progress._owners
+        assert not decoding._tenants
         assert not engine._live
         assert not engine._families
-        assert not [step for step in scheduler._calendar if step < scheduler._decode_steps]
+        assert not [step for step in decoding._calendar if step < decoding._steps]
 
 
 TestPool = PoolMachine.TestCase

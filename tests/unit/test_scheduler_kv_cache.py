@@ -304,7 +304,7 @@ async def test_who_pins_is_told_of_an_abort() -> None:
     pins = Pins(rig.engine)
     task = pinning(pins)
     await asyncio.sleep(0)
-    (request,) = [one for one in rig.scheduler._slots if one]
+    (request,) = rig.scheduler._running.requests
     rig.engine.abort(request.request_id)
     with pytest.raises(Aborted, match="was aborted"):
         await task

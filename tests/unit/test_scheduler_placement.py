@@ -177,6 +177,21 @@ def test_making_way_happens_where_somebody_less_urgent_runs() -> None:
     assert not rig.scheduler.stats.preemptions
 
 
+def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
+    """A slot's number on the larger one is none of the smaller one's."""
+    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
+    second = add_replica(rig, geometry=make_geometry(max_num_seqs=4))
+    rig.submit(make_submission([9], request_id="first", max_tokens=20))
+    sink = rig.submit(make_submission([5, 6, 7, 8], request_id="r", n=8))
+    while second.scheduler.num_running < 4:
+        second.step()
+    rig.engine.abort("first")
+    run(rig, second)
+    assert rig.device.prefilled > 1
+    for sequence in range(8):
+        assert sink.tokens_of(sequence) == expected_tokens([5, 6, 7, 8], 8, sequence)
+
+
 @pytest.mark.parametrize("reached", [True, False])
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_failed_step_s_requests_may_run_elsewhere_by_then(num_slots: int, reached: bool) -> None:
