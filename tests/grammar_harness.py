@@ -9,8 +9,9 @@ import torch
 
 from protos.errors import TriptychError
 from tests.worker_harness import Harness, load
-from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
+from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.limits import CompilerLimits
 from worker_svc.grammars.spec import Spec
 from worker_svc.models import default_cache_dir
 from worker_svc.plan import DecodeWork, Output, PrefillWork, Sampling

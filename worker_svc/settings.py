@@ -142,7 +142,12 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     grammar_memory_mib: int = Field(
         1024, ge=64, le=1 << 20, description="Memory that compiling one grammar may take, MiB."
     )
-    grammar_cache_mib: int = Field(256, ge=1, le=1 << 20, description="Memory for compiled grammars, MiB.")
+    grammar_cache_mib: int = Field(
+        256,
+        ge=1,
+        le=1 << 20,
+        description="Memory for compiled grammars, MiB; those that running requests need count, and stay beyond it.",
+    )
     jump_ahead_tokens: int = Field(
         4,
         ge=0,

@@ -15,8 +15,9 @@ from worker_svc.compile_cache import CompileCache
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.fingerprint import code_fields
 from worker_svc.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
-from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
+from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.limits import CompilerLimits
 from worker_svc.graphs import GENERATED, GraphOptions
 from worker_svc.memory import Budget, check_weights
 from worker_svc.plan import Output, Plan

@@ -18,8 +18,9 @@ from typing import Final
 from tests.grammar_harness import Constrained, compiler, tokenizer
 from tests.worker_harness import Harness, tokens_of
 from worker_svc.devices import Device
-from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
+from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.limits import CompilerLimits
 from worker_svc.grammars.spec import Spec
 from worker_svc.plan import PrefillWork, Sampling
 from worker_svc.vllm_adapter.engine import VllmModel

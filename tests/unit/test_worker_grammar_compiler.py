@@ -8,14 +8,16 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from protos.errors import InvalidArgument, Unavailable
+from protos.errors import Internal, InvalidArgument, Overloaded, Unavailable
 from tests.grammar_harness import END, SMOLLM2, VOCAB, compiler, constraints, tokenizer
 from tests.structured_cases import schema
-from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
+from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
+from worker_svc.grammars.limits import CompilerLimits
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
@@ -72,6 +74,64 @@ def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None
     assert time.perf_counter() - started < 0.1
 
 
+def test_a_child_that_load_or_a_crash_ended_is_not_remembered(small: GrammarCompiler) -> None:
+    """The first mask counts as compiling. What the wall clock or a signal ended is told as what it is, and tried again."""
+    slow = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(2000)))
+    limits = small.limits
+    small.limits = replace(limits, cpu_s=0.01)  # the clock's limit comes before the kernel's whole second
+    with pytest.raises(Overloaded, match="busy"):
+        small.submit(slow).result()
+    small.limits = limits
+    future = small.submit(slow)
+    assert small._nursery is not None
+    os.kill(_child_of(small._nursery._process.pid), signal.SIGSEGV)
+    with pytest.raises(Internal, match="signal 11"):
+        future.result()
+    with pytest.raises(InvalidArgument, match="CPU time"):
+        small.submit(slow).result()
+    assert len(small._refusals) == 1
+
+
+def _child_of(process: int) -> int:
+    """The pid of its only child, once there is one."""
+    children = Path(f"/proc/{process}/task/{process}/children")
+    while not (pids := children.read_text().split()):
+        os.sched_yield()
+    return int(pids[0])
+
+
+def test_an_expensive_first_mask_is_a_refusal() -> None:
+    """The worker would make it between two steps."""
+    with pytest.raises(InvalidArgument, match="may come first takes"):
+        compiler().submit(Spec("regex", "(.?){3000}")).result()
+
+
+def test_too_large_a_spec_does_not_wait_for_others(small: GrammarCompiler) -> None:
+    """It is not even queued."""
+    future = small.submit(Spec("regex", "a" * 300_000))
+    assert future.done()
+    with pytest.raises(InvalidArgument, match="at most"):
+        future.result()
+    assert small._nursery is None
+
+
+def test_a_grammar_in_use_is_counted_and_found(small: GrammarCompiler) -> None:
+    """Evicted, it is there for as long as a matcher has it."""
+    specs = [Spec("choice", json.dumps([f"{n}-{word}" for word in range(400)])) for n in range(30)]
+    size = small.submit(specs[0]).result()
+    grammar = small.find(specs[0])
+    assert grammar is not None
+    matcher = Matcher(grammar, [END], [])
+    del grammar
+    small.limits = replace(small.limits, cache=size * 3)
+    for spec in specs[1:]:
+        small.submit(spec).result()
+    assert small.find(specs[0]) is not None
+    assert size * 3 >= small.cached_bytes >= size
+    assert small.find(specs[1]) is None
+    del matcher
+
+
 SLOW = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(20_000)))
 
 
@@ -117,6 +177,15 @@ def test_xgrammars_reason_reaches_the_client(small: GrammarCompiler) -> None:
         'the grammar cannot be compiled: EBNF parser error at line 1, column 14: Rule "missing" is not defined'
     )
     assert caught.value.param == "structured_output"
+
+
+def test_our_own_reasons_reach_the_client(small: GrammarCompiler) -> None:
+    """As they are, from the child that checked the schema, and remembered."""
+    for _ in range(2):
+        with pytest.raises(InvalidArgument) as caught:
+            small.submit(Spec("json_schema", '{"not": {}}')).result()
+        assert caught.value.message.startswith("the JSON schema at $ has not, which cannot be enforced")
+        assert caught.value.param == "structured_output"
 
 
 def test_a_lost_process_is_replaced(small: GrammarCompiler) -> None:

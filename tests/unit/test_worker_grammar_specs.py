@@ -1,6 +1,7 @@
 """What a request may ask its output to match, before a compiler sees it."""
 
 import json
+import re
 import time
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_schema_comes_out_as_what_is_enforced(schema: Any, result: Any) -> Non
     [
         ({"not": {"type": "string"}}, "has not,"), ({"if": {}, "then": {}}, "cannot be enforced"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "array", "contains": {}}, "contains"),
-        ({"type": "integer", "multipleOf": 2}, "multipleOf"), ({"type": "object", "dependentRequired": {}}, "dependentRequired"),
+        ({"type": "number", "multipleOf": 2}, "multipleOf"), ({"type": "object", "dependentRequired": {}}, "dependentRequired"),
         ({"type": "string", "format": "idn-email"}, "idn-email"), ({"type": "string", "pattern": "a", "maxLength": 2}, "more than one"),
         ({"type": "string", "pattern": "^(?!x)"}, "looks ahead"), ({"type": "string", "pattern": "a^b"}, "anchor"),
         ({"type": "string", "pattern": "\\t"}, "control"), ({"type": "string", "pattern": '"'}, "quote"),
@@ -71,6 +72,15 @@ def test_a_schema_comes_out_as_what_is_enforced(schema: Any, result: Any) -> Non
         ({"patternProperties": {"a": {}, "b": {}}}, "several"), ({"propertyNames": {"pattern": "a"}, "required": ["b"]}, "beside"),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "minProperties"),
         ({"type": "number", "minimum": 1e300}, "bounds"), ({"type": "number", "minimum": 0.12345678}, "decimals"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 3}, "beside multipleOf"), ({"type": "integer", "multipleOf": 2000}, "up to 1024"),
+        ({"type": "integer", "multipleOf": 1.5}, "multipleOf 1.5"), ({"type": "integer", "multipleOf": 0}, "above 0"),
+        ({"type": "integer", "minimum": 10**400}, "bounds"), ({"type": "string", "maxLength": 10**400}, "at most"),
+        ({"$ref": "#/$defs/a/" + "9" * 5000, "$defs": {"a": [1]}}, "leads nowhere"), ({"$ref": "#/$defs/a/7", "$defs": {"a": [1]}}, "leads nowhere"),
+        ({"type": "string", "minLength": None}, "minLength"), ({"type": "array", "items": None}, "must be a schema"),
+        ({"type": "object", "additionalProperties": None}, "must be a schema"),
+        ({"properties": {'a"b': {}}, "additionalProperties": True}, "has to escape"), ({"properties": {"a\nb": {}}, "additionalProperties": {}}, "escape"),
+        ({"oneOf": [{"const": [1]}, {"const": [1.0]}]}, "overlap"), ({"oneOf": [{"const": {"a": 1}}, {"const": {"a": 1.0}}]}, "overlap"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "itself"),
         ({"type": "number", "minimum": True}, "no number"), ({"type": "string", "minLength": -1}, "integer from 0"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "above"), ({"type": "string", "maxLength": 10**9}, "at most"),
     ],
@@ -90,11 +100,19 @@ def test_what_cannot_be_enforced_is_refused(schema: Any, why: str) -> None:
         (Spec("json_schema", "{"), "not valid JSON"), (Spec("json_schema", '{"minimum": NaN, "type": "number"}'), "no number"),
         (Spec("json_schema", '{"minimum": 1e999, "type": "number"}'), "no number"),
         (Spec("regex", ""), "empty"), (Spec("regex", "a\0"), "NUL"), (Spec("regex", "(?<=a)b"), "looks ahead"),
+        (Spec("regex", "a{40000000}"), "repeat less"), (Spec("regex", "(a{1000}){1000}"), "repeat less"), (Spec("regex", "\\Aab\\Z"), "has .A,"),
+        (Spec("regex", "\\Qa\\E"), "has .Q,"), (Spec("regex", "(?i)a"), "kind"), (Spec("regex", "a{3,2}"), "least"), (Spec("regex", "(a"), "not closed"),
+        (Spec("regex", "a)"), "not opened"), (Spec("regex", "a**"), "nothing to repeat"), (Spec("regex", "[]"), "empty class"), (Spec("regex", "a\\"), "ends with"),
+        (Spec("regex", "\\ud83d"), "no character"), (Spec("json_schema", '{"type": "string", "pattern": "(a{30000}){300}"}'), "repeat less"),
         (Spec("regex", "a$b"), "anchor"), (Spec("grammar", " "), "empty"), (Spec("grammar", "start: 'a'"), "Lark"),
         (Spec("choice", "[]"), "at least one"), (Spec("choice", '[""]'), "empty text"), (Spec("choice", '"a"'), "list"),
         (Spec("structural_tag", "[]"), "JSON object"), (Spec("structural_tag", '{"structures": [1]}'), "begin"),
         (Spec("structural_tag", json.dumps({"type": "structural_tag", "format": {
             "type": "json_schema", "json_schema": {"not": {}}}})), "not"),
+        (Spec("structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "tag", "begin": "<f>", "end": "</f>",
+            "json_schema": {}, "content": {"type": "json_schema", "json_schema": {"not": {}}}}})), "not"),
+        (Spec("structural_tag", json.dumps({"type": "structural_tag", "json_schema": {}, "format": {
+            "type": "regex", "json_schema": {}, "pattern": "(?!a)[ab]"}})), "looks ahead"),
     ],
 )  # fmt: skip
 def test_other_kinds_are_refused_as_well(spec: Spec, why: str) -> None:
@@ -109,11 +127,12 @@ def test_other_kinds_are_refused_as_well(spec: Spec, why: str) -> None:
         Spec("json_schema", '{"a":' * 200_000), Spec("json_schema", "[" * 200_000), Spec("regex", "(" * 100_000),
         Spec("regex", "|" * 100_000), Spec("regex", "a" * (MAX_GRAMMAR_BYTES + 1)), Spec("grammar", "root ::= " + "(" * 100_000),
         Spec("grammar", "root ::= " + '"a" |' * 40_000), Spec("grammar", "root ::= " + "x" * 1_000_000),
+        Spec("regex", "a{10000000}"), Spec("regex", "(" * 60 + "a{9}" + "){9}" * 60), Spec("regex", "(a|" * 65 + "b" + ")" * 65),
+        Spec("regex", "a{99999999999999999999}"), Spec("json_schema", '{"type": "string", "pattern": "(a{30000}){300}"}'),
         Spec("choice", json.dumps(["x"] * 60_000)), Spec("json_schema", json.dumps({"enum": list(range(30_000))})),
         Spec("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(5000)}})),
         Spec("structural_tag", '{"a":' * 50_000), Spec("structural_tag", json.dumps({"a": [{"b": 1}] * 20_000})),
         Spec("json_schema", json.dumps({"oneOf": [{"type": "object"}] * 10_000})),
-        Spec("grammar", "[" * 200_000),
         Spec("json_schema", '"' + '\\"' * 100_000 + "\\"), Spec("json_schema", '{"$ref": "#' + "/a" * 100_000 + '"}'),
     ],
     ids=lambda spec: f"{spec.kind}-{spec.text[:12]}-{len(spec.text)}",
@@ -127,7 +146,70 @@ def test_hostile_specs_are_refused_at_once(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [Spec("regex", "[" * 200_000 + "$a"), Spec("grammar", 'root ::= "' + '\\"' * 100_000 + "\\")]
+    "pattern",
+    [
+        '^["]$',
+        "^[\\x22]$",
+        "^\\u0022$",
+        "^\\u{22}$",
+        "^\\x22$",
+        "^[\\\\]$",
+        "^\\x5c$",
+        "a\\\\",
+        '[a"]',
+        "[\\x5c-z]",
+    ],
+)
+@pytest.mark.parametrize("place", ["pattern", "patternProperties", "propertyNames"])
+def test_what_json_would_have_to_escape_is_refused(pattern: str, place: str) -> None:
+    """However it is spelled, and wherever the expression stands."""
+    if place == "pattern":
+        schema: Any = {"type": "string", "pattern": pattern}
+    else:
+        schema = {place: {pattern: {}} if place == "patternProperties" else {"pattern": pattern}}
+    with pytest.raises(InvalidArgument, match="quote or a backslash"):
+        lowered(schema)
+
+
+def test_sets_of_characters_lose_what_json_would_have_to_escape() -> None:
+    """And what readers disagree on: whether a rare space is white."""
+    wide = {"type": "string", "pattern": "^[ -~][^a].$"}
+    assert lowered(wide)["pattern"] == (
+        r"^[ -!#-,\-.-\[\]_-~\^]"
+        r"[ -!#-,\-.-\[\]_-`b-~\x7f-\u{d7ff}\u{e000}-\u{10ffff}\^]"
+        r"[ -!#-,\-.-\[\]_-~\x7f-\u{2027}\u{202a}-\u{d7ff}\u{e000}-\u{10ffff}\^]$"
+    )
+    rare = lowered({"type": "string", "pattern": "\\S"})["pattern"]
+    assert not any(
+        re.fullmatch(re.sub(r"\\u\{(.*?)\}", lambda hit: chr(int(hit[1], 16)), rare), char)
+        for char in "\u2028\u3000\ufeff \x85"
+    )
+
+
+def test_schemas_that_refer_to_one_another_take_no_time_that_grows_with_their_square() -> None:
+    """Long chains, and a oneOf of the same long enums in many places: each definition is looked at once."""
+    chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1900)} | {"1900": {"type": "null"}}
+    enums = {f"e{i}": {"enum": [i * 1000 + j for j in range(90)]} for i in range(60)}
+    one = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in enums]}
+    started = time.thread_time()
+    lowered({"$defs": chain, "$ref": "#/$defs/0"})
+    lowered({"$defs": enums, "properties": {f"p{k}": {"type": "array", "items": one} for k in range(40)}})
+    assert time.thread_time() - started < 1.0
+    huge = {f"e{i}": {"enum": [i * 500 + j for j in range(500)]} for i in range(64)}
+    with pytest.raises(InvalidArgument, match="too many"):
+        lowered({"$defs": huge, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in huge]})
+
+
+def test_what_is_never_closed_is_read_once_and_refused() -> None:
+    started = time.thread_time()
+    with pytest.raises(InvalidArgument, match="not closed"):
+        lower(Spec("regex", "[" * 200_000 + "$a"))
+    assert time.thread_time() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [Spec("grammar", "root ::= " + "[" * 200_000), Spec("grammar", 'root ::= "' + '\\"' * 100_000 + "\\")],
 )
 def test_what_is_never_closed_is_read_once(spec: Spec) -> None:
     """It is the compiler's to refuse; getting there takes no time that grows with the square of the size."""

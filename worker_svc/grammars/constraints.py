@@ -9,14 +9,16 @@ first.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
-from worker_svc.grammars.spec import PARAM, Spec
+from worker_svc.grammars.spec import Spec
 
 Draw = Callable[[Sequence[int] | None], torch.Tensor]
 """Draws tokens, int64 [rows], for some rows of the step's logits as they are then, -1 where none is allowed; ``None`` for all of them, before
@@ -77,7 +79,7 @@ class Constraints:
         grammar = self._compiler.find(spec)
         if grammar is None:
             raise Unavailable("the grammar is not among the compiled ones (any more)", param=PARAM)
-        self._matchers[slot] = Matcher(grammar, self._end_ids, output)
+        self._matchers[slot] = Matcher(grammar, self._end_ids, output, partial(self._compiler.refuse, spec))
         self._count += 1
 
     def release(self, slot: int) -> None:
@@ -164,7 +166,12 @@ class Constraints:
         """Takes a token that was drawn under the mask."""
         if self._try(matcher, token, slot, errors):
             return
-        if not matcher.ended and (end := matcher.finish(self._masks.rows, self._masks.scratch)) is not None:
+        try:
+            end = None if matcher.ended else matcher.finish(self._masks.rows, self._masks.scratch)
+        except TriptychError as error:
+            errors[slot] = error
+            return
+        if end is not None:
             tokens[row] = (
                 end  # the grammar is through, and min_tokens or a bias forbids to end: the grammar wins
             )

@@ -39,7 +39,7 @@ FORMATS: Final[dict[str, str]] = {
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "uri": _URI,
     "uri-reference": f"(?:{_URI}|/{_PATH}(?:/{_PATH})*{_TAIL})",
-    "uri-template": "/?(?:[a-zA-Z0-9._~-]+|\\{[a-zA-Z_][a-zA-Z0-9_]*\\}|/)*",
+    "uri-template": "(?:[a-zA-Z0-9._~/-]|\\{[a-zA-Z_][a-zA-Z0-9_]*\\})*",
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,4}})(?:#|{_POINTER})",
 }

@@ -1,7 +1,7 @@
 """One request's place in its grammar."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from protos.errors import Internal, InvalidArgument
-from worker_svc.grammars.spec import PARAM
+from worker_svc.grammars.limits import PARAM
 
 if TYPE_CHECKING:
     import xgrammar
@@ -17,33 +17,43 @@ if TYPE_CHECKING:
 # CPU seconds that a grammar may cost in steps, beside so much a token: an ambiguous one costs more with every token, and everybody waits.
 _BUDGET_S: Final = 1.0
 _BUDGET_PER_TOKEN_S: Final = 0.001
+# Forced tokens that are taken at a time; what is left of a chain comes with the next sample.
+LONGEST_JUMP: Final = 128
+# Of which two that may come next prove a choice: what may stand between the parts of JSON, in texts and in numbers. Where only others may,
+# making the mask tells.
+_PROBES: Final = (" ", "\n", "a", "e", "1", "3")
+
+Costly = Callable[[InvalidArgument], None]
+"""Told why when a grammar has cost more than others should wait for."""
 
 
 class Matcher:
     """Which tokens may come next, given those that came.
+
+    Whatever xgrammar raises is the request's own failure, and whatever it does counts towards the request's budget.
 
     Attributes:
         ended: whether an end token was taken.
     """
 
     def __init__(
-        self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int]
-    ) -> None:
+        self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int],
+        costly: Costly = lambda _: None,
+    ) -> None:  # fmt: skip
         """Takes up behind ``output``, what was generated so far.
 
         Raises:
-            InvalidArgument: if the grammar does not allow it.
+            InvalidArgument: if the grammar does not allow it, or costs more than others should wait for.
             Internal: if the matcher fails.
         """
         import xgrammar
 
-        try:
-            self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
-        except RuntimeError as error:
-            raise Internal(f"matching the grammar failed: {error}") from error
+        # Its bytes are counted for as long as a matcher uses them.
+        self._grammar = grammar
+        self._budget = _Budget(costly)
         self._end_ids = tuple(end_ids)
-        self._num_tokens = 0
-        self._spent_s = 0.0
+        with self._budget:
+            self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
         for index, token in enumerate(output):
             if not self.take(token):
                 raise InvalidArgument(
@@ -63,13 +73,9 @@ class Matcher:
             InvalidArgument: if the grammar costs more than others should wait for.
             Internal: if the matcher fails.
         """
-        started = time.thread_time()
-        try:
+        with self._budget:
             taken = bool(self._matcher.accept_token(token))
-        except RuntimeError as error:
-            raise Internal(f"matching the grammar failed: {error}") from error
-        self._num_tokens += taken
-        self._spend(started)
+            self._budget.num_tokens += taken
         return taken
 
     def fill(self, masks: torch.Tensor, row: int) -> None:
@@ -77,16 +83,13 @@ class Matcher:
 
         Raises:
             InvalidArgument: if the grammar costs more than others should wait for.
+            Internal: if the matcher fails.
         """
-        started = time.thread_time()
-        try:
+        with self._budget:
             self._matcher.fill_next_token_bitmask(masks, row)
-        except RuntimeError as error:
-            raise Internal(f"matching the grammar failed: {error}") from error
-        self._spend(started)
 
     def forced(self, masks: torch.Tensor, row: int, room: int, least: int) -> tuple[int, ...]:
-        """Takes the tokens that follow without a choice, and returns them.
+        """Takes the tokens that follow without a choice, up to :data:`LONGEST_JUMP` (or ``least``), and returns them.
 
         A chain that leads to the end is always taken: nothing has to be computed for it. Others are if they are at least ``least`` long.
 
@@ -95,14 +98,19 @@ class Matcher:
             row: of ``masks``.
             room: tokens at most.
             least: 0 for none but the end.
+
+        Raises:
+            InvalidArgument: if the grammar costs more than others should wait for.
+            Internal: if the matcher fails.
         """
         words = masks[row].numpy().view(np.uint32)
         chain: list[int] = []
-        while len(chain) < room:
-            completed = self._matcher.is_completed()
-            if not completed and not (least and self._has_forced_text()):
-                break  # there is a choice of characters, so there is one of tokens
-            self.fill(masks, row)
+        while len(chain) < min(room, max(least, LONGEST_JUMP)):
+            with self._budget:
+                completed = bool(self._matcher.is_completed())
+                if not completed and (not least or self._has_choice()):
+                    break
+                self._matcher.fill_next_token_bitmask(masks, row)
             token = self._end_ids[0] if completed and self._only_ends(words) else _single(words)
             if token is None or not self.take(token):
                 break
@@ -112,19 +120,32 @@ class Matcher:
         if least and len(chain) >= least:
             return tuple(chain)
         if chain:
-            self._matcher.rollback(len(chain))
-            self._num_tokens -= len(chain)
+            with self._budget:
+                self._matcher.rollback(len(chain))
+                self._budget.num_tokens -= len(chain)
         return ()
 
-    def _has_forced_text(self) -> bool:
-        """Whether the next byte is certain: a cheap look before a mask is made."""
-        try:
-            return bool(self._matcher.find_jump_forward_string())
-        except UnicodeDecodeError:
-            return True  # it begins within a character
+    def _has_choice(self) -> bool:
+        """Whether two characters are seen to be possible next, so that there is a choice of tokens: a look that is cheaper than a mask.
+
+        Asking xgrammar for the text that is forced would build all of it, each time, however long it is.
+        """
+        possible = 0
+        for char in _PROBES:
+            if self._matcher.accept_string(char):
+                self._matcher.rollback(1)
+                possible += 1
+                if possible == 2:
+                    return True
+        return False
 
     def finish(self, masks: torch.Tensor, row: int) -> int | None:
-        """Takes and returns an end token if nothing else is allowed; ``None`` if something is."""
+        """Takes and returns an end token if nothing else is allowed; ``None`` if something is.
+
+        Raises:
+            InvalidArgument: if the grammar costs more than others should wait for.
+            Internal: if the matcher fails.
+        """
         self.fill(masks, row)
         words = masks[row].numpy().view(np.uint32)
         return self._end_ids[0] if self._only_ends(words) and self.take(self._end_ids[0]) else None
@@ -135,14 +156,39 @@ class Matcher:
         ends = sum(int(words[token >> 5]) >> (token & 31) & 1 for token in self._end_ids)
         return len(left) <= len(self._end_ids) and sum(int(word).bit_count() for word in left) == ends > 0
 
-    def _spend(self, started: float) -> None:
-        self._spent_s += time.thread_time() - started
-        if self._spent_s > _BUDGET_S + self._num_tokens * _BUDGET_PER_TOKEN_S:
-            raise InvalidArgument(
-                f"the grammar took {self._spent_s:.1f} s for {self._num_tokens} tokens, and everybody waits for it;"
+
+class _Budget:
+    """Around calls of xgrammar: counts their CPU time, and makes what they raise a failure of this request."""
+
+    def __init__(self, costly: Costly) -> None:
+        """Nothing is spent."""
+        self._costly = costly
+        self._spent_s = 0.0
+        self._started = 0.0
+        self.num_tokens = 0
+
+    def __enter__(self) -> None:
+        """Calls begin."""
+        self._started = time.thread_time()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """They ended.
+
+        Raises:
+            InvalidArgument: if all of them cost more than others should wait for.
+            Internal: if one of them raised.
+        """
+        self._spent_s += time.thread_time() - self._started
+        if isinstance(error, RuntimeError | MemoryError):
+            raise Internal(f"matching the grammar failed: {error}", param=PARAM) from error
+        if self._spent_s > _BUDGET_S + self.num_tokens * _BUDGET_PER_TOKEN_S:
+            refusal = InvalidArgument(
+                f"the grammar took {self._spent_s:.1f} s for {self.num_tokens} tokens, and everybody waits for it;"
                 " make it less ambiguous",
                 param=PARAM,
             )
+            self._costly(refusal)
+            raise refusal
 
 
 def _single(words: npt.NDArray[np.uint32]) -> int | None:

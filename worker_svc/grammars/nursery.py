@@ -1,16 +1,18 @@
 """The process in which grammars are compiled: it waits, and forks a child for each of them.
 
 xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A child has limits of its own that the kernel keeps, and
-whatever becomes of it (out of time, out of memory, a crash of the compiler) is one grammar's failure and nobody else's. What it compiles
-is sent back serialized. Measured with SmolLM2's vocabulary: the nursery starts in 0.4 s and occupies 87 MB, a fork takes 8 ms, and
-serializing and reading back costs half as much again as compiling.
+whatever becomes of it (out of time, out of memory, a crash of the compiler) is one grammar's failure and nobody else's. It checks and lowers
+the grammar, compiles it, makes its first mask and sends it serialized; if it ends before that, the nursery tells how. Measured with SmolLM2's
+vocabulary: the nursery starts in 0.4 s and occupies 87 MB, a fork takes 8 ms, and serializing and reading back costs half as much again as
+compiling.
 
 Started by :class:`~worker_svc.grammars.compiler.GrammarCompiler` as ``python -m worker_svc.grammars.nursery FD FOLDER VOCAB EOS…``. Over
-the socket ``FD`` it answers the tokenizer's description, or why it has none, and then receives one file descriptor per grammar.
+the socket ``FD`` it answers a description of the vocabulary, or why it has none, and then receives one file descriptor per grammar.
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import resource
 import select
@@ -18,36 +20,78 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from protos.errors import InvalidArgument
+from worker_svc.grammars.limits import MAX_WHITESPACE, refused
+from worker_svc.grammars.markers import described, markers_in, numbered, with_markers
+from worker_svc.grammars.patterns import with_rules
+from worker_svc.grammars.spec import Kind, Source, Spec, lower
+
 HEADER: Final = struct.Struct("<cQ")
 """Of every answer: a kind, and the bytes that follow."""
 JOB: Final = struct.Struct("<cdQQQ")
-"""Of every job: the kind of its source, CPU seconds, bytes of memory, bytes of the result at most, bytes of text that follow."""
+"""Of every job: the kind of its spec, CPU seconds, bytes of memory, bytes of the result at most, bytes of text that follow."""
+STATUS: Final = struct.Struct("<i")
+"""How a child ended, as ``waitpid`` has it."""
+KINDS: Final[dict[Kind, bytes]] = {
+    "json_schema": b"j", "json_object": b"o", "regex": b"r", "grammar": b"g", "choice": b"c", "structural_tag": b"t",
+}  # fmt: skip
 DONE: Final = b"+"
+"""A vocabulary, or the ids of a grammar's markers as a JSON list, a line feed and the grammar."""
+WRONG: Final = b"!"
+"""What is wrong with the spec, in our words."""
 REFUSED: Final = b"-"
+"""Why it cannot be compiled, in xgrammar's."""
+DIED: Final = b"x"
+"""No answer came; a :data:`STATUS` follows."""
 
 # Steps of a model on the same cores come first.
 _NICENESS: Final = 10
 # A child that has the cores to itself is done when its CPU time is; one that waits for them gets this much longer.
 WALL_FACTOR: Final = 8.0
+# CPU seconds of a first mask: the worker makes it between two steps, and everybody waits.
+_FIRST_MASK_S: Final = 0.25
 
 
 class Job(NamedTuple):
     """One grammar to compile."""
 
-    source: bytes
-    """``j``: JSON schema, ``r``: regex, ``e``: EBNF, ``t``: structural tag."""
+    spec: Spec
     cpu_s: float
     memory: int
     """Bytes beside what the nursery has."""
     largest: int
-    """Bytes that the compiled grammar may occupy."""
-    text: str
+    """Bytes that the compiled grammar may occupy, serialized or not."""
+
+
+class Vocabulary(NamedTuple):
+    """What a child finds when it is born."""
+
+    core: Any
+    """Xgrammar's compiled half."""
+    tokenizer: Any
+    end_ids: list[int]
+    specials: dict[str, int]
+    """Special tokens that end nothing, by their text."""
+
+    def id_of(self, text: str) -> int:
+        """The token that has a text.
+
+        Raises:
+            InvalidArgument: if none has.
+        """
+        if (found := self.specials.get(text)) is not None:
+            return found
+        with contextlib.suppress(ValueError):
+            if text:
+                return list(self.tokenizer.decoded_vocab()).index(text.encode(errors="surrogatepass"))
+        raise refused(f"structural_tag names the token {text!r}, which the vocabulary does not have")
 
 
 def send(connection: socket.socket, kind: bytes, payload: bytes) -> None:
@@ -98,43 +142,96 @@ def _load_xgrammar() -> Any:
     return _core
 
 
-def _tokenizer(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) -> Any:
+def _vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) -> Vocabulary:
     """The vocabulary as xgrammar wants it; ids beyond the tokenizer's own have no text and are never allowed."""
-    import json
-
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = [""] * vocab_size
     # Nor have special tokens: they are no part of the text that clients read.
-    special = {token_id for token_id, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    specials = {
+        token_id: str(added.content)
+        for token_id, added in tokenizer.get_added_tokens_decoder().items()
+        if added.special
+    }
     for word, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id < vocab_size and token_id not in special:
+        if token_id < vocab_size and token_id not in specials:
             words[token_id] = word
     kind = json.loads(core.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str()))  # noqa: SLF001 - its only reader of them
-    return core.TokenizerInfo(words, kind["vocab_type"], vocab_size, end_ids, kind["add_prefix_space"])
+    info = core.TokenizerInfo(words, kind["vocab_type"], vocab_size, end_ids, kind["add_prefix_space"])
+    markers = {
+        text: token_id
+        for token_id, text in specials.items()
+        if text and token_id < vocab_size and token_id not in end_ids
+    }
+    return Vocabulary(core, info, end_ids, markers)
 
 
-def _compile(core: Any, tokenizer: Any, job: Job) -> bytes:
-    compiler = core.GrammarCompiler(tokenizer, 1, False, -1)
-    match job.source:
-        case b"j":
-            # Any order of whitespace up to so many characters (a model that writes nothing else would never end); strict.
-            grammar = compiler.compile_json_schema(job.text, True, None, None, True, MAX_WHITESPACE, False)
-        case b"r":
-            grammar = compiler.compile_regex(job.text)
-        case b"e":
-            grammar = compiler.compile_grammar_from_strings(job.text, "root")
-        case _:
-            grammar = compiler.compile_structural_tag(job.text)
-    size = grammar.memory_size_bytes()
+def _compile(vocabulary: Vocabulary, job: Job) -> bytes:
+    """A grammar's markers and itself, serialized.
+
+    Raises:
+        InvalidArgument: if the spec is wrong, in our words.
+        Exception: whatever xgrammar raises.
+    """
+    core = vocabulary.core
+    source, text = lower(job.spec)
+    tokenizer, markers = vocabulary.tokenizer, dict[str, int]()
+    if source == "tag":
+        tag = json.loads(text)
+        markers = markers_in(tag, vocabulary.specials)
+        text = json.dumps(numbered(tag, vocabulary.id_of))
+    if markers:
+        words = with_markers(tokenizer.decoded_vocab(), markers)
+        tokenizer = core.TokenizerInfo(words, 0, len(words), vocabulary.end_ids, tokenizer.add_prefix_space())
+    grammar = compiled(core, core.GrammarCompiler(tokenizer, 1, False, -1), source, text)
+    serialized = str(grammar.serialize_json()).encode()
+    size = max(grammar.memory_size_bytes(), len(serialized))
     if size > job.largest:
         raise ValueError(f"its compiled form has {size >> 20} MiB; at most {job.largest >> 20} MiB are kept")
-    return str(grammar.serialize_json()).encode()
+    _try_out(core, grammar, tokenizer.vocab_size())
+    return json.dumps(sorted(markers.values())).encode() + b"\n" + serialized
 
 
-MAX_WHITESPACE: Final = 8
-"""Characters of white space in a row that JSON may have between its parts."""
+def compiled(core: Any, compiler: Any, source: Source, text: str) -> Any:
+    """What a lowered spec becomes.
+
+    Args:
+        core: xgrammar's compiled half.
+        compiler: one of its compilers.
+        source: of ``text``.
+        text: what :func:`~worker_svc.grammars.spec.lower` made.
+    """
+    match source:
+        case "json":
+            # Any order of whitespace up to so many characters (a model that writes nothing else would never end); strict.
+            schema = core.Grammar.from_json_schema(text, True, None, None, True, MAX_WHITESPACE, False, False)
+            return compiler.compile_grammar_ebnf(with_rules(core, schema))
+        case "regex":
+            return compiler.compile_regex(text)
+        case "ebnf":
+            return compiler.compile_grammar_from_strings(text, "root")
+        case "tag":
+            return compiler.compile_grammar_ebnf(with_rules(core, core.Grammar.from_structural_tag(text)))
+
+
+def _try_out(core: Any, grammar: Any, vocab_size: int) -> None:
+    """Makes the first mask, as the worker will between two steps.
+
+    Raises:
+        ValueError: if that takes longer than others should wait.
+    """
+    import numpy as np
+
+    mask = np.zeros((1, (vocab_size + 31) // 32), np.int32)
+    matcher = core.GrammarMatcher(grammar, None, False, -1, None)
+    started = time.thread_time()
+    matcher.fill_next_token_bitmask(mask, 0, False)
+    spent = time.thread_time() - started
+    if spent > _FIRST_MASK_S:
+        raise ValueError(
+            f"telling which tokens may come first takes {spent:.2f} s, and everybody waits for it; make it less ambiguous"
+        )
 
 
 @contextlib.contextmanager
@@ -153,24 +250,83 @@ def ended_by(connection: socket.socket) -> Iterator[None]:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def _bear(core: Any, tokenizer: Any, connection: socket.socket) -> None:
+def _answer(vocabulary: Vocabulary, job: Job) -> tuple[bytes, bytes]:
+    """Kind and content of what a child has to say."""
+    try:
+        return DONE, _compile(vocabulary, job)
+    except InvalidArgument as error:
+        return WRONG, error.message.encode(errors="replace")
+    except MemoryError:
+        return REFUSED, b"std::bad_alloc"
+    except Exception as error:  # noqa: BLE001 - whatever the compiler says is the answer
+        return REFUSED, (str(error) or type(error).__name__).encode(errors="replace")
+
+
+def _live(vocabulary: Vocabulary, connection: socket.socket) -> None:
     """A child's whole life."""
     os.setsid()  # a terminal's Ctrl-C is for the worker to handle
-    source, cpu_s, memory, largest, size = JOB.unpack(receive_exactly(connection, JOB.size))
+    kind, cpu_s, memory, largest, size = JOB.unpack(receive_exactly(connection, JOB.size))
     text = receive_exactly(connection, size).decode(errors="surrogatepass")
-    job = Job(source, cpu_s, memory, largest, text)
+    spec = Spec(next(name for name, each in KINDS.items() if each == kind), text)
+    job = Job(spec, cpu_s, memory, largest)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + job.memory,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (max(1, round(job.cpu_s)),) * 2)
+    seconds = max(1, round(job.cpu_s))
+    # The soft limit's signal tells what happened; the hard one is for a child that would not hear it.
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))
     signal.setitimer(signal.ITIMER_REAL, job.cpu_s * WALL_FACTOR)  # nobody handles it: it ends the child
-    try:
-        with ended_by(connection):
-            compiled = _compile(core, tokenizer, job)
-        send(connection, DONE, compiled)
-    except MemoryError:
-        send(connection, REFUSED, b"std::bad_alloc")
-    except Exception as error:  # noqa: BLE001 - whatever the compiler says is the answer
-        send(connection, REFUSED, str(error).encode(errors="replace"))
+    with ended_by(connection):
+        answer = _answer(vocabulary, job)
+    send(connection, *answer)
+
+
+def _bury(children: dict[int, socket.socket]) -> None:
+    """Takes leave of children that ended, and tells how those did that cannot have answered."""
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        with children.pop(child) as connection, contextlib.suppress(OSError):
+            connection.setblocking(False)
+            if status:
+                send(connection, DIED, STATUS.pack(status))
+
+
+def _serve(control: socket.socket, vocabulary: Vocabulary) -> None:
+    """Bears a child for each connection that comes, until the worker goes away."""
+    children: dict[int, socket.socket] = {}
+    ended, wakeup = socket.socketpair()
+    ended.setblocking(False)
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(ended, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if ended.fileno() in ready:
+            ended.recv(4096)
+            _bury(children)
+        if control.fileno() not in ready:
+            continue
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        child = os.fork()
+        if child:
+            children[child] = connection
+            continue
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            for each in (control, ended, wakeup, *children.values()):
+                each.close()
+            _live(vocabulary, connection)
+        except BaseException:  # noqa: BLE001 - there is nobody to tell but the nursery
+            os._exit(1)
+        os._exit(0)
 
 
 def main() -> None:
@@ -180,27 +336,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        core = _load_xgrammar()
-        tokenizer = _tokenizer(
-            core, Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]]
+        vocabulary = _vocabulary(
+            _load_xgrammar(), Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]]
         )
     except Exception as error:  # noqa: BLE001 - a tokenizer that it cannot read is the worker's to report
         send(control, REFUSED, str(error).encode(errors="replace"))
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    send(control, DONE, str(tokenizer.serialize_json()).encode())
+    send(control, DONE, described(str(vocabulary.tokenizer.serialize_json()), vocabulary.specials))
     # What the compiler warns of is refused before it gets here.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        if os.fork() == 0:
-            with contextlib.suppress(BaseException), socket.socket(fileno=descriptors[0]) as connection:
-                control.close()
-                _bear(core, tokenizer, connection)
-            os._exit(0)
-        os.close(descriptors[0])
+    _serve(control, vocabulary)
 
 
 if __name__ == "__main__":

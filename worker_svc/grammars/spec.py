@@ -8,19 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from protos.errors import InvalidArgument
 from protos.wire import MAX_GRAMMAR_BYTES
 from worker_svc.grammars.json_schema import Limits, lower_schema
-from worker_svc.grammars.regex import check_regex
+from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, PARAM
+from worker_svc.grammars.limits import refused as _refused
+from worker_svc.grammars.regex import lower_regex
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 Source = Literal["json", "regex", "ebnf", "tag"]
 """What a compiler is given."""
-
-PARAM: Final = "structured_output"
-MAX_NESTING: Final = 64
-MAX_ALTERNATIVES: Final = 10_000
-MAX_TAGS: Final = 512
 
 # What `additionalProperties` of a schema becomes is the schema's business; any object at all is this.
 _ANY_OBJECT: Final = '{"type": "object", "additionalProperties": true}'
@@ -51,17 +47,26 @@ class Spec:
         return hashlib.sha256(f"{self.kind}\0{self.text}".encode(errors="surrogatepass")).digest()
 
 
-def lower(spec: Spec) -> tuple[Source, str]:
-    """What xgrammar is to compile.
+def check_size(spec: Spec) -> None:
+    """Bounds what is looked at at all.
 
     Raises:
-        InvalidArgument: if the spec is too large, deep or branched, is no such thing, or asks for what cannot be enforced.
+        InvalidArgument: if the spec is too large.
     """
     size = len(spec.text.encode(errors="surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise _refused(
             f"{spec.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are compiled, so describe less of the output"
         )
+
+
+def lower(spec: Spec) -> tuple[Source, str]:
+    """What xgrammar is to compile.
+
+    Raises:
+        InvalidArgument: if the spec is too large, deep or branched, is no such thing, or asks for what cannot be enforced.
+    """
+    check_size(spec)
     match spec.kind:
         case "json_object":
             return "json", _ANY_OBJECT
@@ -69,8 +74,7 @@ def lower(spec: Spec) -> tuple[Source, str]:
             schema = _parsed(spec)
             return "json", json.dumps(lower_schema(schema, Limits()))
         case "regex":
-            check_regex(spec.text, PARAM)
-            return "regex", spec.text
+            return "regex", lower_regex(spec.text, PARAM)
         case "grammar":
             _check_grammar(spec.text)
             return "ebnf", spec.text
@@ -161,13 +165,15 @@ def _lower_tag(tag: Any) -> Any:
         count += 1
         if count > MAX_TAGS:
             raise _refused(f"structural_tag has more than {MAX_TAGS} parts")
-        if "json_schema" in node:
-            return {**node, "json_schema": lower_schema(node["json_schema"], budget)}
+        changed = {
+            name: lower_schema(value, budget) if name == "json_schema" else lowered(value)
+            for name, value in node.items()
+        }
         if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
-            check_regex(node["pattern"], PARAM)
+            changed["pattern"] = lower_regex(node["pattern"], PARAM)
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
             _check_grammar(node["grammar"])
-        return {name: lowered(value) for name, value in node.items()}
+        return changed
 
     return lowered(tag)
 
@@ -195,7 +201,3 @@ def _modern_tag(tag: dict[str, Any]) -> dict[str, Any]:
             ],
         },
     }
-
-
-def _refused(message: str) -> InvalidArgument:
-    return InvalidArgument(message, param=PARAM)
