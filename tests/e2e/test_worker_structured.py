@@ -172,15 +172,17 @@ def test_what_a_grammar_and_a_list_of_tokens_exclude_together_fails_alone(harnes
 
 
 def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
-    """An output that the grammar does not allow is refused at admission; an ambiguous grammar fails when it has cost enough."""
-    ambiguous = Spec("grammar", 'root ::= x\nx ::= x x x | "a" | ""')
-    forced = Sampling(temperature=1.0, seed=1)
+    """An ambiguous grammar fails when it has cost enough, and the same is not compiled again; its neighbour notices nothing."""
+    ambiguous = Spec("grammar", 'root ::= x\nx ::= x x x | [a-z ] | ""')
+    greedy = Sampling(temperature=0.0)
     results = harness.generate_constrained(
-        ["a a a", "Once"], [ambiguous, None], [forced, Sampling(temperature=0.0)], 300
+        ["a a a", "Once"], [ambiguous, None], [Sampling(temperature=1.0, seed=1, min_tokens=300), greedy], 300
     )
-    assert results[1][1] is None
-    assert len(results[1][0]) > 20
-    assert results[0][1] is None or isinstance(results[0][1], InvalidArgument)
+    assert isinstance(results[0][1], InvalidArgument)
+    assert "ambiguous" in results[0][1].message
+    assert harness.generate_constrained(["Once"], [None], [greedy], 300) == results[1:]
+    with pytest.raises(InvalidArgument, match="ambiguous"):
+        compiler().submit(ambiguous).result()
 
 
 def test_a_grammar_that_is_not_compiled_is_asked_for(harness: Constrained) -> None:

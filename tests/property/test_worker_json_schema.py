@@ -2,15 +2,18 @@
 
 import itertools
 import json
+import random
+import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import xgrammar
 from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.nursery import MAX_WHITESPACE
+from worker_svc.grammars.formats import FORMATS
+from worker_svc.grammars.nursery import compiled
 from worker_svc.grammars.spec import Spec, lower
 
 pytestmark = pytest.mark.property
@@ -23,7 +26,9 @@ SCHEMAS: tuple[Any, ...] = (
     {"type": "string", "minLength": 2, "maxLength": 3}, {"pattern": "^a"}, {"type": "string", "pattern": "^[^x]{2}$"}, {"pattern": "^.{2,3}$"},
     {"pattern": "^a|b$"}, {"pattern": "a$"}, {"pattern": "^\\S+$"}, {"pattern": "^\\d{2}$"}, {"minimum": 5}, {"type": "integer", "minimum": 3},
     {"type": "integer", "maximum": 3}, {"type": "integer", "exclusiveMinimum": 3}, {"type": "integer", "minimum": -5, "maximum": 120},
-    {"type": "integer", "minimum": 2.5}, {"type": "integer", "minimum": 3, "exclusiveMinimum": 5}, {"type": "integer", "multipleOf": 1},
+    {"type": "integer", "minimum": 2.5}, {"type": "integer", "minimum": 3, "exclusiveMinimum": 5}, {"type": "integer", "multipleOf": 1}, {"type": "integer", "multipleOf": 5},
+    {"type": "integer", "multipleOf": 3}, {"type": "integer", "multipleOf": 1000.0}, {"pattern": "^([a-z][a-z]*)?$"}, {"pattern": "^(a(b)*|x)?$"},
+    {"patternProperties": {"^(x(a)*)?$": A}}, {"propertyNames": {"pattern": "^(a|b|x(a){0,2})$"}},
     {"type": "number", "minimum": 3}, {"type": "number", "exclusiveMaximum": 3}, {"type": "number", "minimum": -1.5, "maximum": 2.25},
     {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, {"type": "number", "minimum": 0.1}, {"type": "number", "maximum": -0.001},
     {"type": ["integer", "string"], "minimum": 3, "minLength": 2}, {"items": A}, {"type": "array", "minItems": 2}, {"maxItems": 1},
@@ -131,17 +136,29 @@ def compiler() -> xgrammar.GrammarCompiler:
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
+def matcher_of(spec: Spec) -> xgrammar.GrammarMatcher:
+    """At its beginning, compiled as the nursery does."""
+    from xgrammar.base import _core  # type: ignore[attr-defined]
+
+    handle = compiled(_core, compiler()._handle, *lower(spec))
+    return xgrammar.GrammarMatcher(
+        cast("xgrammar.CompiledGrammar", xgrammar.CompiledGrammar._create_from_handle(handle))
+    )
+
+
+def accepts(matcher: xgrammar.GrammarMatcher, text: str) -> bool:
+    matcher.reset()
+    return matcher.accept_string(text) and matcher.is_completed()
+
+
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
 def test_what_the_grammar_accepts_is_valid(schema: Any) -> None:
     """Keyword by keyword, over a pool of a thousand texts."""
-    _, text = lower(Spec("json_schema", json.dumps(schema)))
-    grammar = compiler().compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-    matcher = xgrammar.GrammarMatcher(grammar)
+    matcher = matcher_of(Spec("json_schema", json.dumps(schema)))
     validator = Draft202012Validator(_modern(schema), format_checker=CHECKER)
     accepted = 0
     for candidate, value, is_json in pool():
-        matcher.reset()
-        if matcher.accept_string(candidate) and matcher.is_completed():
+        if accepts(matcher, candidate):
             accepted += 1
             assert is_json, candidate
             assert validator.is_valid(value), candidate
@@ -157,6 +174,140 @@ def test_every_case_of_the_end_to_end_test_is_served(number: int) -> None:
         lower(Spec("json_schema", json.dumps(schema(number))))
     except InvalidArgument as error:
         pytest.fail(error.message)
+
+
+OPTIONAL = {
+    "type": "json_schema",
+    "json_schema": {
+        "properties": {"x": {"type": "string", "pattern": "^([A-Z][a-z]*)?$"}},
+        "required": ["x"],
+    },
+}
+TAG = {"type": "tag", "begin": "<f>", "content": OPTIONAL, "end": "</f>"}
+NAMED = 'Regex("(a|b)?", json_string=true)'
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "excludes": ["zz"]},
+         ['hi <f>{"x": "Abc"}</f> yo', f'a"b\\ [c] {NAMED}'], ['hi <f>{"x": "abc"}</f>', "zz", "<f>x"]),
+        ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ['é"\\]'], "max_chars": 5}, TAG, {"type": "const_string", "value": NAMED}]},
+         [f'abc<f>{{"x": "Abc"}}</f>{NAMED}'], [f'abcdef<f>{{"x": "Abc"}}</f>{NAMED}', f'abc<f>{{"x": "abc"}}</f>{NAMED}', 'abc<f>{"x": ""}</f>a']),
+        ({"type": "tags_with_separator", "tags": [TAG], "separator": '\n;"', "at_least_one": True, "stop_after_first": False},
+         ['<f>{"x": "A"}</f>\n;"<f>{"x": "B"}</f>'], ['<f>{"x": "A"}</f>\n;"<f>{"x": "b"}</f>', '<f>{"x": "A"}</f><f>{"x": "B"}</f>']),
+        ({"type": "dispatch", "rules": [["<f>", OPTIONAL], ["q", {"type": "regex", "pattern": "(a(b)*)?x"}]], "loop": True, "excludes": ["no"]},
+         ['aa<f>{"x": "A"}bbqabx..'], ['aa<f>{"x": "a"}', "qbx", "no"]),
+        ({"type": "tag", "begin": "<f>", "content": {**OPTIONAL, "style": "qwen_xml"}, "end": "</f>"},
+         ["<f><parameter=x>Abc</parameter></f>"], ["<f><parameter=x>abc</parameter></f>"]),
+    ],
+)  # fmt: skip
+def test_tags_keep_their_meaning_where_expressions_become_rules(
+    form: object, right: list[str], wrong: list[str]
+) -> None:
+    """Triggers, exclusions, bounds and texts that look like what is replaced."""
+    matcher = matcher_of(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
+    assert [text for text in right if not accepts(matcher, text)] == []
+    assert [text for text in wrong if accepts(matcher, text)] == []
+
+
+UNSAFE = '"\\'
+SHORT = ["".join(text) for length in range(6) for text in itertools.product("ab", repeat=length)]
+
+
+def expression(rng: random.Random, depth: int) -> str:
+    """Of a and b: groups, alternatives and repetitions within one another."""
+    kind = rng.randrange(7) if depth else 0
+    if kind <= 1:
+        return rng.choice(("a", "b", "[ab]", "[^b]", "."))
+    if kind <= 3:
+        return expression(rng, depth - 1) + expression(rng, depth - 1)
+    if kind == 4:
+        return f"({expression(rng, depth - 1)}|{expression(rng, depth - 1)})"
+    return f"(?:{expression(rng, depth - 1)})" + rng.choice(
+        ("?", "*", "+", "{0,2}", "{1,2}", "{2}", "{1,}", "??")
+    )
+
+
+def flat(rng: random.Random) -> str:
+    """Characters and sets in a row, each repeated or not: what stays an automaton in JSON."""
+    repeats = ("", "", "?", "*", "+", "{0,2}", "{1,2}", "{2}", "{1,}", "{0,3}", "{0}", "+?")
+    pieces = (
+        rng.choice(("a", "b", "[ab]", "[^b]", ".")) + rng.choice(repeats) for _ in range(rng.randint(1, 5))
+    )
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("start", range(0, 600, 50))
+def test_expressions_match_what_python_matches(start: int) -> None:
+    """In JSON strings, as keys and by themselves: all texts of two letters up to five characters."""
+    known = (
+        ["([ab]|((([ab]|a)){1,2}|aaa))", "(a|a{1,2}|bb)", "(ab*)?", "((a[ab]{0,2}){2,}){0,2}"]
+        if not start
+        else []
+    )
+    for seed in range(start, start + 50):
+        rng = random.Random(seed)
+        pattern = known.pop() if known else expression(rng, 3 + seed % 3) if seed % 3 else flat(rng)
+        expected = {text for text in SHORT if re.fullmatch(pattern, text)}
+        inside = matcher_of(
+            Spec("json_schema", json.dumps({"type": "string", "pattern": f"^(?:{pattern})$"}))
+        )
+        keys = matcher_of(
+            Spec("json_schema", json.dumps({"patternProperties": {f"^(?:{pattern})$": {"type": "null"}}}))
+        )
+        alone = matcher_of(Spec("regex", pattern))
+        assert {text for text in SHORT if accepts(inside, f'"{text}"')} == expected, pattern
+        assert {text for text in SHORT if accepts(keys, f'{{"{text}": null}}')} == expected, pattern
+        assert {text for text in SHORT if accepts(alone, text)} == expected, pattern
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_match_their_expressions(name: str) -> None:
+    """Every text of the pool, and each with a character left out, doubled or replaced."""
+    matcher = matcher_of(Spec("json_schema", json.dumps({"type": "string", "format": name})))
+    texts = {
+        changed
+        for text in TEXTS
+        for at in range(len(text) + 1)
+        for changed in (
+            text,
+            text[:at] + text[at + 1 :],
+            text[:at] + text[at : at + 1] + text[at:],
+            text[:at] + ":" + text[at:],
+            text[:at] + "-" + text[at + 1 :],
+        )
+    }
+    plain = [text for text in texts if text.isprintable() and not set(text) & {'"', "\\"}]
+    for text in plain:
+        assert accepts(matcher, f'"{text}"') == bool(re.fullmatch(FORMATS[name], text)), text
+
+
+def charset(rng: random.Random) -> str:
+    """A class of an expression, of characters that mean something in classes among others."""
+
+    def char() -> str:
+        point = rng.choice((rng.randrange(0x21, 0x7F), rng.randrange(0xA1, 0x3FF), *map(ord, "-^][b")))
+        if chr(point) in UNSAFE:
+            return "z"
+        return (
+            chr(point) if chr(point).isalnum() else f"\\x{point:02x}" if point < 0x80 else f"\\u{point:04x}"
+        )
+
+    return "".join(char() for _ in range(rng.randint(1, 5)))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_classes_hold_what_they_hold_for_python(seed: int) -> None:
+    """Negated or not, whatever stands in them and however it is spelled; what JSON has to escape left out."""
+    rng = random.Random(seed)
+    pattern = f"[{rng.choice(('', '^'))}{charset(rng)}{rng.choice(('', 'a-f', '0-9', '!-~'))}]"
+    inside = matcher_of(Spec("json_schema", json.dumps({"type": "string", "pattern": pattern})))
+    alone = matcher_of(Spec("regex", pattern))
+    for char in map(chr, (*range(0x20, 0x400), 0x2028, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF)):
+        held = bool(re.fullmatch(pattern, char))
+        assert accepts(alone, char) == held, (pattern, char)
+        assert accepts(inside, f'"{char}"') == (held and char not in UNSAFE), (pattern, char)
 
 
 def _modern(schema: Any) -> Any:
