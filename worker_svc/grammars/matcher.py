@@ -103,14 +103,15 @@ class Matcher:
             InvalidArgument: if the grammar costs more than others should wait for.
             Internal: if the matcher fails.
         """
-        words = masks[row].numpy().view(np.uint32)
         chain: list[int] = []
         while len(chain) < min(room, max(least, LONGEST_JUMP)):
             with self._budget:
                 completed = bool(self._matcher.is_completed())
-                if not completed and (not least or self._has_choice()):
+                # Where the end is one choice, any character is another.
+                if (not completed and not least) or self._admits(1 if completed else 2):
                     break
                 self._matcher.fill_next_token_bitmask(masks, row)
+            words = _words(masks, row)
             token = self._end_ids[0] if completed and self._only_ends(words) else _single(words)
             if token is None or not self.take(token):
                 break
@@ -125,17 +126,16 @@ class Matcher:
                 self._budget.num_tokens -= len(chain)
         return ()
 
-    def _has_choice(self) -> bool:
-        """Whether two characters are seen to be possible next, so that there is a choice of tokens: a look that is cheaper than a mask.
+    def _admits(self, count: int) -> bool:
+        """Whether so many characters are seen to be possible next, so that there is a choice: a look that is cheaper than a mask.
 
         Asking xgrammar for the text that is forced would build all of it, each time, however long it is.
         """
-        possible = 0
         for char in _PROBES:
             if self._matcher.accept_string(char):
                 self._matcher.rollback(1)
-                possible += 1
-                if possible == 2:
+                count -= 1
+                if not count:
                     return True
         return False
 
@@ -147,14 +147,17 @@ class Matcher:
             Internal: if the matcher fails.
         """
         self.fill(masks, row)
-        words = masks[row].numpy().view(np.uint32)
-        return self._end_ids[0] if self._only_ends(words) and self.take(self._end_ids[0]) else None
+        return (
+            self._end_ids[0] if self._only_ends(_words(masks, row)) and self.take(self._end_ids[0]) else None
+        )
 
     def _only_ends(self, words: npt.NDArray[np.uint32]) -> bool:
         """Whether nothing but end tokens is allowed."""
+        if np.count_nonzero(words) > len(self._end_ids):
+            return False
         left = words[np.flatnonzero(words)]
         ends = sum(int(words[token >> 5]) >> (token & 31) & 1 for token in self._end_ids)
-        return len(left) <= len(self._end_ids) and sum(int(word).bit_count() for word in left) == ends > 0
+        return sum(int(word).bit_count() for word in left) == ends > 0
 
 
 class _Budget:
@@ -191,11 +194,15 @@ class _Budget:
             raise refusal
 
 
+def _words(masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:
+    """A row of masks as unsigned words."""
+    return masks[row].numpy().view(np.uint32)
+
+
 def _single(words: npt.NDArray[np.uint32]) -> int | None:
     """The one token that is allowed; ``None`` if there are others, or none."""
-    (where,) = np.nonzero(words)
-    if len(where) != 1:
+    if np.count_nonzero(words) != 1:
         return None
-    index = int(where[0])
+    index = int(words.argmax())
     word = int(words[index])
     return None if word & (word - 1) else index * 32 + word.bit_length() - 1
