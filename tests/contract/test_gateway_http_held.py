@@ -15,7 +15,11 @@ from protos.errors import InvalidArgument
 from tests.gateway_support import Stack, running_stack
 from tests.tool_templates import THINKING, TIME, WEATHER, folder_with
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("shared_vllm"),
+]
 
 PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}]}

@@ -22,6 +22,8 @@ from protos.triptych.v1 import common_pb2 as pb
 from tests.tool_requests import accepts, byte_compiler, chat, served_with, settings
 from tests.tool_templates import THINKING, TIME, WEATHER, folder_with
 
+pytestmark = pytest.mark.usefixtures("shared_vllm")
+
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
