@@ -1,6 +1,6 @@
 """Constrained slots: which there are, and how their tokens are chosen.
 
-A token is drawn first and looked up in the grammar then, which costs a microsecond; only where the grammar refuses it is the mask made,
+A token is drawn first and looked up in the grammar then, which costs some microseconds; only where the grammar refuses it is the mask made,
 laid on the logits and the row drawn again, with other random numbers. The result is the same as with the mask first. Greedy: the likeliest
 token, if it is allowed, is the likeliest of those allowed. Drawn: a token that is allowed comes with its own probability, or with its share of
 those allowed after one that was not, which together is its share. Only filters that look at other tokens (top_p, top_k, min_p) see the mask
