@@ -17,19 +17,23 @@ class CallMachine(Machine):
     has seen it can be told no more than that everything from there on is content.
     """
 
-    def __init__(self, new_id: Callable[[], str], state: State, *, text: State, behind: State) -> None:
+    def __init__(
+        self, new_id: Callable[[], str], state: State, *, text: State, behind: State, end: str = ""
+    ) -> None:
         """Waits for a call.
 
         Args:
             new_id: makes ids of calls.
             state: the first state.
             text: the state behind what turned out to be no call.
-            behind: the one behind a call; what is left in it at the end only separates.
+            behind: the one behind a call; what it has put aside when the text ends only separated.
+            end: the marker that may close a call; a part of it that the text ends with is no content.
         """
         super().__init__(state)
         self._counter = Counter(new_id)
         self._call: JsonCall | None = None
         self._states = (text, behind)
+        self._end_marker = end
 
     def _open(
         self,
@@ -65,5 +69,5 @@ class CallMachine(Machine):
     def _end(self, out: list[Event]) -> None:
         if self._call is not None:
             self._call.finish(out)
-        elif self._state != self._states[1]:
+        elif self._state != self._states[1] or not self._end_marker.startswith(self._rest):
             super()._end(out)

@@ -68,6 +68,11 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
         ("llama3_json", '{"name": "get_time", "parameters": {}}\n{"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
         ("llama3_json", '{"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
         ("llama3_json", '{"name": "get_time", "parameters": {}}, and so on', ", and so on", [("get_time", "{}")]),
+        # What looks like the beginning of another call's marker and is the answer's end is text.
+        ("llama3_json", '{"name": "get_time", "parameters": {}} <', "<", [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}, <|pyth', ", <|pyth", [("get_time", "{}")]),
+        ("llama3_json", '<|python_tag|>{"name": "get_time", "parameters": {}}\n<|python_tag|', "<|python_tag|", [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}} ; ', None, [("get_time", "{}")]),
         ("llama3_json", '{"name": "get_time", "parameters": {}};;{}', ";;{}", [("get_time", "{}")]),
         ("llama3_json", 'Sure: <|python_tag|>{"name": "get_time", "parameters": {}}', "Sure:", [("get_time", "{}")]),
         # Mistral: the list of old tokenizers, names in front of arguments in newer ones.
