@@ -41,7 +41,7 @@ class Prompt:
     Attributes:
         token_ids: the prompt.
         logprobs: one entry for each token but the first, if they were asked for; it fills while the prompt is computed, and is
-            complete when the first token comes.
+            complete when the submission gives the first of its events.
         echo: the text that each answer begins with; ``None`` if answers do not repeat the prompt.
         reports: its tokens as part of an answer that begins with it, once they are known and if they are to be told.
     """

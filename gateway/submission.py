@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from protos.errors import TriptychError
+from protos.errors import Internal, TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -20,7 +20,8 @@ class Live:
         n: its sequences.
         received: tokens of each sequence so far, in order.
         ended: sequences of which no more is wanted, because they have finished or their reader has seen enough.
-        prompt_logprobs: of the prompt's tokens but the first, as far as they have come; all of them before any token.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they have come. Tokens of further sequences may come before them.
+        untold: events that wait for the rest of them, in order, each with its sequence's number in the submission.
         index: the number of its first sequence in its submission.
         accepted: whether it has been running, so that trouble means waiting instead of failing.
         deadline: runs while the request waits for a lost scheduler.
@@ -31,6 +32,7 @@ class Live:
     __slots__ = (
         "_attempt",
         "_first_id",
+        "_num_to_tell",
         "accepted",
         "deadline",
         "ended",
@@ -42,6 +44,7 @@ class Live:
         "request",
         "retry",
         "submission",
+        "untold",
     )
 
     def __init__(self, request: inference.GenerateRequest, submission: "Submission", index: int) -> None:
@@ -52,12 +55,15 @@ class Live:
         self.received: list[list[int]] = [[] for _ in range(self.n)]
         self.ended: set[int] = set()
         self.prompt_logprobs: list[pb.TokenLogprobs] = []
+        self.untold: list[tuple[int, inference.GenerateEvent]] = []
         self.accepted = False
         self.deadline: asyncio.TimerHandle | None = None
         self.patience: float | None = None
         self.retry: asyncio.TimerHandle | None = None
         self._first_id = request.request_id
         self._attempt = 0
+        asked = request.sampling.HasField("prompt_logprobs")
+        self._num_to_tell = len(request.prompt_token_ids) - 1 if asked else 0
 
     @property
     def wire_id(self) -> str:
@@ -68,6 +74,11 @@ class Live:
     def over(self) -> bool:
         """Whether all of its sequences have ended."""
         return len(self.ended) == self.n
+
+    @property
+    def told(self) -> bool:
+        """Whether all log-probabilities of the prompt are there, if they were asked for."""
+        return len(self.prompt_logprobs) >= self._num_to_tell
 
     def on_event(self, event: inference.GenerateEvent) -> None:
         """Notes what arrived."""
@@ -156,17 +167,31 @@ class Submission:
             return events
         if self._error is not None:
             raise self._error
+        if any(live.untold for live in self.live):
+            raise Internal(
+                "the scheduler ended a request without telling all of its prompt's log-probabilities"
+            )
         return []
 
     def put(self, index: int, event: inference.GenerateEvent) -> None:
-        """Adds an event of sequence ``index``."""
+        """Adds an event of sequence ``index``.
+
+        What was asked about a prompt is known before its answers begin: until then their events wait.
+        """
         if event.finish_reason:
             self._unfinished.discard(index)
-        self._events.append((index, event))
+        live, _ = self._sequences[index]
+        if live.told:
+            if live.untold:
+                self._events += live.untold
+                live.untold.clear()
+            self._events.append((index, event))
+        else:
+            live.untold.append((index, event))
         self._wake()
 
     def fail(self, error: TriptychError) -> None:
-        """Ends all of it with ``error``; events that arrived before are still delivered."""
+        """Ends all of it with ``error``; events that arrived before are still delivered, unless they wait for their prompt."""
         self.abort()
         if self._error is None:
             self._error = error

@@ -91,6 +91,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
         tokens_per_event: how many of them an event carries.
         step_s: pause between steps.
         prompt_logprobs_per_event: in events of how many the log-probabilities of a prompt come; ``None``: all at once.
+        others_first: a prompt's further sequences begin without waiting for its log-probabilities.
         break_in_prompt: break the stream once, between two of those.
         pause_after: stop stepping requests after that many tokens until :meth:`resume`; ``None``: never.
         refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
@@ -109,6 +110,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
     eos: int = 2
     tokens_per_event: int = 1
     prompt_logprobs_per_event: int | None = None
+    others_first: bool = False
     step_s: float = 0.0
     pause_after: int | None = None
     refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
@@ -135,7 +137,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets what came in and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
-        self.prompt_logprobs_per_event, self.break_in_prompt = None, False
+        self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
         self.metrics = SCHEDULER_METRICS
         self.refuse_pool = lambda _: None
@@ -295,7 +297,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
             event.prompt.num_cached_tokens = 3
         if one.teller is None and one.telling:
             self._tell_prompt(one, event)
-        if one.telling:
+        if one.telling and not (self.others_first and one.teller is not None):
             return event if event.prompt_logprobs else None
         stops = set(one.request.sampling.stop_token_ids) | (
             set() if one.request.sampling.ignore_eos else {self.eos}

@@ -48,14 +48,18 @@ async def streamed(stack: Stack, body: dict[str, Any]) -> list[tuple[str, list[s
     return found
 
 
+@pytest.mark.parametrize("others_first", [False, True])
 @pytest.mark.parametrize("break_in_prompt", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool) -> None:
-    """However many events tell of a prompt, and whoever has to begin again, the answer is the same, and begins when all are there."""
+async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool, others_first: bool) -> None:
+    """The answer is the same, and begins when all is told of the prompt.
+
+    However many events do that, whoever has to begin again, and where another sequence's tokens come, and end, before.
+    """
     scored = {**SCORED, "prompt_logprobs": 1}
     whole = [await choices(stack, scored), await choices(stack, ECHOED)]
     stream = await streamed(stack, ECHOED)
-    stack.peer.prompt_logprobs_per_event = size
+    stack.peer.prompt_logprobs_per_event, stack.peer.others_first = size, others_first
     for body, expected in zip((scored, ECHOED), whole, strict=True):
         stack.peer.break_in_prompt = break_in_prompt
         assert await choices(stack, body) == expected

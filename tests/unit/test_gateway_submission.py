@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.submission import Live, Submission, finished_already
-from protos.errors import Overloaded
+from protos.errors import Internal, Overloaded
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -146,6 +146,65 @@ def test_a_part_of_the_prompts_log_probabilities_is_asked_for_again() -> None:
     live.renew()
     assert len(collected) == 3
     assert not live.request.sampling.HasField("prompt_logprobs")
+
+
+def make_told(size: int = 1) -> Submission:
+    """Requests of two sequences that ask for the log-probabilities of three tokens."""
+    sampling = pb.SamplingParams(prompt_logprobs=1)
+    requests = [
+        inference.GenerateRequest(request_id=f"r{index}", n=2, prompt_token_ids=[1, 2, 3], sampling=sampling)
+        for index in range(size)
+    ]
+    return Submission(requests, lambda *_: None)
+
+
+def deliver(submission: Submission, index: int, arrived: inference.GenerateEvent, told: int = 0) -> None:
+    """As the client does, with ``told`` further log-probabilities of the prompt."""
+    arrived.prompt_logprobs.extend(pb.TokenLogprobs() for _ in range(told))
+    live = submission.live[index // 2]
+    arrived.sequence = index % 2
+    live.on_event(arrived)
+    submission.put(index, arrived)
+
+
+async def test_tokens_wait_for_what_is_told_of_their_prompt() -> None:
+    """Another sequence than the one that tells may begin, and end, earlier. Other prompts' answers do not wait."""
+    submission = make_told(2)
+    deliver(submission, 1, event(5))
+    deliver(submission, 0, event(), told=1)
+    deliver(submission, 1, event(6, reason=pb.FINISH_REASON_STOP))
+    deliver(submission, 2, event(7), told=2)
+    assert [index for index, _ in await submission.take()] == [2]
+    reader = asyncio.create_task(submission.take())
+    submission.live[0].renew()
+    deliver(submission, 0, event(), told=1)
+    await asyncio.sleep(0)
+    assert not reader.done()
+    deliver(submission, 0, event(), told=1)
+    taken = [(index, list(one.token_ids)) for index, one in await reader]
+    assert [(index, tokens) for index, tokens in taken if tokens] == [(1, [5]), (1, [6])]
+    deliver(submission, 0, event(8, reason=pb.FINISH_REASON_STOP))
+    assert [list(one.token_ids) for _, one in await submission.take()] == [[8]]
+
+
+async def test_who_waits_for_a_prompt_hears_of_a_failure() -> None:
+    """Nothing can be told without the prompt, but nobody waits for ever; what is there of another prompt is still delivered."""
+    submission = make_told(2)
+    deliver(submission, 1, event(5))
+    deliver(submission, 2, event(7), told=2)
+    submission.fail(Overloaded("full"))
+    assert [index for index, _ in await submission.take()] == [2]
+    with pytest.raises(Overloaded, match="full"):
+        await submission.take()
+
+
+async def test_a_prompt_that_is_never_told_is_a_failure() -> None:
+    """All of its sequences have ended: nothing more will come."""
+    submission = make_told()
+    deliver(submission, 0, event(5, reason=pb.FINISH_REASON_STOP), told=1)
+    deliver(submission, 1, event(6, reason=pb.FINISH_REASON_STOP))
+    with pytest.raises(Internal, match="log-probabilities"):
+        await submission.take()
 
 
 async def test_sequences_are_numbered_through() -> None:

@@ -180,8 +180,9 @@ class GenerateEvent(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
         """Those of the prompt's next tokens, if they were asked for: of all but the first one, which nothing precedes, in order and none twice.
-        They come as they are computed, in as many events as it takes, all of them before the request's first token. Who resumes a request
-        and asks for them again is told all of them again.
+        They come as they are computed, in as many events as it takes, in those of the sequence that computes the prompt, before its first
+        token. With n > 1 tokens of other sequences may come before them, or between. Who resumes a request and asks for them again is told
+        all of them again.
         """
 
     def __init__(
