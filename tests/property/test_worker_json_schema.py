@@ -310,6 +310,32 @@ def test_classes_hold_what_they_hold_for_python(seed: int) -> None:
         assert accepts(inside, f'"{char}"') == (held and char not in UNSAFE), (pattern, char)
 
 
+CHARS = tuple(map(chr, (
+    *range(1, 0x400), 0x661, 0x966, 0x1680, *range(0x2000, 0x2010), 0x2028, 0x2029, 0x202F, 0x205F, 0x2060, 0x3000, 0x3042, 0xFEFF, 0xFF11, 0x1D7D8, 0x10FFFF,
+)))  # fmt: skip
+
+
+@pytest.mark.parametrize("in_json", [False, True], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\d_]", r"[\D]", r"[\w-]", r"[\W7]", r"[\sa]", r"[\S]", r"[^\d]", r"[^\D]", r"[^\wé]", r"[^\W]",
+        r"[^\s]", r"[^\Sa]", r"[^\0]", r"[^\0-\x1f]", r"[^\0-9]", r'[^\0"\\\x7f]', r"[^\b\t-\r]", r"\x41", r"\u00e9", r"\-", r"[\x41\-\u00e9]", r"[\.-\/]",
+    ],
+)  # fmt: skip
+def test_escapes_stand_for_what_they_stand_for_to_python(pattern: str, in_json: bool) -> None:
+    r"""In classes and outside: in ASCII, but for spaces, of which rare ones are neither \s nor \S."""
+    spaces = r"\s" in pattern.lower()
+    spec = Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+    matcher = matcher_of(spec if in_json else Spec("regex", pattern))
+    for char in CHARS:
+        held = bool(re.fullmatch(pattern, char, 0 if spaces else re.ASCII))
+        held = held and not (in_json and (char < " " or char in UNSAFE))
+        accepted = accepts(matcher, f'"{char}"' if in_json else char)
+        doubtful = spaces and not (char.isascii() and (char.isprintable() or char in "\t\n\v\f\r"))
+        assert accepted <= held if doubtful else accepted == held, (pattern, char)
+
+
 def _modern(schema: Any) -> Any:
     """Draft 7's lists of items as 2020-12 has them."""
     if isinstance(schema, dict) and isinstance(schema.get("items"), list):

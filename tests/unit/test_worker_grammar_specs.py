@@ -9,6 +9,7 @@ import pytest
 
 from protos.errors import InvalidArgument
 from protos.wire import MAX_GRAMMAR_BYTES
+from worker_svc.grammars.regex import lower_regex
 from worker_svc.grammars.spec import Spec, lower
 
 
@@ -169,6 +170,42 @@ def test_what_json_would_have_to_escape_is_refused(pattern: str, place: str) -> 
         schema = {place: {pattern: {}} if place == "patternProperties" else {"pattern": pattern}}
     with pytest.raises(InvalidArgument, match="quote or a backslash"):
         lowered(schema)
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [r"\012", r"\00", r"\07", r"\12", r"\x4", r"\x", r"\u12", r"\u{}", r"\u{g}", r"\c1", r"\c", r"\q", r"\B", r"\é", "\\\u0663"],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["{}", "[{}]", "[^{}]", "[!-{}]", "[{}-~]", "[a{}]", "a{}"])
+def test_escapes_that_are_unknown_cut_off_or_octal_are_refused(escape: str, form: str) -> None:
+    """In classes and outside, in JSON and not: none becomes the letters or digits that it is spelled with."""
+    pattern = form.format(escape)
+    with pytest.raises(InvalidArgument, match="cannot be enforced"):
+        lower(Spec("regex", pattern))
+    with pytest.raises(InvalidArgument, match="cannot be enforced"):
+        lowered({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "inside"),
+    [
+        (r"[^\0-\x1f]", r"[^\x00-\x1f]", r"[^\x00-\x1f]"),
+        (r"[^\0]", r"[^\x00]", r"[^\x00]"),
+        (r"[\0-9]", r"[\x01-9]", None),
+        (r"[\0a]", "[a]", None),
+        (r"[\\0]", r"[0\\]", None),
+        (r"[\0]", None, None),
+    ],
+)
+def test_the_escaped_zero_of_a_class_is_no_digit(pattern: str, text: str | None, inside: str | None) -> None:
+    """It is NUL, which no text has and JSON would have to escape; None where what is left cannot be enforced."""
+    for expected, in_json in ((text, False), (inside, True)):
+        if expected is None:
+            with pytest.raises(InvalidArgument):
+                lower_regex(pattern, "pattern", in_json=in_json)
+        else:
+            same = lower_regex(expected, "pattern", in_json=in_json)
+            assert lower_regex(pattern, "pattern", in_json=in_json) == same
 
 
 def test_sets_of_characters_lose_what_json_would_have_to_escape() -> None:

@@ -13,7 +13,7 @@ _SURROGATES: Final = (0xD800, 0xDFFF)
 _ELEMENT: Final = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[A-Za-z]|.)|.", re.DOTALL
 )
-_NAMED: Final = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7, "e": 27, "b": 8}
+_NAMED: Final = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7, "e": 27, "b": 8, "0": 0}
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Charset:
@@ -57,7 +57,7 @@ CLASSES: Final[dict[str, Charset]] = {
     "d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACES,
     "S": complement(union([*_SPACES, *_DOUBTFUL_SPACES])),
 }  # fmt: skip
-"""What an escape such as ``\\d`` stands for, by its letter."""
+"""What an escape such as ``\\d`` stands for, by its letter: in ASCII, as in ECMAScript, and ``\\D`` and ``\\W`` for all else."""
 
 
 def code_point(escape: str) -> int:
@@ -70,16 +70,24 @@ def code_point(escape: str) -> int:
     return _NAMED.get(kind, ord(kind))
 
 
-def read_class(inside: str) -> tuple[Charset, tuple[int, ...]]:
-    """What stands between the brackets of a class, its ``^`` left out.
+def elements_of(inside: str) -> list[str]:
+    """What stands between the brackets of a class, cut into characters and escapes."""
+    return [match.group() for match in _ELEMENT.finditer(inside)]
+
+
+def read_class(elements: list[str], *, negated: bool) -> tuple[Charset, tuple[int, ...]]:
+    """What a class stands for.
+
+    Args:
+        elements: what stands between its brackets, its ``^`` left out.
+        negated: whether it has one.
 
     Returns:
-        The characters, and those of them that were written out, ends of ranges among them.
+        The characters, and those that were written out, ends of ranges among them.
 
     Raises:
         ValueError: saying what is wrong with it.
     """
-    elements = [match.group() for match in _ELEMENT.finditer(inside)]
     ranges: list[tuple[int, int]] = []
     written: list[int] = []
     at = 0
@@ -87,7 +95,8 @@ def read_class(inside: str) -> tuple[Charset, tuple[int, ...]]:
         element = elements[at]
         at += 1
         if element[0] == "\\" and element[1] in CLASSES:
-            ranges += CLASSES[element[1]]
+            # Negated, what readers disagree on goes as well: [^\s] is \S.
+            ranges += complement(CLASSES[element[1].swapcase()]) if negated else CLASSES[element[1]]
             continue
         first = last = _single(element)
         if at + 1 < len(elements) and elements[at] == "-":
@@ -100,7 +109,7 @@ def read_class(inside: str) -> tuple[Charset, tuple[int, ...]]:
             raise ValueError("has a range that ends before it begins")
         ranges.append((first, last))
         written += {first, last}
-    return union(ranges), tuple(written)
+    return complement(union(ranges)) if negated else union(ranges), tuple(written)
 
 
 def _single(element: str) -> int:

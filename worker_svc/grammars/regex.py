@@ -20,6 +20,7 @@ from worker_svc.grammars.charsets import (
     UNSAFE,
     code_point,
     complement,
+    elements_of,
     minus,
     read_class,
     union,
@@ -42,7 +43,10 @@ _TOKENS: Final = re.compile(
 )
 _KNOWN_ESCAPES: Final = frozenset("tnvfrae")
 _IN_JSON: Final = ", which does not stand in a JSON string as it is"
+_KNOWN_IN_CLASSES: Final = _KNOWN_ESCAPES | CLASSES.keys() | {"b", "0"}
+_UNKNOWN: Final = ", which cannot be enforced; write the characters that are meant"
 _DOT: Final = complement(NEWLINES)
+_NUL: Final = union([(0, 0)])
 
 
 def lower_regex(pattern: str, param: str, *, in_json: bool = False) -> str:
@@ -176,17 +180,17 @@ def _edges(pattern: str) -> set[int]:
 def _escape(text: str, in_json: bool) -> str:
     letter = text[1:2]
     if letter in CLASSES:
-        return written_out(minus(CLASSES[letter], UNSAFE)) if in_json else text
+        return written_out(minus(CLASSES[letter], UNSAFE if in_json else _NUL))
     if not letter:
         raise ValueError("ends with a backslash")
     if letter.isalnum() and len(text) == 2 and letter not in _KNOWN_ESCAPES:
-        raise ValueError(f"has {text}, which cannot be enforced; write the characters that are meant")
+        raise ValueError(f"has {text}{_UNKNOWN}")
     return _point(code_point(text), text, in_json)
 
 
 def _literal(text: str, in_json: bool) -> str:
     if text == ".":
-        return written_out(minus(_DOT, UNSAFE)) if in_json else written_out(minus(_DOT, union([(0, 0)])))
+        return written_out(minus(_DOT, UNSAFE if in_json else _NUL))
     if text in "[{":
         raise ValueError(f"has {text!r} that begins nothing; write \\{text}")
     return _point(ord(text), text, in_json) if in_json else text
@@ -211,13 +215,9 @@ def _class(text: str, in_json: bool) -> str:
         raise ValueError("has a class [ that is not closed")
     if not inside:
         raise ValueError("has an empty class; write the characters that are meant, a bracket as \\]")
-    for escape in re.finditer(r"\\(.)", inside, re.DOTALL):
-        letter = escape[1]
-        if letter.isalnum() and letter not in _KNOWN_ESCAPES | CLASSES.keys() | {"x", "u", "c", "b", "0"}:
-            raise ValueError(
-                f"has {escape.group()}, which cannot be enforced; write the characters that are meant"
-            )
-    chars, written = read_class(inside)
+    elements = elements_of(inside)
+    _check_escapes(elements)
+    chars, written = read_class(elements, negated=negated)
     if any(point > 0x10FFFF for point in written):
         raise ValueError("asks for what is no character of a text")
     if in_json and not negated:
@@ -225,10 +225,23 @@ def _class(text: str, in_json: bool) -> str:
             _point(point, "", in_json=True) if point else None
             if point == 0:
                 raise ValueError(f"asks for a control character{_IN_JSON}")
-    allowed = minus(complement(chars) if negated else chars, UNSAFE if in_json else union([(0, 0)]))
+    allowed = minus(chars, UNSAFE if in_json else _NUL)
     if not allowed:
         raise ValueError(f"has the class {text}, of which no character is left that can be enforced")
     return written_out(allowed)
+
+
+def _check_escapes(elements: list[str]) -> None:
+    r"""For escapes in a class.
+
+    Raises:
+        ValueError: for what is unknown, cut off (``\x4``), or octal, which not all readers know (``\012``).
+    """
+    for element, behind in zip(elements, [*elements[1:], ""], strict=True):
+        known = len(element) != 2 or not element[1].isalnum() or element[1] in _KNOWN_IN_CLASSES
+        if not known or (element == r"\0" and "0" <= behind <= "9"):
+            shown = element if not known else element + behind
+            raise ValueError(f"has {shown}{_UNKNOWN}")
 
 
 def _ends_in_escape(inside: str) -> bool:
