@@ -75,7 +75,7 @@ def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None
 
 
 def test_a_child_that_load_or_a_crash_ended_is_not_remembered(small: GrammarCompiler) -> None:
-    """The first mask counts as compiling. What the wall clock or a signal ended is told as what it is, and tried again."""
+    """What the wall clock or a signal ended is told as what it is, and tried again."""
     slow = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(2000)))
     limits = small.limits
     small.limits = replace(limits, cpu_s=0.01)  # the clock's limit comes before the kernel's whole second
@@ -100,10 +100,22 @@ def _child_of(process: int) -> int:
     return int(pids[0])
 
 
-def test_an_expensive_first_mask_is_a_refusal() -> None:
-    """The worker would make it between two steps."""
-    with pytest.raises(InvalidArgument, match="may come first takes"):
-        compiler().submit(Spec("regex", "(.?){3000}")).result()
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("regex", "(.?){3000}"),
+        # Cheap at first, as nothing but a quote may come: each of these takes seconds for its second or third mask.
+        *[
+            Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+            for pattern in (r"^(((\w* ?)*)*(\w* ?)*)*$", r"^(((\w+ ?)+,?)+;?)+$", r"^(\w+\s?){1,20}$")
+        ],
+    ],
+    ids=["first", "second", "third", "ordinary"],
+)
+def test_expensive_masks_are_a_refusal(spec: Spec) -> None:
+    """The worker would make them between two steps."""
+    with pytest.raises(InvalidArgument, match=r"which tokens may come takes|CPU time"):
+        compiler().submit(spec).result()
 
 
 def test_too_large_a_spec_does_not_wait_for_others(small: GrammarCompiler) -> None:

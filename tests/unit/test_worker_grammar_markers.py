@@ -1,5 +1,6 @@
 """Special tokens that a structural tag writes: a model that was trained to use them may."""
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from protos.errors import InvalidArgument
 from tests.grammar_harness import END, SMOLLM2, VOCAB
 from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.limits import CompilerLimits
 from worker_svc.grammars.markers import markers_in
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
@@ -164,3 +166,31 @@ def test_only_what_a_tag_writes_is_a_marker() -> None:
     assert markers_in({"type": "sequence", "elements": [excluded, described]}, ids) == {}
     rules = {"type": "dispatch", "rules": [["[ARGS]", described]]}
     assert markers_in(rules, ids) == {"[ARGS]": 1}
+
+
+def test_white_space_within_a_tag_is_bounded(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """As in a schema by itself."""
+    compiler, tokenizer = model
+    for spaces, taken in ((8, True), (9, False), (500, False)):
+        matcher = matcher_of(compiler, spec(REQUIRED))
+        text = "[TOOL_CALLS]f[ARGS]{" + " " * spaces + '"x": 3}'
+        assert takes(matcher, tokenizer.encode(text).ids) is taken
+
+
+def test_vocabularies_of_tags_are_counted(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """One that several grammars have is counted once, and goes with the last of them."""
+    folder = model[0]._folder
+    compiler = GrammarCompiler(folder, SIZE, [END], CompilerLimits(cache=6_000_000))
+    try:
+        sizes = []
+        for begin in ("</think>", "</think>!", "[ARGS]", SPECIALS[3]):
+            tag = {"type": "tag", "begin": begin, "content": {"type": "regex", "pattern": "[ab]"}, "end": ""}
+            compiler.submit(spec(tag)).result()
+            sizes.append(compiler.cached_bytes)
+        vocabulary = SIZE * 80
+        assert sizes[0] > vocabulary
+        assert sizes[1] < sizes[0] + vocabulary // 10
+        gc.collect()
+        assert compiler.cached_bytes < 2 * vocabulary
+    finally:
+        compiler.close()

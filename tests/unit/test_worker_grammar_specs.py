@@ -271,7 +271,28 @@ def test_the_tag_of_older_clients_is_understood() -> None:
     assert inner["content"] == {
         "type": "json_schema",
         "json_schema": {"type": "object", "additionalProperties": True},
+        "max_whitespace_cnt": 8,
     }
+
+
+@pytest.mark.parametrize(("asked", "got"), [(None, 8), (3, 3), (500, 8), (True, 8)])
+def test_a_tags_schema_has_white_space_up_to_a_bound(asked: object, got: int) -> None:
+    """A client may ask for less."""
+    form = {"type": "json_schema", "json_schema": True, "max_whitespace_cnt": asked}
+    _, text = lower(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
+    assert json.loads(text)["format"]["max_whitespace_cnt"] == got
+
+
+def test_keys_that_are_described_by_values_have_no_type_added() -> None:
+    """Nobody wrote it, so nobody is told that it stands beside something."""
+    keys = {"propertyNames": {"const": "a"}}
+    assert json.loads(lower(Spec("json_schema", json.dumps(keys)))[1])["propertyNames"] == {"enum": ["a"]}
+    for keys in (
+        {"propertyNames": {"$ref": "#/$defs/x"}, "$defs": {"x": {"type": "string"}}},
+        {"propertyNames": {"anyOf": [{}]}},
+    ):
+        with pytest.raises(InvalidArgument, match="propertyNames that are not a schema of texts"):
+            lower(Spec("json_schema", json.dumps(keys)))
 
 
 def test_the_key_tells_specs_apart() -> None:

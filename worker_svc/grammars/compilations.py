@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import xgrammar
 
 _START_TIMEOUT_S: Final = 60.0
-# Vocabularies with texts for some special tokens; a model's formats of tool calls and thinking have a few.
-_MAX_VOCABULARIES: Final = 8
+# Bytes of a token in a vocabulary of its own, beside its text; measured with 49,152 of them.
+_TOKEN_BYTES: Final = 80
 
 
 class Compilation:
@@ -59,6 +59,21 @@ class Compilation:
                 _hang_up(self._connection)
 
 
+class Vocabulary:
+    """A vocabulary as grammars are read with it; it lives as long as the last of them.
+
+    Attributes:
+        info: xgrammar's.
+        num_bytes: what it occupies; 0 for that of the model, which all grammars have.
+        is_new: nobody has counted them.
+    """
+
+    def __init__(self, info: "xgrammar.TokenizerInfo", num_bytes: int = 0) -> None:
+        self.info = info
+        self.num_bytes = num_bytes
+        self.is_new = True
+
+
 class Nursery:
     """The process that forks a child per grammar; see :mod:`~worker_svc.grammars.nursery`."""
 
@@ -87,8 +102,10 @@ class Nursery:
                     f"grammars cannot be compiled for this model: {payload.decode(errors='replace')}"
                 )
             tokenizer, specials = read_description(payload)
-            self._tokenizers: dict[tuple[int, ...], xgrammar.TokenizerInfo] = {}
-            self._tokenizers[()] = xgrammar.TokenizerInfo.deserialize_json(tokenizer)
+            self._plain = Vocabulary(xgrammar.TokenizerInfo.deserialize_json(tokenizer))
+            self._marked: weakref.WeakValueDictionary[tuple[int, ...], Vocabulary] = (
+                weakref.WeakValueDictionary()
+            )
             self._texts = {token_id: text for text, token_id in specials.items()}
         except (EOFError, OSError) as error:
             self.close()
@@ -102,20 +119,22 @@ class Nursery:
         """Whether it still runs."""
         return self._process.poll() is None
 
-    def tokenizer(self, markers: tuple[int, ...]) -> "xgrammar.TokenizerInfo":
+    def vocabulary(self, markers: tuple[int, ...]) -> Vocabulary:
         """The vocabulary in which these special tokens have their text. Not thread-safe."""
         import xgrammar
 
-        if markers not in self._tokenizers:
-            if len(self._tokenizers) > _MAX_VOCABULARIES:
-                self._tokenizers.pop(next(key for key in self._tokenizers if key))
-            plain = self._tokenizers[()]
-            words = with_markers(plain.decoded_vocab, {self._texts[each]: each for each in markers})
-            self._tokenizers[markers] = xgrammar.TokenizerInfo(
-                words, xgrammar.VocabType.RAW, vocab_size=len(words), stop_token_ids=plain.stop_token_ids,
-                add_prefix_space=plain.add_prefix_space,
-            )  # fmt: skip
-        return self._tokenizers[markers]
+        if not markers:
+            return self._plain
+        if (found := self._marked.get(markers)) is not None:
+            return found
+        plain = self._plain.info
+        words = with_markers(plain.decoded_vocab, {self._texts[each]: each for each in markers})
+        info = xgrammar.TokenizerInfo(
+            words, xgrammar.VocabType.RAW, vocab_size=len(words), stop_token_ids=plain.stop_token_ids,
+            add_prefix_space=plain.add_prefix_space,
+        )  # fmt: skip
+        made = self._marked[markers] = Vocabulary(info, sum(map(len, words)) + _TOKEN_BYTES * len(words))
+        return made
 
     def compile(
         self, spec: Spec, limits: CompilerLimits, compilation: Compilation

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.logs import get_logger
-from worker_svc.grammars.compilations import Compilation, Nursery
+from worker_svc.grammars.compilations import Compilation, Nursery, Vocabulary
 from worker_svc.grammars.limits import CompilerLimits
 from worker_svc.grammars.spec import Spec, check_size
 
@@ -147,6 +147,9 @@ class GrammarCompiler:
         with self._counting:
             self._bytes += size
 
+    def _end_of_use(self, size: int, vocabulary: Vocabulary) -> None:  # noqa: ARG002 - it lived until here
+        self._count(-size)
+
     def _leave(self, key: bytes, future: "Future[int]") -> None:
         """One caller less. Without any, a compilation that waits for a thread never begins, and one that runs loses its process."""
         with self._lock:
@@ -177,7 +180,12 @@ class GrammarCompiler:
             self.refuse(spec, error)
             raise
         with self._reading:
-            grammar = xgrammar.CompiledGrammar.deserialize_json(serialized, nursery.tokenizer(markers))
+            vocabulary = nursery.vocabulary(markers)
+            grammar = xgrammar.CompiledGrammar.deserialize_json(serialized, vocabulary.info)
+            if vocabulary.is_new:
+                vocabulary.is_new = False
+                self._count(vocabulary.num_bytes)
+                weakref.finalize(vocabulary, self._count, -vocabulary.num_bytes).atexit = False
         size = int(grammar.memory_size_bytes)
         get_logger().info(
             "grammar_compiled", kind=spec.kind, bytes=size, seconds=round(time.monotonic() - started, 3)
@@ -186,7 +194,7 @@ class GrammarCompiler:
             self.num_compiled += 1
             self._compiled[spec.key] = self._alive[spec.key] = grammar
             self._count(size)
-            weakref.finalize(grammar, self._count, -size).atexit = False
+            weakref.finalize(grammar, self._end_of_use, size, vocabulary).atexit = False
             while len(self._compiled) > 1 and self.cached_bytes > self.limits.cache:
                 self._compiled.popitem(last=False)
         return size

@@ -15,6 +15,8 @@ OBJECT_KEYWORDS: Final = frozenset({
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
     "maxProperties", "unevaluatedProperties",
 })  # fmt: skip
+# What describes values by more than a type.
+_VALUES: Final = frozenset({"enum", "const", "$ref", "anyOf", "oneOf", "allOf"})
 # As null is a value that somebody wrote.
 _ABSENT: Final = object()
 
@@ -143,7 +145,9 @@ def _open_mapping(name: str, node: dict[str, Any], where: str, high: int | None,
         }
         lowered["additionalProperties"] = False
         return lowered
-    names = lower({"type": "string", **value} if "enum" not in value else value, f"{where}.propertyNames")
+    # Keys are texts, whether it says so or not.
+    described = value if _VALUES & value.keys() else {"type": "string", **value}
+    names = lower(described, f"{where}.propertyNames")
     if names.get("type") != "string" and not all(isinstance(each, str) for each in names.get("enum", [0])):
         refuse(where, "has propertyNames that are not a schema of texts")
     rest = node.get("additionalProperties", True)

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from protos.wire import MAX_GRAMMAR_BYTES
 from worker_svc.grammars.json_schema import Limits, lower_schema
-from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, PARAM
+from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE, PARAM
 from worker_svc.grammars.limits import refused as _refused
 from worker_svc.grammars.regex import lower_regex
 
@@ -169,6 +169,12 @@ def _lower_tag(tag: Any) -> Any:
             name: lower_schema(value, budget) if name == "json_schema" else lowered(value)
             for name, value in node.items()
         }
+        if "json_schema" in node:
+            # As in a schema by itself: a model that writes nothing but white space would never end.
+            asked = node.get("max_whitespace_cnt")
+            changed["max_whitespace_cnt"] = (
+                min(asked, MAX_WHITESPACE) if type(asked) is int else MAX_WHITESPACE
+            )
         if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
             changed["pattern"] = lower_regex(node["pattern"], PARAM)
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
