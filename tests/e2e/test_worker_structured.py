@@ -173,7 +173,8 @@ def test_what_a_grammar_and_a_list_of_tokens_exclude_together_fails_alone(harnes
 
 def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
     """An ambiguous grammar fails when it has cost enough, and the same is not compiled again; its neighbour notices nothing."""
-    ambiguous = Spec("grammar", 'root ::= x\nx ::= x x x | [a-z ] | ""')
+    # Further along than anybody looks before it is used.
+    ambiguous = Spec("grammar", 'root ::= [a-z ]{700} x\nx ::= x x x | [a-z ] | ""')
     greedy = Sampling(temperature=0.0)
     results = harness.generate_constrained(
         ["a a a", "Once"], [ambiguous, None], [Sampling(temperature=1.0, seed=1, min_tokens=300), greedy], 300

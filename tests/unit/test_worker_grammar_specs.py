@@ -285,7 +285,7 @@ def test_a_tags_schema_has_white_space_up_to_a_bound(asked: object, got: int) ->
 
 def test_keys_that_are_described_by_values_have_no_type_added() -> None:
     """Nobody wrote it, so nobody is told that it stands beside something."""
-    keys = {"propertyNames": {"const": "a"}}
+    keys: Any = {"propertyNames": {"const": "a"}}
     assert json.loads(lower(Spec("json_schema", json.dumps(keys)))[1])["propertyNames"] == {"enum": ["a"]}
     for keys in (
         {"propertyNames": {"$ref": "#/$defs/x"}, "$defs": {"x": {"type": "string"}}},
