@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, TriptychError, Unavailable
 from scheduler_svc.grammars import GrammarDesk
 from scheduler_svc.pinned import PinnedPrefixes
-from scheduler_svc.placing import AttachedReplica, Placer, alike
+from scheduler_svc.placing import AttachedReplica, Placer
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.request import Event, FinishReason, Request, RequestState, Sink
@@ -201,9 +201,9 @@ class Engine:
                 return
             if self._placer.settle(head):
                 self.waiting.remove(head)
-                self.waiting.bring_back(alike(head))
+                self.waiting.bring_back(self._placer.alike(head))
             elif self._placer.step_aside(head):
-                self.waiting.put_aside(head, alike(head))
+                self.waiting.put_aside(head, self._placer.alike(head))
             else:
                 self._blocked = head
                 return
@@ -249,8 +249,7 @@ class Engine:
         self.replicas[replica_id] = replica
         for listener in self.attach_listeners:
             listener(replica_id)
-        self.released()
-        self._measure_memory()
+        self._replicas_changed()
         self.grammars.attach(replica_id, replica.ask, replica.withdraw)
         self.dispatch()
         replica.wake()
@@ -264,14 +263,13 @@ class Engine:
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
             return 0
-        self.released()
         self.pinned.lost(replica_id)
         self._recompile(self.grammars.detach(replica_id))
         requests = replica.scheduler.abandon()
         for request in requests:
             self.requeue(request)
         replica.scheduler.kv.events.close()
-        self._measure_memory()
+        self._replicas_changed()
         self.dispatch()
         return len(requests)
 
@@ -289,6 +287,7 @@ class Engine:
         for request in self.grammars.refused(replica_id, grammar, error):
             self._fail(request, error)
         self._end_stranded(grammar)
+        self.released()
         self.dispatch()
 
     def _end_stranded(self, grammar: Grammar) -> None:
@@ -342,8 +341,10 @@ class Engine:
 
     # ---- parts ---------------------------------------------------------------------------------------------------------------------
 
-    def _measure_memory(self) -> None:
-        """After replicas changed: what fits the largest one, and the end of waiting requests that fit none any more."""
+    def _replicas_changed(self) -> None:
+        """Who is aside looks for room again. What fits the largest one, and the end of waiting requests that fit none any more."""
+        self.released()
+        self.waiting.bring_all_back()
         if not self.replicas:
             return
         self._num_slots = sum(replica.scheduler.geometry.max_num_seqs for replica in self.replicas.values())

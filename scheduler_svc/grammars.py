@@ -197,17 +197,21 @@ class GrammarDesk:
             self._ask_all(grammar, known)
 
     def detach(self, replica_id: str) -> set[Grammar]:
-        """A replica is gone; returns the grammars that nobody has any more. Who is left is asked for what was expected of it."""
+        """A replica is gone; returns the grammars that nobody has any more.
+
+        Who is left is asked for what it had or was asked for, also who has refused before: some request may fit nowhere else.
+        """
         self._lines.pop(replica_id, None)
         orphaned = set()
         for grammar, known in list(self._known.items()):
+            if replica_id not in known.ready and replica_id not in known.asked:
+                continue
             known.asked.discard(replica_id)
             if replica_id in known.ready:
                 known.ready.discard(replica_id)
                 if not known.ready:
                     orphaned.add(grammar)
-            if known.waiting and not known.ready and not known.asked:
-                self._ask_all(grammar, known)
+            self._ask_all(grammar, known)
         return orphaned
 
     def _answered(self, replica_id: str, grammar: Grammar) -> _Known | None:

@@ -26,8 +26,9 @@ class AttachedReplica:
 class Placer:
     """Decides where requests run. The queue and the order are the engine's business.
 
-    A request with a grammar runs where that was compiled. If it finds no room there it steps aside, and whoever comes behind it may have
-    the other replicas, but nothing of those that it waits for: they would never have room for it otherwise.
+    A request runs where its grammar was compiled, if it has one, and on replicas that are large enough. If it finds no room there it
+    steps aside, and whoever comes behind it may have the other replicas, but nothing of those that it waits for: they would never have
+    room for it otherwise.
 
     Attributes:
         replicas: ready replicas by id.
@@ -57,20 +58,20 @@ class Placer:
         return True
 
     def step_aside(self, request: Request) -> bool:
-        """Lets others pass a request that has found no place, if it would keep them from a replica that has room but not its grammar.
+        """Lets others pass a request that has found no place, if it would keep them from a replica with room where it cannot run itself.
 
         Returns:
             False if nobody gains by that: the request stays the first of the queue.
         """
         if not any(
             replica.scheduler.has_free_slot
-            and not self._grammars.may_run(request, name)
+            and not self._suits(name, request)
             and not self._is_claimed(name, request)
             for name, replica in self.replicas.items()
         ):
             return False
-        for name, replica in self.replicas.items():
-            if self._grammars.may_run(request, name) and replica.scheduler.kv.fits(request.end):
+        for name in self.replicas:
+            if self._suits(name, request):
                 self._claimed[name] = min(request.rank, self._claimed.get(name, request.rank))
         return True
 
@@ -81,9 +82,25 @@ class Placer:
             for name, replica in self.replicas.items()
         )
 
+    def alike(self, request: Request) -> tuple[Grammar | None, str, frozenset[str]]:
+        """What requests have in common of which none has a turn before another one that came first, nor finds room where that does not.
+
+        Returns:
+            Its grammar, its tenant and the replicas that are large enough for it; the same for as long as the replicas are.
+        """
+        large = frozenset(
+            name for name, replica in self.replicas.items() if replica.scheduler.kv.fits(request.end)
+        )
+        return request.sampling.grammar, request.tenant, large
+
     def claim_nothing(self) -> None:
         """Who is aside looks for room again."""
         self._claimed.clear()
+
+    def _suits(self, replica_id: str, request: Request) -> bool:
+        """Whether the request could run there if nobody else did."""
+        fits = self.replicas[replica_id].scheduler.kv.fits(request.end)
+        return fits and self._grammars.may_run(request, replica_id)
 
     def _is_claimed(self, replica_id: str, request: Request) -> bool:
         """Whether somebody aside comes before the request and waits for that replica."""
@@ -95,9 +112,7 @@ class Placer:
         return [
             (name, replica)
             for name, replica in self.replicas.items()
-            if replica.scheduler.kv.fits(request.end)
-            and self._grammars.may_run(request, name)
-            and not self._is_claimed(name, request)
+            if self._suits(name, request) and not self._is_claimed(name, request)
         ]
 
     def _place(self, request: Request) -> bool:
@@ -137,8 +152,3 @@ class Placer:
             replica.scheduler.idle and self._pinned.drop(replica.scheduler)
             for _, replica in self._able(request)
         )
-
-
-def alike(request: Request) -> tuple[Grammar | None, str]:
-    """Of requests for which this is equal none has a turn before another one that came first, nor finds room where that does not."""
-    return request.sampling.grammar, request.tenant

@@ -69,6 +69,12 @@ class WaitingQueue:
             if requests:
                 self._return(min(requests.values(), key=lambda one: one.rank))
 
+    def bring_all_back(self) -> None:
+        """Gives everyone who is aside its turn again: the groups are not what they were."""
+        for requests in list(self._aside.values()):
+            for request in list(requests.values()):
+                self._return(request)
+
     def _return(self, request: Request) -> None:
         if request.request_id not in self._group:
             return

@@ -185,6 +185,78 @@ def test_a_request_too_large_for_who_has_its_grammar_is_told(first: str) -> None
     assert small.tokens == expected_tokens((5, 6, 7), 8)
 
 
+@pytest.mark.parametrize("answer", ["none", "refused", "compiled"])
+def test_who_fits_a_small_replica_is_not_kept_from_it_by_a_larger_request(answer: str) -> None:
+    """Of one grammar and tenant, aside together: the large one waits for the replica that still compiles, the small one does not."""
+    rig, _ = alone(num_blocks=9)
+    other = Compiler(rig, "b", num_blocks=17)
+    rig.submit(constrained("running"))
+    large = rig.submit(constrained("large", max_tokens=50))
+    small = rig.submit(constrained("small"))
+    rig.engine.grammar_compiled("a", A)
+    rig.run()
+    assert small.tokens == expected_tokens((5, 6, 7), 8)
+    assert not large.events
+    if answer == "refused":
+        rig.engine.grammar_refused("b", A, Overloaded("busy"))
+        assert isinstance(large.events[-1].error, Overloaded)
+    if answer == "compiled":
+        rig.engine.grammar_compiled("b", A)
+        assert other.scheduler.num_running == 1
+
+
+def test_a_large_request_keeps_nobody_from_a_replica_that_is_too_small_for_it() -> None:
+    """With no grammar at all: it waits for the large replica, and others run on the small one, in which it has no part."""
+    rig, _ = alone(num_blocks=9)
+    other = Compiler(rig, "b", num_blocks=17)
+    rig.submit(make_submission(request_id="running", max_tokens=50))
+    large = rig.submit(make_submission(request_id="large", max_tokens=50))
+    small = rig.submit(make_submission(request_id="small"))
+    assert (rig.scheduler.num_running, other.scheduler.num_running) == (1, 1)
+    rig.run()
+    assert small.tokens == expected_tokens((5, 6, 7), 8)
+    rig.engine.abort("running")
+    assert not large.events
+    found = rig.engine.find("large")
+    other.scheduler.step()
+    assert found is not None
+    assert found.replica_id == "b"
+
+
+def test_groups_are_made_anew_when_replicas_change() -> None:
+    """Both fitted both replicas when they stepped aside; then the replica of that name comes back too small for the first one."""
+    rig, _ = alone(num_blocks=17)
+    Compiler(rig, "b", num_blocks=17)
+    rig.submit(constrained("running"))
+    rig.engine.grammar_compiled("a", A)
+    large = rig.submit(constrained("large", max_tokens=50))
+    small = rig.submit(constrained("small"))
+    rig.engine.detach("a")
+    rig.scheduler = Compiler(rig, "a", num_blocks=9).scheduler
+    rig.engine.grammar_compiled("a", A)
+    rig.run()
+    assert small.tokens == expected_tokens((5, 6, 7), 8)
+    assert not large.events
+
+
+def test_who_refused_is_asked_again_when_the_replica_that_a_request_waits_for_is_lost() -> None:
+    """The small one that still has the grammar is of no use to the request."""
+    rig, _ = alone(num_blocks=17)
+    Compiler(rig, "b", num_blocks=9)
+    other = Compiler(rig, "c", num_blocks=17)
+    for name in ("plain", "more"):
+        rig.submit(make_submission(request_id=name, max_tokens=50))
+    large = rig.submit(constrained("large", max_tokens=50))
+    rig.engine.grammar_refused("c", A, Overloaded("busy"))
+    for name in ("b", "a"):
+        rig.engine.grammar_compiled(name, A)
+    assert rig.engine.num_waiting == 1
+    rig.engine.detach("a")
+    assert other.asked == [A, A]
+    rig.engine.grammar_refused("c", A, Overloaded("busy"))
+    assert isinstance(large.events[-1].error, Overloaded)
+
+
 def test_a_lost_replicas_queue_is_asked_for_elsewhere() -> None:
     """Who was passed waits for its grammar again once nobody has it."""
     rig, _ = alone()
