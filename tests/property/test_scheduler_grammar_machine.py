@@ -51,7 +51,14 @@ def without(plan: StepPlan, slots: set[int]) -> StepPlan:
 class GrammarMachine(RuleBasedStateMachine):
     """Whatever replicas say of grammars, and when: every request ends, once, with its tokens or an error, and nobody waits for nothing."""
 
-    @initialize(slots=st.sampled_from([1, 2, 4]), blocks=st.lists(st.integers(4, 30), min_size=1, max_size=2))
+    @initialize(
+        slots=st.sampled_from([1, 2, 4]),
+        # Replicas on which everything fits, or one on which some do not.
+        blocks=st.one_of(
+            st.lists(st.integers(12, 30), min_size=1, max_size=2),
+            st.tuples(st.integers(3, 4), st.integers(6, 12)).flatmap(st.permutations),
+        ),
+    )
     def start(self, slots: int, blocks: list[int]) -> None:
         buckets = tuple(bucket for bucket in (1, 2, 4) if bucket <= slots)
         self.geometry = make_geometry(max_model_len=40, max_num_seqs=slots, buckets=buckets)
