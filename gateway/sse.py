@@ -3,6 +3,7 @@
 What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ def error_event(error: TriptychError) -> bytes:
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
-class Chunks:
+class Chunks(ABC):
     """Encodes the chunks of one streamed answer.
 
     Subclasses say how a choice looks: its text, and what surrounds it.
@@ -54,13 +55,13 @@ class Chunks:
         """Every chunk from now on carries this usage."""
         self._tail = b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
+    @abstractmethod
     def opening(self, index: int) -> bytes:
         """What comes before a choice's first text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, delta: Delta) -> bytes:
         """What is new about a choice, as it is."""
-        raise NotImplementedError
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that ends a stream with usage."""

@@ -11,27 +11,14 @@ from gateway.served_model import Served
 from gateway.tools.plan import Reading, plan
 from gateway.tools.tags import json_schema
 from protos.errors import InvalidArgument, TriptychError, Unsupported
-from tests.gateway_support import smollm2_folder
-from tests.tool_requests import accepts, byte_compiler, chat, served_with, settings
-from tests.tool_templates import THINKING, TIME, WEATHER, folder_with
+from tests.tool_requests import accepts, byte_compiler, chat, settings
+from tests.tool_templates import TIME, WEATHER
 from worker_svc.grammars.spec import Spec, lower
 
 
 @pytest.fixture(scope="module")
 def compiler() -> xgrammar.GrammarCompiler:
     return byte_compiler()
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return served_with(
-        folder_with(tmp_path_factory.mktemp("qwen"), THINKING, ["<tool_call>", "<think>", "</think>"])
-    )
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Served:
-    return served_with(smollm2_folder())
 
 
 OPENED = "<|im_start|>assistant\n<think>\n"

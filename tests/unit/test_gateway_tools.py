@@ -20,9 +20,8 @@ from gateway.tools.plan import plan
 from gateway.tools.prompting import in_words
 from gateway.tools.tags import Callee, Shape, json_schema, structural
 from protos.errors import InvalidArgument, Unsupported
-from tests.gateway_support import smollm2_folder
-from tests.tool_requests import USER, accepts, byte_compiler, chat, function, served_with, settings
-from tests.tool_templates import TEMPLATES, THINKING, TIME, WEATHER, folder_with
+from tests.tool_requests import USER, accepts, byte_compiler, chat, function, settings
+from tests.tool_templates import TEMPLATES, TIME, WEATHER, folder_with
 
 
 @pytest.mark.parametrize(
@@ -243,18 +242,6 @@ def test_a_constrained_model_may_think_first(
 
 
 # What all of it comes to.
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return served_with(
-        folder_with(tmp_path_factory.mktemp("qwen"), THINKING, ["<tool_call>", "<think>", "</think>"])
-    )
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Served:
-    return served_with(smollm2_folder())
 
 
 def test_an_ordinary_chat_is_not_read(smollm2: Served) -> None:
