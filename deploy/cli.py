@@ -11,14 +11,18 @@ from deploy.launcher.parent import die_with_launcher
 
 # Subcommand: module whose `main(argv)` runs it, extra that installs what it needs, help.
 _SERVICES = {
-    "up": ("deploy.up", "gateway,scheduler,worker", "serve a model on this machine: all three services"),
+    "up": (
+        "deploy.commands.up",
+        "gateway,scheduler,worker",
+        "serve a model on this machine: all three services",
+    ),
     "gateway": ("gateway.__main__", "gateway", "start the HTTP gateway alone"),
     "scheduler": ("scheduler_svc.__main__", "scheduler", "start the scheduler alone"),
     "worker": ("worker_svc.__main__", "worker", "start one worker alone"),
-    "plan": ("deploy.plan", "scheduler", "propose decode buckets that fit the traffic so far"),
-    "compile": ("deploy.compile", "worker", "compile a model's graphs without serving"),
-    "catalog": ("deploy.catalog", "worker", "list, verify, prune or export compiled code"),
-    "models": ("deploy.models", "worker", "fetch one of the packaged demo models"),
+    "plan": ("deploy.commands.plan", "scheduler", "propose decode buckets that fit the traffic so far"),
+    "compile": ("deploy.commands.compile", "worker", "compile a model's graphs without serving"),
+    "catalog": ("deploy.commands.catalog", "worker", "list, verify, prune or export compiled code"),
+    "models": ("deploy.commands.models", "worker", "fetch one of the packaged demo models"),
 }
 _OURS = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}
 _EPILOG = """\

@@ -11,10 +11,10 @@ from types import FrameType
 
 import uvicorn
 
-from gateway import vllm_parsers
 from gateway.app import create_app
-from gateway.client import InferenceClient
+from gateway.scheduler_link.client import InferenceClient
 from gateway.settings import Settings
+from gateway.tools import vllm_parsers
 from protos import logs
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.settings import load

@@ -9,16 +9,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import version, vllm_parsers
-from gateway.client import InferenceClient
-from gateway.context import Context, random_id
-from gateway.errors import UnknownRoute, WrongMethod, error_response
+from gateway import version
+from gateway.http.context import Context, random_id
+from gateway.http.errors import UnknownRoute, WrongMethod, error_response
+from gateway.http.middleware import RequestMiddleware
 from gateway.metrics import Metrics
-from gateway.middleware import RequestMiddleware
 from gateway.routes import chat, completions, embeddings, models, ops, tokenize
-from gateway.served_model import ServedModelWatcher
+from gateway.scheduler_link.client import InferenceClient
+from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
-from gateway.tokenization import TextCodec, TextWorker
+from gateway.text.tokenization import TextCodec, TextWorker
+from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
 

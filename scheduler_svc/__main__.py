@@ -11,10 +11,10 @@ from protos.logs import configure, get_logger
 from protos.server import Server
 from protos.settings import load
 from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
-from scheduler_svc.deployment import Deployment, make_engine
-from scheduler_svc.registry import RegistryServicer
-from scheduler_svc.servicer import InferenceServicer
+from scheduler_svc.api.inference import InferenceServicer
+from scheduler_svc.api.registry import RegistryServicer
 from scheduler_svc.settings import Settings
+from scheduler_svc.workers.deployment import Deployment, make_engine
 
 INFERENCE = "triptych.v1.Inference"
 REGISTRY = "triptych.v1.WorkerRegistry"

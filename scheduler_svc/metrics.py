@@ -14,12 +14,12 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from scheduler_svc.deployment import Deployment
-from scheduler_svc.engine import Engine
-from scheduler_svc.kv_cache import KvCache
-from scheduler_svc.pool_scheduler import PoolScheduler
-from scheduler_svc.scheduler import ReplicaScheduler
-from scheduler_svc.stats import STEP_TOKENS, Distribution
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.stats import STEP_TOKENS, Distribution
+from scheduler_svc.workers.deployment import Deployment
 
 # Replicas that left and still have counters of their own.
 _MAX_GONE: Final = 16

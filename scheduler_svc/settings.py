@@ -9,8 +9,8 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.logs import LogFormat, LogLevel
 from protos.settings import ServiceSettings
-from scheduler_svc.buckets import BucketStrategy, decode_buckets
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
+from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
 
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
 

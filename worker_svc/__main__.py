@@ -8,8 +8,8 @@ import threading
 from protos.errors import ConfigurationRefused
 from protos.logs import configure
 from protos.settings import load
-from worker_svc.libraries import quiet_libraries
-from worker_svc.model_thread import MODEL_THREAD
+from worker_svc.api.model_thread import MODEL_THREAD
+from worker_svc.log_silencing import quiet_libraries
 from worker_svc.settings import Settings
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from protos.logs import get_logger
 from protos.server import Server
 from protos.triptych.v1 import worker_pb2_grpc
-from worker_svc.model_thread import ModelThread
-from worker_svc.registration import stay_registered
-from worker_svc.servicer import WorkerServicer
+from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.registration import stay_registered
+from worker_svc.api.servicer import WorkerServicer
+from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
-from worker_svc.worker import Worker
 
 SERVICE = "triptych.v1.Worker"
 

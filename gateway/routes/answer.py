@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import context_of, note
-from gateway.generation import Clockwork, Delta, Generation, Usage
-from gateway.logprobs import Reporter
-from gateway.middleware import tenant_of
-from gateway.prompts import bad_word_tokens, generate_requests
-from gateway.responses import EventStream, collect
+from gateway.answers.generation import Clockwork, Delta, Generation, Usage
+from gateway.answers.logprobs import Reporter
+from gateway.answers.responses import EventStream, collect
+from gateway.answers.sse import Chunks
+from gateway.http.context import context_of, note
+from gateway.http.middleware import tenant_of
+from gateway.routes.request_builder import bad_word_tokens, generate_requests
+from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
+from gateway.scheduler_link.served_model import Served
 from gateway.schemas.sampling import SamplingRequest
-from gateway.served_model import Served
-from gateway.sse import Chunks
-from gateway.submission import MAX_REQUEST_ID
 from protos.triptych.v1 import common_pb2 as pb
 
 # Hexadecimal digits that make a client's request id unique among its retries.

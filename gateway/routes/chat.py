@@ -9,15 +9,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answer_reader import Message, finish_reason
-from gateway.context import body_schema, context_of, read_body
-from gateway.generation import Delta
-from gateway.prompts import encode_chat, truncated
-from gateway.read_stream import ReadStream
+from gateway.answers.answer_reader import Message, finish_reason
+from gateway.answers.chat_stream_writer import ReadStream
+from gateway.answers.generation import Delta
+from gateway.answers.sse import ChatChunks
+from gateway.http.context import body_schema, context_of, read_body
 from gateway.routes.answer import Answer, Told, answer
+from gateway.routes.request_builder import encode_chat, truncated
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.sse import ChatChunks
-from gateway.tools.plan import Reading, plan
+from gateway.tools.answer_plan import Reading, plan
 
 router = APIRouter()
 

@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import body_schema, context_of, read_body
-from gateway.generation import Delta
-from gateway.prompts import encode_prompts, truncated
+from gateway.answers.generation import Delta
+from gateway.answers.sse import CompletionChunks
+from gateway.http.context import body_schema, context_of, read_body
 from gateway.routes.answer import Answer, Told, answer
+from gateway.routes.request_builder import encode_prompts, truncated
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.sampling import MAX_SEQUENCES
-from gateway.sse import CompletionChunks
 from protos.errors import InvalidArgument
 
 router = APIRouter()

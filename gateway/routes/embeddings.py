@@ -10,13 +10,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import body_schema, context_of, note, read_body
-from gateway.middleware import tenant_of
-from gateway.prompts import encode_prompts, pool_requests
-from gateway.responses import while_client_waits
+from gateway.answers.responses import while_client_waits
+from gateway.http.context import body_schema, context_of, note, read_body
+from gateway.http.middleware import tenant_of
 from gateway.routes.answer import unique_wire_id
+from gateway.routes.request_builder import encode_prompts, pool_requests
+from gateway.scheduler_link.served_model import Served
 from gateway.schemas.embeddings import EmbeddingRequest
-from gateway.served_model import Served
 from protos.errors import InvalidArgument, Unsupported
 
 router = APIRouter()

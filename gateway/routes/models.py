@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.context import context_of
+from gateway.http.context import context_of
 from protos.triptych.v1 import common_pb2 as pb
 
 router = APIRouter()

@@ -5,7 +5,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.context import context_of
+from gateway.http.context import context_of
 from gateway.version import VERSION
 from protos.errors import TriptychError, Unavailable
 from protos.triptych.v1 import inference_pb2 as inference

@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.context import body_schema, context_of, read_body
-from gateway.prompts import encode_chat
+from gateway.http.context import body_schema, context_of, read_body
+from gateway.routes.request_builder import encode_chat
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()

@@ -3,8 +3,8 @@
 import re
 from typing import Any, Final
 
-from gateway.chat_template import ChatTemplate
-from gateway.reasoning import END
+from gateway.parsers.reasoning import END
+from gateway.text.chat_template import ChatTemplate
 from protos.errors import InvalidArgument
 
 _NAME: Final = "probe_function"

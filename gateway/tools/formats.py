@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.tools import hermes, llama, mistral, pythonic
-from gateway.tools.events import ToolParser, call_id, short_call_id
-from gateway.tools.json_list import ListParser
-from gateway.tools.named import NamedParser
+from gateway.parsers import hermes, llama, mistral, pythonic
+from gateway.parsers.events import ToolParser, call_id, short_call_id
+from gateway.parsers.json_list import ListParser
+from gateway.parsers.named_tool import NamedParser
 from gateway.tools.tags import ArgumentsAlone, Shape
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gateway.chat_template import ChatTemplate
+from gateway.text.chat_template import ChatTemplate
 from protos.errors import InvalidArgument
 
 _INTRODUCTION: Final = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.request import Event, FinishReason, Logprobs
+from scheduler_svc.requests.request import Event, FinishReason, Logprobs
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,

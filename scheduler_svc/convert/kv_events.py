@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from protos.triptych.v1 import inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.kv_events import Batch, Cleared, KvEvent, Removed, Stored
+from scheduler_svc.kv.events import Batch, Cleared, KvEvent, Removed, Stored
 
 # With the tokens of a chunk or two under each, what a client takes.
 _KEYS_PER_MESSAGE = 4096

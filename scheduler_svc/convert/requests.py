@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from protos.errors import InvalidArgument, NotFound
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from scheduler_svc.convert.sampling import sampling_from_proto, set_fields
-from scheduler_svc.pool_engine import PoolSubmission
-from scheduler_svc.request import Pooling, PoolTask
-from scheduler_svc.sequences import MAX_SEQUENCES, Resumed
-from scheduler_svc.submission import Submission
+from scheduler_svc.pooling.engine import PoolSubmission
+from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.request import Pooling, PoolTask
+from scheduler_svc.requests.sequence_group import MAX_SEQUENCES, Resumed
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_NAME_BYTES = 256

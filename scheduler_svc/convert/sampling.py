@@ -8,7 +8,7 @@ from typing import Any
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2
 from protos.wire import MAX_GRAMMAR_BYTES
-from scheduler_svc.sampling import Grammar, SamplingParams
+from scheduler_svc.requests.sampling import Grammar, SamplingParams
 
 # Far more than is asked for in earnest, few enough that a request does not hold everybody up here, and no more than a worker's tables take
 # (worker_svc/sampling/state.py). A gateway makes one or two of each word that is not to come.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from scheduler_svc.policy.tenant_counters import TenantCounters
-from scheduler_svc.request import Request
+from scheduler_svc.requests.request import Request
 
 # Stale heap entries that are not worth a rebuild.
 _SLACK = 16

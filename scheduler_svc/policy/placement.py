@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from scheduler_svc.request import Request
+from scheduler_svc.requests.request import Request
 
 
 class Place(Protocol):

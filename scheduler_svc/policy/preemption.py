@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from scheduler_svc.request import Request
+from scheduler_svc.requests.request import Request
 
 
 class PreemptionPolicy(Protocol):

@@ -21,13 +21,13 @@ import torch
 from safetensors import safe_open
 
 from protos.errors import ConfigurationRefused
-from tests.bench.report import report
-from tests.bench.step_parts import StepParts, TimedModel
-from tests.worker_harness import Harness
+from tests.bench.support.report import report
+from tests.bench.support.step_parts import StepParts, TimedModel
+from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
-from worker_svc.geometry import AttentionLayer
-from worker_svc.models import FetchError, fetch
-from worker_svc.plan import PrefillWork
+from worker_svc.model_files.demo_models import FetchError, fetch
+from worker_svc.plans.geometry import AttentionLayer
+from worker_svc.plans.step_plan import PrefillWork
 from worker_svc.vllm_adapter import startup
 
 BUCKETS: Final = (1, 8, 16, 32)

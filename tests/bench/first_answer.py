@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 
-from tests.bench.report import report
+from tests.bench.support.report import report
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUESTION = {
     "model": "smollm2",
     "temperature": 0,

@@ -24,19 +24,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from scheduler_svc.buckets import decode_buckets
-from scheduler_svc.engine import Engine
-from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
-from scheduler_svc.kv_cache import KvCache
-from scheduler_svc.placing import AttachedReplica
-from scheduler_svc.plan import Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.request import Event, FinishReason, Request
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import ReplicaScheduler
-from scheduler_svc.submission import ServedModel, Submission
-from tests.bench.report import report
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.request import Event, FinishReason, Request
+from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.shapes.buckets import decode_buckets
+from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from tests.bench.support.report import report
 
 REPLICAS: Final = 64
 SLOTS: Final = 16

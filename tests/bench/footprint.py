@@ -18,7 +18,7 @@ from typing import Final
 import httpx
 import psutil
 
-from tests.bench.report import report
+from tests.bench.support.report import report
 
 READY_LIMIT_S: Final = 3.0
 LIMITS_MIB: Final = {"scheduler": 80.0, "gateway": 150.0}

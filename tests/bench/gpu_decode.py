@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from tests.bench.report import report
-from worker_svc.geometry import Geometry
-from worker_svc.plan import Admission, DecodeWork, Plan, PrefillWork, Sampling
+from tests.bench.support.report import report
+from worker_svc.execution.worker import Worker
+from worker_svc.plans.geometry import Geometry
+from worker_svc.plans.step_plan import Admission, DecodeWork, Plan, PrefillWork, Sampling
 from worker_svc.settings import Settings
-from worker_svc.worker import Worker
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
 BLOCK, MAX_LEN, CHUNK = 128, 3072, 512

@@ -8,11 +8,11 @@ import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
-from scheduler_svc.kv_cache import KvCache
-from scheduler_svc.policy.windows import KeepEnds, KeepJunctions, KeepPolicy, Worth
-from tests.bench.report import report
-from tests.scheduler_factories import make_request, make_sampling
+from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy, Worth
+from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from tests.bench.support.report import report
+from tests.support.scheduler.factories import make_request, make_sampling
 
 CHUNK, WINDOW, LIMIT = 128, 512, 8192
 GEOMETRY = Geometry(LIMIT, 8, CHUNK, WINDOW, (8,))

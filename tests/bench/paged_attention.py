@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from tests.bench.report import report
+from tests.bench.support.report import report
 from worker_svc.devices.base import AttentionInput, AttentionShape
 from worker_svc.devices.cuda import CudaDevice
-from worker_svc.geometry import AttentionLayer, KvGroup
+from worker_svc.plans.geometry import AttentionLayer, KvGroup
 
 SHAPE = AttentionShape(32, 8, 64, 0.125, 0, 0.0, writes=True)
 GROUP = KvGroup(0, (AttentionLayer("a", 32, 8, 64, 0, torch.bfloat16),))

@@ -10,12 +10,12 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from scheduler_svc.plan import Decode, Prefill, StepPlan
-from scheduler_svc.request import Event
-from tests.bench.report import report
-from tests.local_replica import LocalReplica
+from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
+from scheduler_svc.requests.request import Event
+from tests.bench.support.report import report
+from tests.support.scheduler.local_replica import LocalReplica
 from worker_svc.devices import open_device
-from worker_svc.models import fetch
+from worker_svc.model_files.demo_models import fetch
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.engine import VllmModel
 

@@ -4,7 +4,7 @@
 a GPU the shape of Llama 3.2 1B with made-up weights. Decode steps of 32 rows, all in use, each kind of requests in turn and again: of greedy
 requests, of requests that are drawn, with filters, with ``top_p`` alone, with penalties, with everything, with log-probabilities.
 ``forward`` is the time until the logits are there, on a CPU. There, the same batch with grammars follows, and what jump-ahead saves
-(``tests/bench/constrained.py``).
+(``tests/bench/support/constrained.py``).
 """
 
 import argparse
@@ -19,14 +19,14 @@ from typing import Any, Final
 import torch
 
 from protos.errors import ConfigurationRefused
-from tests.bench.constrained import measured as constrained_measured
-from tests.bench.constrained import measured_on_words
 from tests.bench.gpu_decode import model_folder
-from tests.bench.report import report
-from tests.worker_harness import Harness
+from tests.bench.support.constrained import measured as constrained_measured
+from tests.bench.support.constrained import measured_on_words
+from tests.bench.support.report import report
+from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
-from worker_svc.models import FetchError, fetch
-from worker_svc.plan import Sampling
+from worker_svc.model_files.demo_models import FetchError, fetch
+from worker_svc.plans.step_plan import Sampling
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.engine import VllmModel
 

@@ -25,21 +25,21 @@ from typing import Final, Protocol
 
 import structlog
 
-from scheduler_svc.batch_histogram import BatchHistogram
-from scheduler_svc.buckets import decode_buckets
-from scheduler_svc.engine import Engine
-from scheduler_svc.geometry import Geometry, GroupKind, KvGroup
-from scheduler_svc.kv_cache import CacheOptions, KvCache
-from scheduler_svc.placing import AttachedReplica
-from scheduler_svc.plan import Decode, Prefill, StepResult
+from scheduler_svc.api.event_buffer import EventBuffer
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.sampling import SamplingParams
-from scheduler_svc.scheduler import ReplicaScheduler
-from scheduler_svc.sinks import EventBuffer
-from scheduler_svc.submission import ServedModel, Submission
-from tests import vllm_peer
-from tests.bench.report import report
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.step_plan import Decode, Prefill, StepResult
+from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.shapes.batch_histogram import BatchHistogram
+from scheduler_svc.shapes.buckets import decode_buckets
+from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from tests.bench.support.report import report
+from tests.support.scheduler import vllm_peer
 
 SIZES: Final = (1, 32, 128, 512, 1024)
 BLOCK_SIZE: Final = 128

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Final
 
 from protos.errors import ConfigurationRefused
-from tests.bench import vllm_env
-from tests.bench.contenders import (
+from tests.bench.support import vllm_env
+from tests.bench.support.contenders import (
     Contender,
     ContenderFailed,
     Server,
@@ -35,8 +35,8 @@ from tests.bench.contenders import (
     environment,
     running,
 )
-from tests.bench.report import report
-from worker_svc.models import FetchError, fetch
+from tests.bench.support.report import report
+from worker_svc.model_files.demo_models import FetchError, fetch
 
 OURS: Final = "triptych"
 

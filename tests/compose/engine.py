@@ -17,10 +17,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.paths import ROOT
+
 PACKAGES = ["podman", "buildah", "debootstrap", "netavark", "aardvark-dns", "runc", "iptables", "uidmap"]
 BASE_IMAGE = "python:3.11-slim"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-COMPOSE_FILE = Path(__file__).resolve().parents[2] / "deploy" / "compose.yaml"
+COMPOSE_FILE = ROOT / "deploy" / "compose.yaml"
 
 # Names without a registry stay local; limits that a machine without systemd lets us set.
 _CONFIGURATION = """\

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from worker_svc.models import fetch
+from worker_svc.model_files.demo_models import fetch
 
 START_TIMEOUT_S = 100.0
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.nn import functional
 
-from worker_svc.geometry import GroupKind, KvGroup
+from worker_svc.plans.geometry import GroupKind, KvGroup
 
 
 @dataclass(frozen=True)

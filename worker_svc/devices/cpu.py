@@ -18,7 +18,7 @@ from worker_svc.devices import in_place
 from worker_svc.devices.base import AttentionInput, AttentionShape, Device, InPlaceInput, StepInput
 from worker_svc.devices.cpu_kernels import ops as own
 from worker_svc.devices.cpu_kernels.program import AttentionPlan, Kernels, Program, serves
-from worker_svc.geometry import GroupKind, KvGroup
+from worker_svc.plans.geometry import GroupKind, KvGroup
 
 # The namespace under which vLLM registers its compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name

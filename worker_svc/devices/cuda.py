@@ -8,7 +8,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from worker_svc.devices import in_place
 from worker_svc.devices.base import AttentionShape, Device, InPlaceInput, StepInput
-from worker_svc.geometry import GroupKind, KvGroup
+from worker_svc.plans.geometry import GroupKind, KvGroup
 
 # Kernels that are compiled or tuned when they are first called must be called before they can be captured.
 _RUNS_BEFORE_CAPTURE = 2

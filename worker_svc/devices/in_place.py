@@ -11,7 +11,7 @@ import torch
 
 from worker_svc.devices import gathered
 from worker_svc.devices.base import AttentionShape, InPlaceInput
-from worker_svc.geometry import KvGroup
+from worker_svc.plans.geometry import KvGroup
 
 
 @dataclass(frozen=True)

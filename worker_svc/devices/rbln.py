@@ -29,7 +29,7 @@ from worker_svc.devices.base import (
 )
 from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
 from worker_svc.devices.rbln_ops.experts import emit_experts
-from worker_svc.geometry import NULL_BLOCK, GroupKind, KvGroup
+from worker_svc.plans.geometry import NULL_BLOCK, GroupKind, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
 # Tell the compiler what to compile for.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.logs import get_logger
-from worker_svc.grammars.compilations import Compilation, Nursery, Vocabulary
-from worker_svc.grammars.limits import CompilerLimits
+from worker_svc.grammars.compile_client import Compilation, Nursery, Vocabulary
+from worker_svc.grammars.lowering.limits import CompilerLimits
 from worker_svc.grammars.spec import Spec, check_size
 
 if TYPE_CHECKING:

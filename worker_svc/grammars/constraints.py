@@ -15,7 +15,7 @@ import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from worker_svc.grammars.compiler import GrammarCompiler
-from worker_svc.grammars.limits import PARAM
+from worker_svc.grammars.lowering.limits import PARAM
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from protos.errors import Internal, InvalidArgument
-from worker_svc.grammars.limits import PARAM
+from worker_svc.grammars.lowering.limits import PARAM
 
 if TYPE_CHECKING:
     import xgrammar

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from protos.wire import MAX_GRAMMAR_BYTES
-from worker_svc.grammars.json_schema import Limits, lower_schema
-from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE, PARAM
-from worker_svc.grammars.limits import refused as _refused
-from worker_svc.grammars.regex import lower_regex
+from worker_svc.grammars.lowering.json_schema import Limits, lower_schema
+from worker_svc.grammars.lowering.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE, PARAM
+from worker_svc.grammars.lowering.limits import refused as _refused
+from worker_svc.grammars.lowering.regex import lower_regex
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 Source = Literal["json", "regex", "ebnf", "tag"]

@@ -10,7 +10,7 @@ A step computes what its rows need (``Needs``) and no more: of a batch of greedy
 here waits for the device, so that all of it can be captured.
 """
 
-from worker_svc.sampling.likeliest import likeliest
+from worker_svc.sampling.argmax import likeliest
 from worker_svc.sampling.memory import sampling_bytes, state_bytes
 from worker_svc.sampling.report import NUM_TOP, report, reports_of
 from worker_svc.sampling.sampler import sample

@@ -1,7 +1,7 @@
 """What sampling takes of a device's memory, whatever requests ask for."""
 
-from worker_svc.sampling.scratch import SCRATCH_BYTES
 from worker_svc.sampling.state import MAX_BAN_TOKENS, MAX_BANS, MAX_BIASES
+from worker_svc.sampling.workspace import SCRATCH_BYTES
 
 # Of each element, at most, beside the scratch.
 _MASK = 4 + 1  # [rows, vocab]: what is added to logits, and the masks' bytes as indices

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_svc.plan import Logprobs
+from worker_svc.plans.step_plan import Logprobs
 
 NUM_TOP = 20
 """Likeliest tokens that are found for each row, whoever asks: more than a chat client can ask for, few enough to be cheap."""

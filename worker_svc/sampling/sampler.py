@@ -3,11 +3,11 @@
 import torch
 
 from worker_svc.sampling.adjust import adjust
-from worker_svc.sampling.cut import cut
+from worker_svc.sampling.argmax import likeliest
 from worker_svc.sampling.draw import draw, uniform
-from worker_svc.sampling.likeliest import likeliest
-from worker_svc.sampling.scratch import Tile
+from worker_svc.sampling.filters import cut
 from worker_svc.sampling.state import Needs, Reach, SamplingState
+from worker_svc.sampling.workspace import Tile
 
 
 def sample(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from protos.errors import InvalidArgument
-from worker_svc.plan import Admission, Sampling
-from worker_svc.sampling.cut import FEW
+from worker_svc.plans.step_plan import Admission, Sampling
 from worker_svc.sampling.draw import sequence_seed
-from worker_svc.sampling.scratch import Scratch
+from worker_svc.sampling.filters import FEW
+from worker_svc.sampling.workspace import Scratch
 
 # What one request may have; tables are as wide. No less than what a scheduler lets through (scheduler_svc/convert/sampling.py): bans are
 # bad words and, while min_tokens holds, its stop_token_ids and the model's end tokens.

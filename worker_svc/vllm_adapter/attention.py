@@ -7,8 +7,8 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from protos.errors import ConfigurationRefused
-from worker_svc.capture import Recorder
 from worker_svc.devices.base import AttentionShape, Device, RowsInput
+from worker_svc.graphs.capture import Recorder
 
 
 @dataclass(frozen=True)

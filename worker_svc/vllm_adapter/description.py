@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.geometry import AttentionLayer
-from worker_svc.memory import ModelSize
-from worker_svc.pooling import PoolingDescription
+from worker_svc.execution.memory_budget import ModelSize
+from worker_svc.execution.pooler import PoolingDescription
+from worker_svc.plans.geometry import AttentionLayer
 
 _MATRIX = 2  # dimensions
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from worker_svc.capture import Recorder, Recording
 from worker_svc.devices.base import Device, RowsInput
+from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.settings import LoadFormat
 from worker_svc.vllm_adapter.configuration import Dtype, configure, one_line
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure

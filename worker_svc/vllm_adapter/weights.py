@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from protos.errors import ConfigurationRefused
-from worker_svc.checkpoint import Checkpoint
+from worker_svc.model_files.checkpoint import Checkpoint
 
 ShardProgress = Callable[[int, int, str], None]
 """Told of shards read, shards in total, and the name of the file that is read next."""

@@ -1,0 +1,191 @@
+"""`triptych catalog`: what is compiled, whether it is whole, and how to take it elsewhere."""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest
+from worker_svc.settings import Settings
+
+_DEVICES = ("cpu", "cuda", "rbln")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `triptych catalog`.
+
+    Returns:
+        0; 1 if entries are damaged; 2 for a bad flag or a folder that cannot be read or written.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        caches = _caches(arguments.compile_cache_dir)
+        if arguments.command == "list":
+            return _list(caches, as_json=arguments.json)
+        if arguments.command == "verify":
+            return _verify(caches)
+        if arguments.command == "prune":
+            return _prune(caches, days=arguments.older_than_days, keys=arguments.entry)
+        return _export(caches, arguments.folder, keys=arguments.entry)
+    except (ConfigurationRefused, OSError) as error:
+        print(f"triptych catalog: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triptych catalog", description="Compiled code: one entry a configuration."
+    )
+    parser.add_argument(
+        "--compile-cache-dir", type=Path, metavar="DIR",
+        help="the folder with the entries (default: those of all devices, as the worker's settings say)",
+    )  # fmt: skip
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    listing = commands.add_parser("list", help="every entry: what it is for, its size and age")
+    listing.add_argument("--json", action="store_true", help="for programs, with all fields")
+    commands.add_parser("verify", help="check every file of every entry")
+    prune = commands.add_parser("prune", help="remove damaged entries, leftovers, and what else is named")
+    prune.add_argument("--older-than-days", type=float, metavar="N", help="and entries made longer ago")
+    prune.add_argument(
+        "--entry", action="append", default=[], metavar="KEY", help="and this one (repeatable)"
+    )
+    export = commands.add_parser("export", help="copy whole entries to a folder for another machine")
+    export.add_argument("folder", type=Path, help="used there as --compile-cache-dir")
+    export.add_argument(
+        "--entry", action="append", default=[], metavar="KEY", help="only this one (repeatable)"
+    )
+    return parser
+
+
+def _caches(folder: Path | None) -> list[CompileCache]:
+    if folder is not None:
+        if not folder.is_dir():
+            raise ConfigurationRefused(f"there is no folder {folder}; check --compile-cache-dir")
+        return [CompileCache(folder)]
+    settings = load(Settings, ["--model", "any"])
+    folders = [settings.cache_folder(device) for device in _DEVICES]
+    return [CompileCache(each) for each in dict.fromkeys(folders) if each is not None]
+
+
+def _list(caches: list[CompileCache], *, as_json: bool) -> int:
+    entries, damaged = [], 0
+    for cache in caches:
+        for key in cache.entries():
+            try:
+                manifest = cache.read(key)
+            except DamagedEntry as error:
+                print(f"triptych catalog: {error}", file=sys.stderr)
+                damaged += 1
+                continue
+            if manifest is not None:
+                entries.append((cache.root / key, manifest))
+    if as_json:
+        print(json.dumps([_described(folder, manifest) for folder, manifest in entries], indent=2))
+        return 1 if damaged else 0
+    if not entries and not damaged:
+        print("no entries; triptych compile makes them")
+    for folder, manifest in entries:
+        fields = manifest.fields
+        age = (time.time() - manifest.created) / 86400
+        print(
+            f"{folder.name}  {_mib(folder, manifest):.1f} MiB, {age:.1f} days old, compiled in {manifest.seconds:.0f} s"
+        )
+        print(
+            f"  {fields.get('model')} {fields.get('dtype')} -O {fields.get('level')} on {fields.get('device')}"
+        )
+        print(f"  {', '.join(manifest.graphs)}")
+    return 1 if damaged else 0
+
+
+def _described(folder: Path, manifest: Manifest) -> dict[str, object]:
+    return {
+        "entry": folder.name, "folder": str(folder), "mib": round(_mib(folder, manifest), 2),
+        "created": manifest.created, "seconds": manifest.seconds, "graphs": list(manifest.graphs),
+        "fields": dict(manifest.fields),
+    }  # fmt: skip
+
+
+def _mib(folder: Path, manifest: Manifest) -> float:
+    sizes = [path.stat().st_size for name in manifest.files if (path := folder / name).is_file()]
+    return sum(sizes) / 2**20
+
+
+def _verify(caches: list[CompileCache]) -> int:
+    damaged = 0
+    for cache in caches:
+        for key in cache.entries():
+            try:
+                cache.verify(key)
+                print(f"{key} whole")
+            except DamagedEntry as error:
+                damaged += 1
+                print(f"{key} damaged: {error}")
+    return 1 if damaged else 0
+
+
+def _prune(caches: list[CompileCache], *, days: float | None, keys: list[str]) -> int:
+    unknown = set(keys)
+    for cache in caches:
+        for key in cache.entries():
+            reason = _reason(cache, key, days, keys)
+            unknown.discard(key)
+            if reason:
+                cache.remove(key)
+                print(f"{key} removed: {reason}")
+        if count := cache.remove_abandoned():
+            print(f"{count} unfinished folders removed from {cache.root}")
+    if unknown:
+        raise ConfigurationRefused(
+            f"there is no entry {', '.join(sorted(unknown))}; triptych catalog list shows them"
+        )
+    return 0
+
+
+def _reason(cache: CompileCache, key: str, days: float | None, keys: list[str]) -> str | None:
+    if key in keys:
+        return "named"
+    try:
+        manifest = cache.verify(key)
+    except DamagedEntry as error:
+        return str(error)
+    if manifest is not None and days is not None and time.time() - manifest.created > days * 86400:
+        return f"older than {days:g} days"
+    return None
+
+
+def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int:
+    found = [(cache, key) for cache in caches for key in cache.entries() if not keys or key in keys]
+    if missing := set(keys) - {key for _, key in found}:
+        raise ConfigurationRefused(
+            f"there is no entry {', '.join(sorted(missing))}; triptych catalog list shows them"
+        )
+    if not found:
+        print("no entries; triptych compile makes them")
+    damaged = 0
+    for cache, key in found:
+        try:
+            manifest = cache.verify(key)
+        except DamagedEntry as error:
+            damaged += 1
+            print(f"{key} left out: {error}", file=sys.stderr)
+            continue
+        if manifest is None or _is_whole(CompileCache(target), key):
+            continue
+        filling = CompileCache(target).fill(manifest.fields)
+        for name in manifest.files:
+            (filling.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(cache.root / key / name, filling.folder / name)
+        filling.commit(manifest.graphs, manifest.seconds)
+        print(f"{key} exported to {target}")
+    return 1 if damaged else 0
+
+
+def _is_whole(cache: CompileCache, key: str) -> bool:
+    try:
+        return cache.verify(key) is not None
+    except DamagedEntry:
+        return False

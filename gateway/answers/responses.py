@@ -1,0 +1,174 @@
+"""Answers that take time: streamed as they grow, or collected; both end at once when the client goes away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.answers import sse
+from gateway.answers.generation import Delta, Generation
+from gateway.answers.logprobs import TokenReport
+from gateway.http.context import note
+from gateway.http.errors import ClientGone, internal
+from protos.errors import TriptychError
+from protos.logs import get_logger
+
+T = TypeVar("T")
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies (nginx) otherwise collect the stream into large pieces.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@contextlib.asynccontextmanager
+async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Fails ``generation`` with :class:`ClientGone` if the client closes its connection meanwhile."""
+
+    async def watch() -> None:
+        # The body has been read: the next message is the disconnect.
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.fail(ClientGone("the client closed the connection"))
+
+    watcher = asyncio.create_task(watch(), name="watch-client")
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled if the client closes its connection meanwhile.
+
+    Raises:
+        ClientGone: if it did.
+    """
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.create_task(work), asyncio.create_task(watch(), name="watch-client")
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client closed the connection")
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def noted(scope: Scope, generation: Generation) -> Iterator[None]:
+    """Puts what became of ``generation`` on the request's line in the access log."""
+    try:
+        yield
+    except ClientGone:
+        note(scope, client_gone=True)
+        raise
+    finally:
+        usage = generation.usage
+        note(scope, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+
+
+async def collect(generation: Generation, scope: Scope, receive: Receive) -> list[Delta]:
+    """The whole text of each sequence, and its tokens if they are reported.
+
+    Raises:
+        TriptychError: if the request failed; ``ClientGone`` if nobody waits for the answer any more.
+    """
+    texts: list[list[str]] = [[] for _ in generation.sequences]
+    tokens: list[list[TokenReport]] = [[] for _ in generation.sequences]
+    ends: dict[int, Delta] = {}
+    with generation, noted(scope, generation):
+        async with ends_with_client(receive, generation):
+            while deltas := await generation.deltas():
+                for delta in deltas:
+                    texts[delta.sequence].append(delta.text)
+                    tokens[delta.sequence] += delta.tokens
+                    if delta.finish_reason is not None:
+                        ends[delta.sequence] = delta
+    return [
+        ends[index]._replace(text="".join(parts), tokens=tuple(tokens[index]))
+        for index, parts in enumerate(texts)
+    ]
+
+
+class EventStream(Response):
+    """Streams a generation as server-sent events.
+
+    The status line waits for the first event, so that a request that is refused gets its proper status. Written directly against
+    ASGI: a generator behind ``StreamingResponse`` would cost several times as much per token.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: sse.Chunks,
+        write: Callable[[Delta], bytes],
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        """Streams ``generation``, whose deltas ``write`` writes with ``chunks``."""
+        super().__init__(status_code=200)
+        self._generation = generation
+        self._chunks = chunks
+        self._write = write
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._opened = [False] * len(generation.sequences)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the stream to its end."""
+        generation = self._generation
+        with generation, noted(scope, generation):
+            async with ends_with_client(receive, generation):
+                deltas = await generation.deltas()
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                try:
+                    while deltas:
+                        if body := await self._encode(deltas):
+                            await send({"type": "http.response.body", "body": body, "more_body": True})
+                        deltas = await generation.deltas()
+                    last = self._chunks.usage(generation.usage.body()) if self._include_usage else b""
+                except ClientGone:
+                    note(scope, client_gone=True)
+                    return
+                except Exception as error:  # noqa: BLE001 - the status line is gone; the stream must still say so
+                    last = sse.error_event(_expected(error))
+                await send({"type": "http.response.body", "body": last + sse.DONE, "more_body": False})
+
+    async def _encode(self, deltas: list[Delta]) -> bytes:
+        if self._continuous_usage:
+            self._chunks.tell(self._generation.usage.body())
+        if not self._generation.reports_prompts:
+            return self._encoded(deltas)
+        # A prompt's tokens and their likeliest ones are megabytes.
+        size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
+        return await self._generation.worker.run(size, lambda: self._encoded(deltas))
+
+    def _encoded(self, deltas: list[Delta]) -> bytes:
+        out = []
+        for delta in deltas:
+            if not self._opened[delta.sequence]:
+                self._opened[delta.sequence] = True
+                out.append(self._chunks.opening(delta.sequence))
+            out.append(self._write(delta))
+        return b"".join(out)
+
+
+def _expected(error: Exception) -> TriptychError:
+    if isinstance(error, TriptychError):
+        get_logger().warning("stream failed", error=str(error), code=type(error).__name__)
+        return error
+    get_logger().exception("stream failed")
+    return internal(error)

@@ -1,0 +1,149 @@
+"""Server-sent events of both completions endpoints, byte for byte as OpenAI sends them.
+
+What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Final
+
+import orjson
+
+from gateway.answers.generation import Delta
+from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.http.errors import error_body
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from protos.errors import TriptychError
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """An error in mid-stream, when the status line is long gone."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+class Chunks(ABC):
+    """Encodes the chunks of one streamed answer.
+
+    Subclasses say how a choice looks: its text, and what surrounds it.
+    """
+
+    object: str
+    _before_text: bytes
+    _after_text: bytes
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
+    ) -> None:
+        """Prepares the constant parts.
+
+        Args:
+            answer_id: the answer's id.
+            created: seconds since the epoch.
+            model: the served name.
+            with_usage: whether a usage chunk will follow; every other chunk then says ``"usage":null``, as OpenAI's do.
+            reporter: writes log-probabilities, if they were asked for.
+        """
+        fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
+        self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._starts: dict[int, bytes] = {}
+        self._reporter = reporter
+
+    def tell(self, usage: dict[str, Any]) -> None:
+        """Every chunk from now on carries this usage."""
+        self._tail = b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """What comes before a choice's first text."""
+
+    @abstractmethod
+    def write(self, delta: Delta) -> bytes:
+        """What is new about a choice, as it is."""
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that ends a stream with usage."""
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        """Nothing but text."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
+        return start + orjson.dumps(text) + self._after_text + self._tail
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return self._head + orjson.dumps(choice) + self._tail
+
+
+class ChatChunks(Chunks):
+    """Chunks of a chat completion."""
+
+    object = "chat.completion.chunk"
+    _before_text = b'"delta":{"content":'
+    _after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:
+        """The chunk that names the role."""
+        return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, ())
+
+    def write(self, delta: Delta) -> bytes:
+        """More content; at the end in a chunk of its own, if there is any, in front of the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        content = self.text(index, text, tokens) if text or tokens else b""
+        return content if reason is None else content + self.end(index, reason, stop_reason)
+
+    def text(self, index: int, text: str, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """More content, with the log-probabilities of ``tokens`` if there are any."""
+        return self._delta(index, {"content": text}, tokens) if tokens else self._text(index, text)
+
+    def event(self, index: int, event: Event, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """What was found in the text; nothing for a call that is revoked, as it cannot be taken back."""
+        delta: dict[str, Any]
+        match event:
+            case Text(text):
+                return self.text(index, text, tokens)
+            case Reasoning(text):
+                # Under both names that clients know: vLLM's and DeepSeek's.
+                delta = {"reasoning": text, "reasoning_content": text}
+            case CallStart(call, id_, name):
+                function = {"name": name, "arguments": ""}
+                delta = {"tool_calls": [{"index": call, "id": id_, "type": "function", "function": function}]}
+            case CallArguments(call, fragment):
+                delta = {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]}
+            case CallRevoked():
+                return b""
+        return self._delta(index, delta, tokens)
+
+    def end(self, index: int, finish_reason: str, stop_reason: str | int | None) -> bytes:
+        """An empty delta with the reason."""
+        return self._choice({
+            "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
+        })  # fmt: skip
+
+    def _delta(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenReport]) -> bytes:
+        logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
+        return self._choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+
+
+class CompletionChunks(Chunks):
+    """Chunks of a plain completion."""
+
+    object = "text_completion"
+    _before_text = b'"text":'
+    _after_text = b',"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - as the base's
+        """Nothing: plain completions have no role."""
+        return b""
+
+    def write(self, delta: Delta) -> bytes:
+        """More text; the last of it together with the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        if reason is None and not tokens:
+            return self._text(index, text) if text else b""
+        logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return self._choice(choice if reason is None else {**choice, "stop_reason": stop_reason})

@@ -1,0 +1,160 @@
+"""What happens around every HTTP request: its id, the log line, the count, and the limit on its body."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.errors import PayloadTooLarge, error_response, internal
+from gateway.metrics import Metrics
+from protos.errors import InvalidArgument
+from protos.logs import bind_request, get_logger
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+TENANT_HEADER: Final = "x-tenant"
+
+# The scheduler takes no longer one.
+MAX_TENANT_BYTES: Final = 256
+
+# What is asked every few seconds by machines is logged only at debug level.
+_QUIET: Final = frozenset({"/health", "/metrics"})
+
+# How much of a body that is too long is read and thrown away, in limits and in seconds.
+_DISCARD_FACTOR: Final = 8
+_DISCARD_S: Final = 10
+
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:
+    """The client's own request id if it is usable in a header and a log, else a new one."""
+    given = headers.get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else new_id()
+
+
+def tenant_of(headers: Headers) -> str:
+    """Whom the scheduler is to be fair to; empty for the common tenant.
+
+    Raises:
+        InvalidArgument: if the header is there twice (a proxy's and a client's own, perhaps), or too long, or no printable UTF-8.
+    """
+    given = headers.getlist(TENANT_HEADER)
+    if not given:
+        return ""
+    if len(given) > 1:
+        raise InvalidArgument("there are several X-Tenant headers; send one", param="X-Tenant")
+    raw = given[0].encode("latin-1")
+    if len(raw) > MAX_TENANT_BYTES:
+        raise InvalidArgument(
+            f"X-Tenant is longer than {MAX_TENANT_BYTES} bytes; shorten it", param="X-Tenant"
+        )
+    try:
+        tenant = raw.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("X-Tenant is not UTF-8", param="X-Tenant") from None
+    if not tenant.isprintable():
+        raise InvalidArgument("X-Tenant has unprintable characters; leave them out", param="X-Tenant")
+    return tenant
+
+
+class RequestMiddleware:
+    """Pure ASGI, so that a streamed chunk passes through one call and nothing else."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        max_body_bytes: int,
+        new_id: Callable[[], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """Wraps ``app``."""
+        self._app = app
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._new_id = new_id
+        self._clock = clock
+        self._log = get_logger()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = self._clock()
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers, self._new_id)
+        scope["triptych.request_id"], scope["triptych.arrived"] = request_id, began
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        with bind_request(request_id), self._metrics.http_in_flight.track_inprogress():
+            try:
+                if int(headers.get("content-length") or 0) > self._max_body_bytes:
+                    if "expect" not in headers:
+                        await self._discard(receive)
+                    await error_response(self._too_large())(scope, receive, send_with_id)
+                else:
+                    await self._app(scope, self._limited(receive), send_with_id)
+            except Exception as error:
+                self._log.exception("unexpected exception")
+                if status:
+                    raise  # the answer has begun: only the server can cut it off
+                await error_response(internal(error))(scope, receive, send_with_id)
+            finally:
+                self._account(scope, status, began)
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body is longer than {self._max_body_bytes} bytes; send less at once")
+
+    async def _discard(self, receive: Receive) -> None:
+        """Reads the rest of a body, within reason: a client that is cut off while it sends never sees the answer."""
+        rest = _DISCARD_FACTOR * self._max_body_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while rest > 0:
+                    message = await receive()
+                    rest -= len(message.get("body", b""))
+                    if not message.get("more_body"):
+                        return
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Counts a body that came without its length."""
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                if message.get("more_body"):
+                    await self._discard(receive)
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _account(self, scope: MutableMapping[str, Any], status: int, began: float) -> None:
+        route = getattr(scope.get("route"), "path", None) or "other"
+        self._metrics.answered(route, scope["method"], status)
+        write = self._log.debug if scope["path"] in _QUIET else self._log.info
+        write(
+            "request",
+            method=scope["method"],
+            path=scope["path"],
+            # 0: the client left before there was a status.
+            status=status,
+            ms=round((self._clock() - began) * 1000, 1),
+            **scope.get("triptych.access", {}),
+        )

@@ -1,0 +1,1 @@
+"""Parsers of what models write: tool calls and thinking."""

@@ -1,0 +1,208 @@
+"""One call written as a JSON object: ``{"name": "f", "arguments": {…}}``."""
+
+import json
+from collections.abc import Callable, Collection
+from typing import Final
+
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Counter, Event, Text
+from gateway.parsers.json_scan import ValueScanner, is_object, skip_blanks
+
+# Longest text of a member's key or of a name; what is longer is no call, and need not be held back any longer.
+_MAX_NAME: Final = 512
+
+
+class JsonCall:
+    """Reads one call while it arrives. Its arguments come out as the model writes them, letter by letter.
+
+    The members may come in any order; arguments in front of the name are held back until the name is known. Some models write them as a
+    text that holds the object; what it holds comes out then, whole.
+
+    Attributes:
+        done: the object is complete, and a call.
+        failed: it is none; see :meth:`give_up`.
+        announced: its name and the beginning of its arguments have been told.
+    """
+
+    def __init__(
+        self,
+        counter: Counter,
+        *,
+        arguments: Collection[str],
+        others: Collection[str] | None = None,
+        accept: Callable[[str], bool] = bool,
+        before: str = "",
+    ) -> None:
+        """Waits for the object.
+
+        Args:
+            counter: numbers the call.
+            arguments: names that the member with the arguments may have.
+            others: names of further members that are read over; ``None``: any.
+            accept: whether a name is one of a tool.
+            before: text in front of the object that belongs to the call: it comes back if there is none.
+        """
+        self.done = False
+        self.failed = False
+        self._counter = counter
+        self._arguments = arguments
+        self._others = others
+        self._accept = accept
+        self._source = [before]
+        self._step: Callable[[str, int, list[Event]], int] = self._open
+        self._scanner = ValueScanner()
+        self._key = ""
+        # Text of the key or the name that is being read.
+        self._text = ""
+        self._start: CallStart | None = None
+        self._name = ""
+        self._held: list[str] = []
+        # Pieces of arguments that are written as a text.
+        self._quoted: list[str] = []
+        self._has_arguments = False
+
+    @property
+    def announced(self) -> bool:  # noqa: D102 - see the class
+        return self._start is not None
+
+    def feed(self, text: str, out: list[Event]) -> str:
+        """Reads on; returns the rest of ``text`` if the object has ended or failed, else nothing."""
+        at = 0
+        while at < len(text) and not self.done and not self.failed:
+            at = self._step(text, at, out)
+        self._source.append(text[:at])
+        return text[at:]
+
+    def give_up(self, out: list[Event]) -> None:
+        """Says what became of a call that failed."""
+        source = "".join(self._source)
+        out.append(CallRevoked(self._start.number, source) if self._start else Text(source))
+
+    def finish(self, out: list[Event]) -> None:
+        """The text has ended within the object: a call that has begun stays as it is, anything less is content."""
+        if self._start is None:
+            self.give_up(out)
+
+    def _open(self, text: str, at: int, _: list[Event]) -> int:
+        at = skip_blanks(text, at)
+        if at < len(text):
+            self.failed = text[at] != "{"
+            self._step = self._next_key
+            at += not self.failed
+        return at
+
+    def _next_key(self, text: str, at: int, _: list[Event]) -> int:
+        at = skip_blanks(text, at)
+        if at < len(text):
+            self.failed = text[at] != '"'
+            self._scanner, self._text, self._step = ValueScanner(), "", self._in_key
+        return at
+
+    def _in_key(self, text: str, at: int, _: list[Event]) -> int:
+        end = self._scanner.feed(text, at)
+        self._text += text[at:end]
+        self.failed = self._scanner.failed or len(self._text) > _MAX_NAME
+        if self._scanner.done and not self.failed:
+            self._key = json.loads(self._text)
+            self.failed = not self._expected(self._key)
+            self._step = self._colon
+        return end
+
+    def _expected(self, key: str) -> bool:
+        if key == "name":
+            return not self._name
+        if key in self._arguments:
+            return not self._has_arguments
+        return self._others is None or key in self._others
+
+    def _colon(self, text: str, at: int, _: list[Event]) -> int:
+        at = skip_blanks(text, at)
+        if at < len(text):
+            self.failed = text[at] != ":"
+            self._step = self._before_value
+            at += not self.failed
+        return at
+
+    def _before_value(self, text: str, at: int, out: list[Event]) -> int:
+        at = skip_blanks(text, at)
+        if at == len(text):
+            return at
+        self._scanner, self._text = ValueScanner(), ""
+        if self._key == "name":
+            self.failed, self._step = text[at] != '"', self._in_name
+        elif self._key in self._arguments:
+            if text[at] == '"':
+                self._quoted, self._step = [], self._in_quoted
+                return at
+            self.failed, self._step = text[at] != "{", self._in_arguments
+            if not self.failed:
+                self._has_arguments = True
+                self._begin(out)
+        else:
+            self._step = self._in_other
+        return at
+
+    def _in_name(self, text: str, at: int, out: list[Event]) -> int:
+        end = self._scanner.feed(text, at)
+        self._text += text[at:end]
+        self.failed = self._scanner.failed or len(self._text) > _MAX_NAME
+        if self._scanner.done and not self.failed:
+            self._name = json.loads(self._text)
+            # Unprintable also means halves of surrogate pairs, which no UTF-8 can carry.
+            self.failed = not (self._name and self._name.isprintable() and self._accept(self._name))
+            if not self.failed and self._has_arguments:
+                self._begin(out)
+            self._step = self._after
+        return end
+
+    def _begin(self, out: list[Event]) -> None:
+        """Announces the call once both its name and the beginning of its arguments are known."""
+        if self._name:
+            self._start = self._counter.start(self._name)
+            out.append(self._start)
+            out.append(CallArguments(self._start.number, "".join(self._held)))
+
+    def _in_arguments(self, text: str, at: int, out: list[Event]) -> int:
+        end = self._scanner.feed(text, at)
+        if self._start is None:
+            self._held.append(text[at:end])
+        elif end > at:
+            out.append(CallArguments(self._start.number, text[at:end]))
+        self._end_value()
+        return end
+
+    def _in_quoted(self, text: str, at: int, out: list[Event]) -> int:
+        """Arguments as a text that holds their JSON. They come whole: only the end tells that they are an object."""
+        end = self._scanner.feed(text, at)
+        self._quoted.append(text[at:end])
+        self._end_value()
+        if self._scanner.done and not self.failed:
+            arguments = json.loads("".join(self._quoted))
+            self.failed = not is_object(arguments)
+            if not self.failed:
+                self._has_arguments = True
+                self._held = [arguments]
+                self._begin(out)
+        return end
+
+    def _in_other(self, text: str, at: int, _: list[Event]) -> int:
+        end = self._scanner.feed(text, at)
+        self._end_value()
+        return end
+
+    def _end_value(self) -> None:
+        self.failed = self._scanner.failed
+        if self._scanner.done:
+            self._step = self._after
+
+    def _after(self, text: str, at: int, _: list[Event]) -> int:
+        at = skip_blanks(text, at)
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self._step = self._next_key
+        elif text[at] == "}" and self._start is not None:
+            self.done = True
+        else:
+            self.failed = True
+            return at
+        return at + 1

@@ -1,0 +1,111 @@
+"""Thinking and answer apart, for models that write ``<think>…</think>`` first.
+
+Whether thinking is open already when the answer begins is read off the prompt: templates that end it with ``<think>`` opened it, those
+that end it with ``</think>`` (Qwen 3 with ``enable_thinking: false``) have closed it.
+"""
+
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from gateway.parsers.events import Event, Reasoning, Text
+from gateway.parsers.parser_base import Machine, split_at
+from gateway.tools.tags import Tag, tag
+
+START: Final = "<think>"
+END: Final = "</think>"
+MARKERS: Final = frozenset({START, END})
+
+
+class Marks(NamedTuple):
+    """What a model writes around its thinking."""
+
+    start: str = START
+    end: str = END
+
+
+THINK: Final = Marks()
+
+# Enough of a prompt's last tokens to see how its generation prompt ends.
+TAIL_TOKENS: Final = 16
+
+
+class Thinking(Enum):
+    """Where an answer begins."""
+
+    OPEN = auto()
+    """Within the thinking."""
+    POSSIBLE = auto()
+    """In front of it, if the model thinks at all."""
+    OVER = auto()
+    """Behind it."""
+
+
+def thinking_at(prompt_tail: str, *, always: bool) -> Thinking:
+    """Where the answer to a prompt begins.
+
+    Args:
+        prompt_tail: text of the prompt's last tokens, special ones included.
+        always: the model thinks although nothing opens it (DeepSeek R1 under its first templates).
+    """
+    tail = prompt_tail.rstrip()
+    if tail.endswith(END):
+        return Thinking.OVER
+    return Thinking.OPEN if always or tail.endswith(START) else Thinking.POSSIBLE
+
+
+class ThinkParser(Machine):
+    """Yields thinking as :class:`Reasoning` and the rest as :class:`Text`; see :class:`gateway.parsers.events.ToolParser`.
+
+    Text that ends within the thinking is all thinking. Only the first end marker counts.
+    """
+
+    def __init__(self, at: Thinking) -> None:
+        self._at = at
+        super().__init__(self._answer if at is Thinking.OVER else self._begin)
+
+    def _begin(self, out: list[Event]) -> bool:
+        if not self._skip() or (START.startswith(self._rest) and self._rest != START):
+            return False
+        if self._rest.startswith(START):
+            self._passed()
+            self._rest, self._state = self._rest[len(START) :], self._thinking
+            out.append(Reasoning(""))
+        else:
+            self._back()
+            self._state = self._thinking if self._at is Thinking.OPEN else self._answer
+        return True
+
+    def _thinking(self, out: list[Event]) -> bool:
+        thought, marker, self._rest = split_at(self._rest, (END,))
+        out.append(Reasoning(thought))
+        if marker:
+            self._state = self._answer
+        return bool(marker)
+
+    def _answer(self, out: list[Event]) -> bool:
+        out.append(Text(self._rest))
+        self._rest = ""
+        return False
+
+    def _end(self, out: list[Event]) -> None:
+        open_ = self._state == self._thinking or (self._state == self._begin and self._at is Thinking.OPEN)
+        self._back()
+        if self._rest:
+            out.append(Reasoning(self._rest) if open_ else Text(self._rest))
+
+
+def before_answer(at: Thinking, marks: Marks) -> list[Tag]:
+    """What a grammar must let pass in front of the answer, so that a constrained model may still think."""
+    if at is Thinking.OVER:
+        return []
+    blank: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
+    thought: Tag = {"type": "any_text"}
+    if at is Thinking.OPEN:
+        return [tag("", thought, marks.end), blank]
+    return [{"type": "optional", "content": tag(marks.start, thought, marks.end)}, blank]
+
+
+def behind_thinking(at: Thinking, form: Tag, marks: Marks = THINK) -> Tag:
+    """``form``, for what comes behind the thinking."""
+    before = before_answer(at, marks)
+    return {"type": "sequence", "elements": [*before, form]} if before else form

@@ -1,0 +1,321 @@
+"""From a request body to what the scheduler gets: token ids and sampling parameters."""
+
+from collections.abc import Sequence
+
+from gateway.scheduler_link.served_model import Served
+from gateway.schemas.base import quote
+from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.embeddings import EmbeddingRequest
+from gateway.schemas.sampling import SamplingRequest
+from gateway.schemas.tools import Tool
+from gateway.text.tokenization import TextCodec, TextWorker
+from gateway.tools.prompting import in_words
+from protos.errors import ContextExceeded, InvalidArgument
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+
+
+async def encode_chat(
+    served: Served,
+    worker: TextWorker,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] = (),
+    may_call: bool = True,
+    add_generation_prompt: bool,
+    add_special_tokens: bool,
+    variables: dict[str, object],
+    size: int,
+) -> list[int]:
+    """Token ids of a conversation.
+
+    Args:
+        served: the model.
+        worker: runs long work.
+        messages: the turns.
+        tools: what the model is to know of.
+        may_call: whether it may call them; if not, a template that does not know tools is not helped to show them.
+        add_generation_prompt: end with the header of the assistant's turn.
+        add_special_tokens: add BOS and its like; chat templates carry their own, so usually not.
+        variables: further variables of the chat template.
+        size: bytes of the request's body, which bound the effort: a template goes over every message, however short.
+
+    Raises:
+        InvalidArgument: if the model has no chat template or its template refuses the messages.
+    """
+    template = served.text.tool_template if tools else served.text.chat_template
+    if template is None:
+        raise InvalidArgument(
+            f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
+            param="messages",
+        )
+
+    def work() -> list[int]:
+        offered = [tool.for_template() for tool in tools]
+        turns = [message.for_template() for message in messages]
+        turns = in_words(template, turns, offered if may_call else ())
+        text = template.render(
+            turns, add_generation_prompt=add_generation_prompt, variables=variables, tools=offered
+        )
+        return served.text.encode(text, add_special_tokens=add_special_tokens)
+
+    return await worker.run(size, work)
+
+
+async def encode_prompts(
+    served: Served,
+    worker: TextWorker,
+    prompts: Sequence[str | list[int]],
+    *,
+    special: bool,
+    size: int,
+    param: str,
+) -> list[list[int]]:
+    """Token ids of each prompt; those that came as ids are taken as they are.
+
+    Args:
+        served: the model.
+        worker: runs long work.
+        prompts: texts or token ids.
+        special: whether texts get the tokens that the model expects around them.
+        size: bytes of the request's body.
+        param: the prompts' public name.
+
+    Raises:
+        InvalidArgument: if an id is beyond the vocabulary.
+    """
+    vocab_size = served.model.vocab_size
+
+    def work() -> list[list[int]]:
+        encoded = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                encoded.append(served.text.encode(prompt, add_special_tokens=special))
+                continue
+            if prompt and vocab_size and max(prompt) >= vocab_size:
+                raise InvalidArgument(
+                    f"'{param}' has the token id {max(prompt)}; this model's ids end at {vocab_size - 1}",
+                    param=param,
+                )
+            encoded.append(prompt)
+        return encoded
+
+    return await worker.run(size, work)
+
+
+def check_length(served: Served, prompt: Sequence[int], limit: int | None, *, param: str) -> None:
+    """Refuses prompts that cannot run; the scheduler would too, but does not know the parameters' public names.
+
+    Raises:
+        InvalidArgument: if the prompt is empty.
+        ContextExceeded: if prompt and output do not fit the context.
+    """
+    context, count = served.model.max_model_len, len(prompt)
+    if count == 0:
+        raise InvalidArgument(f"'{param}' is empty: it must give at least one token", param=param)
+    if count + (limit or 1) > context:
+        if limit is None or count >= context:
+            asked, advice = (
+                f"the prompt has {count} tokens, which leaves no room for an answer",
+                "shorten the prompt",
+            )
+        else:
+            asked = (
+                f"the prompt has {count} tokens and {limit} new ones are asked for, {count + limit} together"
+            )
+            advice = f"shorten the prompt or ask for at most {context - count} tokens"
+        raise ContextExceeded(f"this model's context is {context} tokens, but {asked}; {advice}", param=param)
+
+
+def truncated(served: Served, body: SamplingRequest, prompt: list[int]) -> list[int]:
+    """The tokens of a prompt that the body wants to keep.
+
+    Raises:
+        InvalidArgument: if it wants more than the context has room for.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    room = served.model.max_model_len - (body.output_limit or 1)
+    if keep > room:
+        raise InvalidArgument(
+            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that the context of "
+            f"{served.model.max_model_len} has room for beside the answer; keep fewer, or send -1",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:
+        keep = room
+    if len(prompt) <= keep or keep < 1:
+        return prompt
+    return prompt[:keep] if body.truncation_side == "right" else prompt[-keep:]
+
+
+def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
+    """Token sequences that write some words: each at the start of a text and, where that gives other tokens, behind a space.
+
+    With a space, only what begins with another token and is as long is a form of the same word; so vLLM has it.
+
+    Raises:
+        InvalidArgument: if a word has no tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = text.encode(word.lstrip(), add_special_tokens=False)
+        if not plain:
+            raise InvalidArgument(
+                f"'bad_words' has {quote(word)}, which has no tokens; leave it out", param="bad_words"
+            )
+        found.append(plain)
+        spaced = text.encode(f" {word.lstrip()}", add_special_tokens=False)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+def sampling_of(
+    body: SamplingRequest, model: pb.ModelInfo, constraint: pb.StructuredOutput | None = None
+) -> pb.SamplingParams:
+    """The body's sampling parameters, with the model's recommended ones where the body is silent.
+
+    A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing to refuse.
+
+    Args:
+        body: the HTTP request.
+        model: the model.
+        constraint: what the output must match, made of the body by whoever knows how the answer is read.
+
+    Raises:
+        InvalidArgument: if a token id is beyond the vocabulary.
+    """
+    params = pb.SamplingParams()
+    params.CopyFrom(model.default_sampling)
+    off = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        value = getattr(body, name)
+        if value is not None:
+            params.ClearField(name)
+            if value != off.get(name):
+                setattr(params, name, value)
+    if body.top_k is not None:
+        params.ClearField("top_k")
+        if body.top_k > 0:
+            params.top_k = body.top_k
+    if body.seed is not None:
+        # Negative seeds are legal in vLLM's API; the wire has 64 bits either way.
+        params.seed = body.seed % 2**64
+    if body.output_limit is not None:
+        params.max_tokens = body.output_limit
+    params.min_tokens = body.min_tokens
+    params.ignore_eos = body.ignore_eos
+    params.presence_penalty = body.presence_penalty or 0.0
+    params.frequency_penalty = body.frequency_penalty or 0.0
+    params.stop_token_ids.extend(_known("stop_token_ids", body.stop_token_ids, model))
+    params.allowed_token_ids.extend(_known("allowed_token_ids", body.allowed_token_ids or (), model))
+    for token_id, bias in (body.logit_bias or {}).items():
+        _known("logit_bias", (token_id,), model)
+        params.logit_bias[token_id] = bias
+    if body.num_logprobs is not None:
+        params.logprobs = body.num_logprobs
+    if body.num_prompt_logprobs is not None:
+        params.prompt_logprobs = body.num_prompt_logprobs
+    if constraint is not None:
+        params.structured_output.CopyFrom(constraint)
+    return params
+
+
+def _known(param: str, token_ids: Sequence[int], model: pb.ModelInfo) -> Sequence[int]:
+    if model.vocab_size and token_ids and max(token_ids) >= model.vocab_size:
+        raise InvalidArgument(
+            f"'{param}' has the token id {max(token_ids)}; this model's ids end at {model.vocab_size - 1}",
+            param=param,
+        )
+    return token_ids
+
+
+def generate_requests(
+    served: Served,
+    body: SamplingRequest,
+    prompts: Sequence[Sequence[int]],
+    request_id: str,
+    *,
+    tenant: str = "",
+    bad_words: Sequence[Sequence[int]] = (),
+    constraint: pb.StructuredOutput | None = None,
+) -> list[inference.GenerateRequest]:
+    """One wire request per prompt, after all checks that need no scheduler.
+
+    Args:
+        served: the model.
+        body: the HTTP request; each prompt is continued ``n`` times.
+        prompts: token ids, one list a prompt.
+        request_id: unique in this process; becomes the wire id, with the prompt's index if there are several.
+        tenant: whom the scheduler is to be fair to.
+        bad_words: see :func:`bad_word_tokens`.
+        constraint: see :func:`sampling_of`.
+
+    Raises:
+        InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
+    """
+    param = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+    for prompt in prompts:
+        check_length(served, prompt, body.output_limit, param=param)
+    sampling = sampling_of(body, served.model, constraint)
+    for token_ids in bad_words:
+        sampling.bad_words.add(token_ids=token_ids)
+    return [
+        inference.GenerateRequest(
+            request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            n=body.n if body.n > 1 else None,
+            priority=body.priority,
+            tenant=tenant,
+            cache_salt=body.cache_salt or "",
+            model=served.model.served_name,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def pool_requests(
+    served: Served,
+    body: EmbeddingRequest,
+    prompts: Sequence[Sequence[int]],
+    request_id: str,
+    *,
+    tenant: str = "",
+) -> list[inference.PoolRequest]:
+    """One wire request per input of an embeddings request, after all checks that need no scheduler.
+
+    Args:
+        served: the model.
+        body: the HTTP request.
+        prompts: token ids, one list an input.
+        request_id: unique in this process; becomes the wire id, with the input's index.
+        tenant: whom the scheduler is to be fair to.
+
+    Raises:
+        InvalidArgument: if an input is empty.
+        ContextExceeded: if one is longer than the model reads.
+    """
+    longest = served.model.max_model_len
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidArgument("'input' is empty: it must give at least one token", param="input")
+        if len(prompt) > longest:
+            raise ContextExceeded(
+                f"an input has {len(prompt)} tokens, but '{served.model.served_name}' is served for at most {longest}; shorten it",
+                param="input",
+            )
+    return [
+        inference.PoolRequest(
+            request_id=f"{request_id}-{index}",
+            prompt_token_ids=prompt,
+            task=pb.POOL_TASK_EMBED,
+            normalize=body.normalize,
+            priority=body.priority,
+            tenant=tenant,
+            model=served.model.served_name,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,239 @@
+"""Parsers of an installed vLLM, by name: ``--tool-call-parser vllm:NAME``, ``--reasoning-parser vllm:NAME``.
+
+The one place outside the worker that imports vLLM, and only if somebody asks for it: a gateway without such a setting stays free of
+vLLM and torch. vLLM's parsers want token ids, too; they get those of each piece of text, which have the same markers in them.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from gateway.parsers.events import (
+    CallArguments,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+    ToolParser,
+    call_id,
+)
+from gateway.parsers.reasoning import Marks, Thinking
+from gateway.text.tokenization import TextCodec
+from protos.errors import ConfigurationRefused
+
+PREFIX: Final = "vllm:"
+
+
+def check(setting: str, value: str) -> None:
+    """Looks for the parser that ``value`` names, if it names one of vLLM's; imports vLLM then (seconds, and torch with it).
+
+    Args:
+        setting: the setting's flag, for the error.
+        value: its value.
+
+    Raises:
+        ConfigurationRefused: if vLLM is not installed or has no such parser.
+    """
+    if not value.startswith(PREFIX):
+        return
+    name = value.removeprefix(PREFIX)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigurationRefused(
+            f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or choose a parser of the gateway's own"
+        )
+    manager = _manager(setting)
+    known = manager.list_registered()
+    if name not in known:
+        raise ConfigurationRefused(f"{setting} {value}: vLLM has no such parser; it has {', '.join(known)}")
+    try:
+        _class(manager, value)
+    except ImportError as error:
+        raise ConfigurationRefused(
+            f"{setting} {value}: vLLM cannot load that parser: {error}; install what is missing beside vLLM"
+        ) from error
+
+
+def _class(manager: Any, value: str) -> Any:
+    name = value.removeprefix(PREFIX)
+    if hasattr(manager, "get_tool_parser"):
+        return manager.get_tool_parser(name)
+    return manager.get_reasoning_parser(name)
+
+
+def _manager(setting: str) -> Any:
+    if "reasoning" in setting:
+        return importlib.import_module("vllm.reasoning").ReasoningParserManager
+    return importlib.import_module("vllm.tool_parsers").ToolParserManager
+
+
+def names_one(*settings: str) -> bool:
+    """Whether any of some settings' values names a parser of vLLM."""
+    return any(value.startswith(PREFIX) for value in settings)
+
+
+def prepare(text: TextCodec) -> None:
+    """Does what takes long before a request needs it: imports (seconds) and the tokenizer (0.1 s and more)."""
+    _tokenizer(text)
+    _request(())
+
+
+def _tokenizer(text: TextCodec) -> Any:
+    """The model's tokenizer as vLLM's parsers expect it: wrapped by transformers, with a vocabulary that is not copied at every look.
+
+    It is a copy of the tokenizer, made once a model and shared by all parsers.
+    """
+
+    def wrap() -> Any:
+        transformers = importlib.import_module("transformers")
+        wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **text.special_tokens)
+        return importlib.import_module("vllm.tokenizers.hf").get_cached_tokenizer(wrapped)
+
+    return text.wrapped(wrap)
+
+
+def _request(tools: Sequence[Mapping[str, Any]]) -> Any:
+    protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    return protocol.ChatCompletionRequest(
+        messages=[{"role": "user", "content": ""}], tools=list(tools) or None
+    )
+
+
+class _History:
+    """What vLLM's streaming interface wants to know: text and token ids before, with and of each piece."""
+
+    def __init__(self, text: TextCodec) -> None:
+        self._codec = text
+        self._text = ""
+        self._ids: list[int] = []
+
+    def push(self, piece: str) -> tuple[str, str, str, list[int], list[int], list[int]]:
+        """The arguments for the next piece."""
+        ids = self._codec.encode(piece, add_special_tokens=False)
+        before, ids_before = self._text, self._ids
+        self._text, self._ids = before + piece, ids_before + ids
+        return before, self._text, piece, ids_before, self._ids, ids
+
+
+class _VllmToolParser:
+    """See :class:`gateway.parsers.events.ToolParser`; how exact it is, is vLLM's matter."""
+
+    def __init__(self, parser: Any, request: Any, text: TextCodec) -> None:
+        self._parser = parser
+        self._request = request
+        self._history = _History(text)
+        # Streams name a call first and number it themselves.
+        self._started: set[int] = set()
+
+    def feed(self, text: str) -> list[Event]:
+        """See :class:`gateway.parsers.events.ToolParser`."""
+        if not text:
+            return []
+        delta = self._parser.extract_tool_calls_streaming(*self._history.push(text), self._request)
+        return self._events(delta)
+
+    def finish(self) -> list[Event]:
+        """See :class:`gateway.parsers.events.ToolParser`."""
+        flush = getattr(self._parser, "finish_streaming", None)
+        found = self._events(flush()) if flush is not None else []
+        if self._started and (rest := self._parser.get_remaining_unstreamed_args()):
+            found.append(CallArguments(max(self._started), rest))
+        return found
+
+    def whole(self, text: str) -> list[Event]:
+        """See :class:`gateway.parsers.events.ToolParser`."""
+        found = self._parser.extract_tool_calls(text, self._request)
+        events: list[Event] = [Text(found.content or "")]
+        for index, call in enumerate(found.tool_calls):
+            events.append(CallStart(index, call.id or call_id(), call.function.name))
+            events.append(CallArguments(index, call.function.arguments))
+        return events
+
+    def _events(self, delta: Any) -> list[Event]:
+        if delta is None:
+            return []
+        events: list[Event] = [Text(delta.content or "")]
+        for call in delta.tool_calls or ():
+            function = call.function
+            if function is not None and function.name and call.index not in self._started:
+                self._started.add(call.index)
+                events.append(CallStart(call.index, call.id or call_id(), function.name))
+            if function is not None and function.arguments and call.index in self._started:
+                events.append(CallArguments(call.index, function.arguments))
+        return events
+
+
+class ReasoningParser:
+    """A reasoning parser of vLLM; see :class:`gateway.parsers.events.ToolParser`."""
+
+    def __init__(self, parser: Any, request: Any, text: TextCodec, prompt: Sequence[int]) -> None:
+        self._parser = parser
+        self._request = request
+        self._history = _History(text)
+        self._over = bool(parser.is_reasoning_end(list(prompt)))
+        if not self._over and hasattr(parser, "adjust_initial_state_from_prompt"):
+            parser.adjust_initial_state_from_prompt(list(prompt))
+
+    @property
+    def marks(self) -> Marks | None:
+        """What it finds thinking by; ``None`` if it does not tell."""
+        start, end = self._parser.reasoning_start_str, self._parser.reasoning_end_str
+        return Marks(start, end) if start and end else None
+
+    def begins(self) -> Thinking:
+        """Where it takes an answer to begin, seen from what it makes of text without markers; it reads no other text afterwards."""
+        if self._over:
+            return Thinking.OVER
+        reasoning = any(event.text for event in self.whole("x") if isinstance(event, Reasoning))
+        return Thinking.OPEN if reasoning else Thinking.POSSIBLE
+
+    def feed(self, text: str) -> list[Event]:
+        """See :class:`gateway.parsers.events.ToolParser`."""
+        if self._over:
+            return [Text(text)]
+        if not text:
+            return []
+        pushed = self._history.push(text)
+        events = self._events(self._parser.extract_reasoning_streaming(*pushed))
+        if self._parser.engine_based_streaming:
+            self._over = self._parser.has_engine_confirmed_reasoning_end()
+            if self._over:
+                events += self._events(self._parser.finish_streaming())
+        else:
+            self._over = self._parser.is_reasoning_end_streaming(pushed[4], pushed[5])
+        return events
+
+    def finish(self) -> list[Event]:
+        """See :class:`gateway.parsers.events.ToolParser`."""
+        if self._over or not self._parser.engine_based_streaming:
+            return []
+        return self._events(self._parser.finish_streaming())
+
+    def whole(self, text: str) -> list[Event]:
+        """See :class:`gateway.parsers.events.ToolParser`."""
+        if self._over:
+            return [Text(text)]
+        reasoning, content = self._parser.extract_reasoning(text, self._request)
+        return [Reasoning(reasoning or ""), Text(content or "")]
+
+    def _events(self, delta: Any) -> list[Event]:
+        return [] if delta is None else [Reasoning(delta.reasoning or ""), Text(delta.content or "")]
+
+
+def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> Callable[[], ToolParser]:
+    """Makes parsers for the sequences of one request.
+
+    Args:
+        value: the setting, which :func:`check` has found good.
+        text: the model's text side.
+        tools: the request's.
+    """
+    request, tokenizer = _request(tools), _tokenizer(text)
+    cls = _class(_manager("--tool-call-parser"), value)
+    return lambda: _VllmToolParser(cls(tokenizer, request.tools), request, text)
+
+
+def reasoning_parser(value: str, text: TextCodec, prompt: Sequence[int]) -> ReasoningParser:
+    """The same for thinking, one parser; ``prompt`` says whether it has begun, or is over."""
+    cls = _class(_manager("--reasoning-parser"), value)
+    return ReasoningParser(cls(_tokenizer(text)), _request(()), text, prompt)

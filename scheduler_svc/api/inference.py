@@ -1,0 +1,296 @@
+"""``Inference``: each RPC parses, calls the engine and builds the answer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from protos.errors import (
+    Aborted,
+    NotFound,
+    SchemaMismatch,
+    TriptychError,
+    Unavailable,
+    Unimplemented,
+    Unsupported,
+    abort,
+)
+from protos.logs import bind_request, get_logger
+from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.wire import SCHEMA_REVISION, Context
+from scheduler_svc.api.event_buffer import EventBuffer
+from scheduler_svc.api.kv_watch import KvWatch
+from scheduler_svc.api.pin_service import Pins
+from scheduler_svc.convert.events import event_to_proto, events_to_proto, pieces_of, pooled_to_proto
+from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.convert.requests import check_salt, pool_submission_from_proto, submission_from_proto
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.request import Event, FinishReason
+from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.model_files import ServedFiles
+
+# How often WatchLoad looks, at most, seconds: the load changes with every step.
+_LOAD_SAMPLE_S = 0.1
+
+
+def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
+    return request.sequence if request.HasField("sequence") else None
+
+
+def unserved(feature: str) -> Any:
+    """A method, unary or streaming, that says what this release does not serve."""
+
+    async def method(_self: object, _request: object, context: Context) -> None:
+        await abort(context, Unimplemented(f"{feature} are not served by this release"))
+
+    return method
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """The public face of a deployment."""
+
+    def __init__(self, engine: Engine, deployment: Deployment) -> None:
+        """Serves ``engine``."""
+        self._engine = engine
+        self._deployment = deployment
+        self._pins = Pins(engine)
+        self._metrics = SchedulerMetrics(engine, deployment)
+        self._draining = False
+        self._log = get_logger()
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._draining = True
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateEvent]:
+        """Runs one request; the end of the call, for whatever reason, ends the request."""
+        buffer = EventBuffer()
+        try:
+            submission = self._submit(request, buffer)
+        except TriptychError as error:
+            await abort(context, error)
+        left = len(submission.sequences)
+        try:
+            while left:
+                for event in await buffer.take():
+                    if isinstance(event, tuple):
+                        yield event_to_proto(event)
+                        continue
+                    if event.error is not None:
+                        await abort(context, event.error)
+                    for piece in pieces_of(event):
+                        yield event_to_proto(piece)
+                    left -= event.finish_reason is not None
+        finally:
+            self._engine.abort(submission.request_id)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
+    ) -> AsyncIterator[inference_pb2.ConnectResponse]:
+        """Runs many requests; the stream's end aborts those that still run."""
+        buffer = EventBuffer()
+        mine: set[str] = set()
+        reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
+        try:
+            # A client that has said everything (half-closed) still wants its answers.
+            reader.add_done_callback(lambda _: buffer.wake())
+            while mine or not reader.done():
+                if events := await buffer.take():
+                    # Not by the event alone: a refused duplicate of a live id must not orphan the live one.
+                    ended = {
+                        event.request_id
+                        for event in events
+                        if not isinstance(event, tuple) and (event.finish_reason or event.error)
+                    }
+                    mine.difference_update(name for name in ended if self._engine.find(name) is None)
+                    for message in events_to_proto(events):
+                        yield message
+                if reader.done() and reader.exception() is not None:
+                    break
+            await reader
+        except TriptychError as error:
+            await abort(context, error)
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TriptychError):
+                await reader
+            for request_id in mine:
+                self._engine.abort(request_id)
+
+    async def _read(
+        self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
+    ) -> None:
+        """Submits and aborts what a stream asks for; faults of one request go back inline."""
+        first = True
+        async for message in messages:
+            if first and message.schema_revision != SCHEMA_REVISION:
+                raise SchemaMismatch(
+                    f"the client speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
+                    "run the same release on both"
+                )
+            first = False
+            await buffer.has_room()
+            match message.WhichOneof("message"):
+                case "generate":
+                    try:
+                        mine.add(self._submit(message.generate, buffer).request_id)
+                    except TriptychError as error:
+                        buffer.push(Event(message.generate.request_id, error=error))
+                case "abort":
+                    self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
+
+    async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
+        """Runs one request of a pooling model; the end of the call, for whatever reason, ends the request."""
+        buffer, pool = EventBuffer(), self._deployment.pool
+        try:
+            self._check_model(request.model, pooling=True)
+            submission = pool_submission_from_proto(request)
+            with bind_request(submission.request_id):
+                pool.submit(submission, buffer)
+        except TriptychError as error:
+            await abort(context, error)
+        try:
+            (event,) = await buffer.take()
+            assert isinstance(event, Event)
+            if event.error is not None:
+                await abort(context, event.error)
+            if event.finish_reason is FinishReason.ABORT:
+                await abort(context, Aborted("the request was aborted"))
+            return pooled_to_proto(event)
+        finally:
+            pool.abort(submission.request_id)
+
+    def _check_model(self, name: str, *, pooling: bool) -> None:
+        """Refuses requests while draining, for another model, and of a kind that the model does not serve."""
+        if self._draining:
+            raise Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
+        served = self._deployment.served
+        if served is None:
+            return
+        served_name = served.info.served_name
+        if name and name != served_name:
+            raise NotFound(
+                f"the model {name!r} is not served here; this is {served_name!r}",
+                param="model",
+            )
+        if pooling and not served.info.pool_tasks:
+            raise Unsupported(
+                f"{served_name} generates text and pools nothing; call Generate or Connect", param="model"
+            )
+        if served.info.pool_tasks and not pooling:
+            raise Unsupported(
+                f"{served_name} is a pooling model and generates no text; call Pool", param="model"
+            )
+
+    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> Submission:
+        self._check_model(request.model, pooling=False)
+        submission = submission_from_proto(request)
+        with bind_request(submission.request_id):
+            self._engine.submit(submission, buffer)
+            self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
+        return submission
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        """Ends a request, or one of its sequences."""
+        found = self._engine.abort(request.request_id, _sequence_of(request)) or self._deployment.pool.abort(
+            request.request_id
+        )
+        return inference_pb2.AbortResponse(found=found)
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> common_pb2.ModelInfo:
+        """Describes the served model."""
+        return (await self._served(context)).info
+
+    async def GetTokenizer(
+        self, request: inference_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.FileChunk]:
+        """Streams the tokenizer's files."""
+        for chunk in (await self._served(context)).chunks():
+            yield chunk
+
+    async def GetLoad(self, request: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.Load:
+        """The load, now."""
+        return self._deployment.load()
+
+    async def WatchLoad(
+        self, request: inference_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.Load]:
+        """The load, sampled; only what differs from the last one is sent."""
+        last = None
+        interval = max(_LOAD_SAMPLE_S, request.min_interval_ms / 1000)
+        while True:
+            load = self._deployment.load()
+            if load != last:
+                yield load
+                last = load
+            await asyncio.sleep(interval)
+
+    async def WatchKvEvents(
+        self, request: inference_pb2.WatchKvEventsRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.KvEventBatch]:
+        """What the prefix caches have, then what they store and forget."""
+        watch = KvWatch(self._engine, replica_id=request.replica_id, after=request.after_sequence)
+        try:
+            with watch.open() as batches:
+                async for replica_id, batch in batches:
+                    for part in kv_batch_to_proto(replica_id, batch, self._deployment.granule):
+                        yield part
+        except TriptychError as error:
+            await abort(context, error)
+
+    async def PinPrefix(
+        self, request: inference_pb2.PinPrefixRequest, context: Context
+    ) -> inference_pb2.PinPrefixResponse:
+        """Keeps a prefix for a time."""
+        try:
+            self._check_model("", pooling=False)
+            if request.lora_name:
+                raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
+            check_salt(request.cache_salt)
+            prompt = tuple(request.prompt_token_ids)
+            pinned = await self._pins.pin(prompt, cache_salt=request.cache_salt, ttl_s=request.ttl_s)
+        except TriptychError as error:
+            await abort(context, error)
+        return inference_pb2.PinPrefixResponse(
+            pin_id=pinned.pin_id, num_tokens=pinned.num_tokens, replica_id=pinned.replica_id
+        )
+
+    async def UnpinPrefix(
+        self, request: inference_pb2.UnpinPrefixRequest, context: Context
+    ) -> inference_pb2.UnpinPrefixResponse:
+        """Ends a pin."""
+        return inference_pb2.UnpinPrefixResponse(found=self._pins.unpin(request.pin_id))
+
+    async def ResetPrefixCache(
+        self, request: inference_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> inference_pb2.ResetPrefixCacheResponse:
+        """Forgets every cached prefix."""
+        return inference_pb2.ResetPrefixCacheResponse(num_replicas=self._engine.reset_prefix_cache())
+
+    async def GetMetrics(
+        self, request: inference_pb2.GetMetricsRequest, context: Context
+    ) -> inference_pb2.GetMetricsResponse:
+        """Measurements in Prometheus' text format."""
+        text = await self._metrics.text()
+        return inference_pb2.GetMetricsResponse(text=text, content_type=CONTENT_TYPE_LATEST)
+
+    LoadLora = unserved("LoRA adapters")
+    UnloadLora = unserved("LoRA adapters")
+    ListLoras = unserved("LoRA adapters")
+
+    async def _served(self, context: Context) -> ServedFiles:
+        served = self._deployment.served
+        if served is None:
+            starting = "; ".join(self._deployment.starting.values()) or "none has registered"
+            await abort(context, Unavailable(f"no worker is ready yet ({starting})", retry_after_ms=2000))
+        return served

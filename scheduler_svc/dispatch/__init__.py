@@ -1,0 +1,1 @@
+"""All requests and all replicas: the waiting queue, the grammar queue and placement."""

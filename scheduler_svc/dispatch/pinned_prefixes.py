@@ -1,0 +1,89 @@
+"""Pinned prefixes of all replicas: what is kept from being evicted, and who is told when that ends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protos.errors import Overloaded
+from scheduler_svc.kv.cache import PinnedPrefix
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.requests.request import Request
+
+# Pinned prefixes of one replica: what is pinned is walked when one more is to be.
+MAX_PINS = 1000
+
+
+@dataclass(slots=True)
+class _Pin:
+    replica_id: str
+    scheduler: ReplicaScheduler
+    prefix: PinnedPrefix
+    on_end: Callable[[], None]
+
+
+class PinnedPrefixes:
+    """Pins by id."""
+
+    def __init__(self, max_share: float) -> None:
+        """Nothing is pinned.
+
+        Args:
+            max_share: of each KV group's blocks, how much all pins of a replica together may hold.
+        """
+        self._max_share = max_share
+        self._pins: dict[str, _Pin] = {}
+
+    def pin(
+        self, pin_id: str, replica_id: str, scheduler: ReplicaScheduler, probe: Request, on_end: Callable[[], None]
+    ) -> int:  # fmt: skip
+        """Keeps what a replica has of a prompt's prefix; ``on_end`` is called when that ends, for whatever reason.
+
+        Returns:
+            Tokens that are kept.
+
+        Raises:
+            Overloaded: if pins would hold more than their share of memory, or are too many.
+        """
+        held = [pin.prefix for pin in self._pins.values() if pin.replica_id == replica_id]
+        if len(held) >= MAX_PINS:
+            raise Overloaded(
+                f"{MAX_PINS} prefixes are pinned on that replica; unpin some", retry_after_ms=10_000
+            )
+        prefix = scheduler.kv.pin(probe, held, self._max_share)
+        if prefix is None:
+            raise Overloaded(
+                f"pinned prefixes may hold {self._max_share:.0%} of the KV memory and this one does not fit; "
+                "unpin others or raise max_pinned_share",
+                retry_after_ms=10_000,
+            )
+        self._pins[pin_id] = _Pin(replica_id, scheduler, prefix, on_end)
+        return prefix.num_tokens
+
+    def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; False if there is none of that id (any more)."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return False
+        pin.scheduler.kv.unpin(pin.prefix)
+        pin.on_end()
+        return True
+
+    def drop(self, scheduler: ReplicaScheduler) -> bool:
+        """Ends all pins of a replica; whether there were any."""
+        mine = [pin_id for pin_id, pin in self._pins.items() if pin.scheduler is scheduler]
+        for pin_id in mine:
+            self.unpin(pin_id)
+        return bool(mine)
+
+    def drop_all(self) -> None:
+        """Ends all pins."""
+        for pin_id in list(self._pins):
+            self.unpin(pin_id)
+
+    def lost(self, replica_id: str) -> None:
+        """A replica is gone, and with it the memory that its pins held."""
+        for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.replica_id == replica_id]:
+            self._pins.pop(pin_id).on_end()
+
+    def count(self, replica_id: str) -> int:
+        """Pinned prefixes that a replica keeps."""
+        return sum(pin.replica_id == replica_id for pin in self._pins.values())

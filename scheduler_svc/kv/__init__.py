@@ -1,0 +1,1 @@
+"""KV memory of one replica: block pools, prefix hashes, copies and events."""

@@ -1,0 +1,1 @@
+"""Pooling models: the engine, the scheduler of one replica, and static batches."""

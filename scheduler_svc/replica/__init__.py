@@ -1,0 +1,1 @@
+"""Decisions of one replica: slots, plans, steps in flight and outputs."""

@@ -1,0 +1,1 @@
+"""Requests: their state, their sampling parameters, and their admission."""

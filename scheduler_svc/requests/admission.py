@@ -1,0 +1,222 @@
+"""Requests on their way in: what is asked for, whether the model can do it, and what the scheduler makes of it."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
+from scheduler_svc.requests.request import Request, Sink
+from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sequence_group import Family, Resumed, SequenceSink, sequence_id, unfinished
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request on its way in.
+
+    Attributes:
+        prompt_token_ids: at least one.
+        n: sequences, 1 .. ``MAX_SEQUENCES``.
+        resumed: what the client has of them already; each names another sequence below ``n``.
+        sampling: complete but for ``max_tokens``, which is cut to the context when the client named none.
+        max_tokens: what the client asked for, if anything.
+        sampling_fields: names of the parameters that the client set to something else than "off".
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    n: int = 1
+    resumed: tuple[Resumed, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    sampling_fields: frozenset[str] = frozenset()
+
+    @property
+    def sequences(self) -> dict[int, tuple[int, ...]]:
+        """The sequences to run, each with the tokens that the client has of it."""
+        return unfinished(self.n, self.resumed)
+
+    def name(self, sequence: int) -> str:
+        """What a sequence is called among the scheduler's requests."""
+        return sequence_id(self.request_id, sequence) if self.n > 1 else self.request_id
+
+    def complete(self, max_tokens: int) -> list[int]:
+        """Sequences of which the client has all ``max_tokens`` already, and does not know that nothing follows."""
+        return [sequence for sequence, received in self.sequences.items() if len(received) >= max_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What admission must know about the model.
+
+    Attributes:
+        max_model_len: longest sequence, tokens.
+        vocab_size: token ids are below this.
+        sampling_fields: parameters that the workers honour.
+        max_logprobs: most log-probabilities per token.
+        eos_token_ids: end tokens of sequences.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    sampling_fields: frozenset[str]
+    max_logprobs: int
+    eos_token_ids: frozenset[int]
+
+
+def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
+    """Checks a submission against the model.
+
+    Args:
+        submission: what is asked for.
+        model: what is served.
+        most_tokens: longest sequence that fits some replica's KV memory.
+
+    Returns:
+        The effective max_tokens.
+
+    Raises:
+        InvalidArgument, ContextExceeded, Unsupported: if it can never be served.
+        Unavailable: if it was accepted once and the workers that are left have too little memory for the rest of it.
+    """
+    sampling = submission.sampling
+    if unserved := sorted(submission.sampling_fields - model.sampling_fields):
+        raise Unsupported(
+            f"{unserved[0]} is not supported by the running workers; leave it out", param=unserved[0]
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > model.max_logprobs:
+            raise InvalidArgument(f"{name} must be at most {model.max_logprobs}", param=name)
+    _check_tokens(submission, model)
+    asked_or_room = _within_context(submission, model)
+    if sampling.min_tokens > asked_or_room:
+        raise InvalidArgument(
+            f"min_tokens={sampling.min_tokens} is more than the {asked_or_room} tokens that can be generated",
+            param="min_tokens",
+        )
+    if len(submission.complete(asked_or_room)) == len(submission.sequences):
+        raise InvalidArgument(f"all of max_tokens={asked_or_room} were received already", param="resumed")
+    return _within_memory(submission, asked_or_room, most_tokens)
+
+
+def _check_tokens(submission: Submission, model: ServedModel) -> None:
+    sampling = submission.sampling
+    named: list[tuple[str, Iterable[int]]] = [
+        ("prompt_token_ids", submission.prompt_token_ids),
+        *(("resumed", received) for received in submission.sequences.values()),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("bad_words", itertools.chain.from_iterable(sampling.bad_words)),
+    ]
+    for param, token_ids in named:
+        largest = max(token_ids, default=0)
+        if largest >= model.vocab_size:
+            raise InvalidArgument(
+                f"token id {largest} is not in the vocabulary of {model.vocab_size} tokens", param=param
+            )
+
+
+def _within_context(submission: Submission, model: ServedModel) -> int:
+    """The tokens that the client asked for, or else all that the context has room for."""
+    num_prompt, asked = len(submission.prompt_token_ids), submission.max_tokens
+    if num_prompt >= model.max_model_len:
+        raise ContextExceeded(
+            f"the prompt has {num_prompt} tokens and the context holds {model.max_model_len}, of which at least one is "
+            f"generated; shorten the prompt to at most {model.max_model_len - 1} tokens",
+            param="prompt",
+        )
+    room = model.max_model_len - num_prompt
+    if asked is not None and asked > room:
+        raise ContextExceeded(
+            f"{num_prompt} prompt tokens and max_tokens={asked} exceed the context of {model.max_model_len} tokens; "
+            f"ask for at most {room}",
+            param="max_tokens",
+        )
+    return room if asked is None else asked
+
+
+def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) -> int:
+    """``max_tokens``, cut to what fits if the client named none."""
+    num_prompt, min_tokens = len(submission.prompt_token_ids), submission.sampling.min_tokens
+    if num_prompt + max_tokens <= most_tokens:
+        return max_tokens
+    cut = most_tokens - num_prompt
+    received = [len(one) for one in submission.sequences.values() if len(one) < max_tokens]
+    if submission.resumed and (submission.max_tokens is not None or cut < min_tokens or cut <= max(received)):
+        # It ran on a larger replica, which may come back.
+        raise Unavailable(
+            f"the rest of the request needs more KV memory than the {most_tokens} tokens that the workers that are left hold; "
+            "retry when others are back",
+            retry_after_ms=2000,
+        )
+    if submission.max_tokens is not None or cut <= 0:
+        raise ContextExceeded(
+            f"{num_prompt} prompt tokens and max_tokens={max_tokens} never fit this deployment's KV memory of "
+            f"{most_tokens} tokens a request",
+            param="max_tokens",
+        )
+    if cut < min_tokens:
+        raise ContextExceeded(
+            f"{num_prompt} prompt tokens and min_tokens={min_tokens} never fit this deployment's KV "
+            f"memory of {most_tokens} tokens a request",
+            param="min_tokens",
+        )
+    return cut
+
+
+def requests_of(
+    submission: Submission, model: ServedModel, max_tokens: int, sink: Sink, arrivals: Iterator[int], now_s: float
+) -> list[Request]:  # fmt: skip
+    """The scheduler's requests: one for each sequence that is to run, of one family if the client asked for several.
+
+    Args:
+        submission: what was asked for, checked.
+        model: what is served.
+        max_tokens: what :func:`check` said.
+        sink: where the client's events go.
+        arrivals: numbers the requests.
+        now_s: clock reading, seconds.
+    """
+    prompt = submission.prompt_token_ids
+    family = Family(submission.request_id, sink) if submission.n > 1 else None
+    complete = submission.complete(max_tokens)
+    # One object for all but the first: the prompt is computed once, and told of once.
+    first = replace(submission.sampling, max_tokens=max_tokens)
+    others = replace(first, prompt_logprobs=None)
+    requests: list[Request] = []
+    for sequence, received in submission.sequences.items():
+        if sequence in complete:
+            continue
+        requests.append(
+            Request(
+                request_id=submission.name(sequence),
+                token_ids=[*prompt, *received],
+                num_prompt_tokens=len(prompt),
+                sampling=others if requests else first,
+                arrival=next(arrivals),
+                arrival_s=now_s,
+                sink=sink if family is None else SequenceSink(family, sequence),
+                end=min(len(prompt) + max_tokens, model.max_model_len),
+                stop_ids=_stop_ids(submission.sampling, model),
+                end_ids=model.eos_token_ids,
+                priority=submission.priority,
+                tenant=submission.tenant,
+                cache_salt=submission.cache_salt,
+                sequence=sequence,
+                family=family,
+            )
+        )
+    if family is not None:
+        family.members.extend(requests)
+    return requests
+
+
+def _stop_ids(sampling: SamplingParams, model: ServedModel) -> frozenset[int]:
+    """Tokens that end a sequence. Where a grammar is through nothing else can follow, so it overrules ``ignore_eos``."""
+    if sampling.ignore_eos and sampling.grammar is None:
+        return sampling.stop_token_ids
+    return sampling.stop_token_ids | model.eos_token_ids

@@ -1,0 +1,222 @@
+"""How many rows decode steps had: counted in memory, logged now and then, kept on disk over restarts.
+
+`triptych plan` (`bucket_planner.py`) reads the file and proposes decode buckets that fit the traffic.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from structlog.typing import FilteringBoundLogger
+
+from scheduler_svc.shapes.bucket_planner import work_of
+
+_VERSION = 1
+# How often the file is written while nothing is logged, seconds.
+_SAVE_S = 60.0
+
+
+def histogram_path(state_dir: Path) -> Path:
+    """Where a scheduler with that state folder keeps its histogram."""
+    return state_dir / "batch_sizes.json"
+
+
+class DamagedHistogram(ValueError):  # noqa: N818 - named after what it says, like the errors of `protos`
+    """A file that is not a histogram of this version; the message says why, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatches:
+    """What the file holds.
+
+    Attributes:
+        model: served name of the model that the steps ran.
+        buckets: decode buckets at the last save, ascending; empty if no replica had been ready.
+        counts: number of rows of a decode step, to the number of such steps.
+    """
+
+    model: str = ""
+    buckets: tuple[int, ...] = ()
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps recorded."""
+        return sum(self.counts.values())
+
+    @classmethod
+    def read(cls, path: Path) -> "RecordedBatches":
+        """Reads a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: it cannot be read.
+            DamagedHistogram: it is something else.
+        """
+        try:
+            data = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise DamagedHistogram("not JSON") from error
+        if not isinstance(data, dict) or data.get("version") != _VERSION:
+            raise DamagedHistogram(f"not version {_VERSION} of the format")
+        model, buckets, counts = data.get("model"), data.get("buckets"), data.get("counts")
+        if not (isinstance(model, str) and isinstance(buckets, list) and isinstance(counts, dict)):
+            raise DamagedHistogram("a field is missing")
+        sizes = {int(rows): steps for rows, steps in counts.items() if rows.isdecimal() and len(rows) < 10}
+        if len(sizes) != len(counts) or not all(map(_is_count, [*buckets, *sizes, *sizes.values()])):
+            raise DamagedHistogram("a count is not a positive number")
+        if buckets != sorted(set(buckets)):
+            raise DamagedHistogram("the buckets do not ascend")
+        return cls(model, tuple(buckets), sizes)
+
+    def write(self, path: Path) -> None:
+        """Writes the file anew, in one go: a reader sees the old or the new one.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        counts = {str(rows): steps for rows, steps in sorted(self.counts.items())}
+        data = {"version": _VERSION, "model": self.model, "buckets": list(self.buckets), "counts": counts}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(data) + "\n")
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+class BatchHistogram:
+    """Counts the decode steps of all replicas by their number of rows.
+
+    What the file held at start is added to what is counted, so it grows over restarts; of another model, it is put aside under the name
+    of that file plus ``.previous``. A file that cannot be read, understood or written costs a warning and nothing else.
+    """
+
+    def __init__(
+        self, path: Path | None, interval_s: float | None, clock: Callable[[], float], log: FilteringBoundLogger
+    ) -> None:  # fmt: skip
+        """Reads what was counted before.
+
+        Args:
+            path: the file; None: nothing is kept.
+            interval_s: seconds between two log lines; None or not positive: none are logged, and the file is written once a minute.
+            clock: monotonic seconds.
+            log: where lines and warnings go.
+        """
+        self._path = path
+        self._interval_s = interval_s if interval_s is not None and interval_s > 0 else None
+        self._clock = clock
+        self._log = log
+        self._due_s = clock() + (self._interval_s or _SAVE_S)
+        self._buckets: tuple[int, ...] = ()
+        # By number of rows: steps of this process, and how many of them have been logged.
+        self._counts = [0] * 257
+        self._logged = [0] * 257
+        self._can_write = True
+        self._before = self._read()
+        self._model = self._before.model
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Steps by number of rows, of this process and of those before it that ran the same model."""
+        counts = dict(self._before.counts)
+        for rows, steps in enumerate(self._counts):
+            if steps:
+                counts[rows] = counts.get(rows, 0) + steps
+        return dict(sorted(counts.items()))
+
+    @property
+    def counts_since_start(self) -> dict[int, int]:
+        """Steps by number of rows, of this process alone: they never fall."""
+        return {rows: steps for rows, steps in enumerate(self._counts) if steps}
+
+    def observe(self, num_rows: int) -> None:
+        """A decode step ran with that many rows (at least 1), before padding."""
+        try:
+            self._counts[num_rows] += 1
+        except IndexError:
+            self._counts.extend([0] * (num_rows + 1 - len(self._counts)))
+            self._counts[num_rows] += 1
+
+    def describe(self, model: str, buckets: Sequence[int]) -> None:
+        """What runs: the model's served name, and the decode buckets, ascending. Known once a replica is ready."""
+        if self._before.counts and self._before.model != model:
+            self._put_aside(".previous", f"it counts batches of {self._before.model!r}")
+            self._before = RecordedBatches()
+        self._model, self._buckets = model, tuple(buckets)
+
+    def tick(self) -> None:
+        """Logs and saves if it is time; cheap otherwise. To be called every now and then."""
+        now = self._clock()
+        if now < self._due_s:
+            return
+        self._due_s = now + (self._interval_s or _SAVE_S)
+        if self._interval_s:
+            self._log_interval()
+        self.save()
+
+    def save(self) -> None:
+        """Writes the file if there is something to keep; also to be called at the end."""
+        if self._path is None or not any(self._counts):
+            return
+        try:
+            RecordedBatches(self._model, self._buckets or self._before.buckets, self.counts).write(self._path)
+        except OSError as error:
+            if self._can_write:
+                self._log.warning("batch sizes cannot be kept", path=str(self._path), reason=error.strerror)
+            self._can_write = False
+        else:
+            self._can_write = True
+
+    def _log_interval(self) -> None:
+        """One line about the steps since the last one; none if there were none."""
+        self._logged.extend([0] * (len(self._counts) - len(self._logged)))
+        new = {
+            rows: total - logged
+            for rows, (total, logged) in enumerate(zip(self._counts, self._logged, strict=True))
+            if total > logged
+        }
+        self._logged = list(self._counts)
+        if not new:
+            return
+        steps = sum(new.values())
+        fields: dict[str, Any] = {
+            "mean_rows": round(sum(rows * count for rows, count in new.items()) / steps, 2)
+        }
+        if self._buckets and max(new) <= self._buckets[-1]:
+            fields["padding_share"] = round(work_of(new, self._buckets).padding_share, 4)
+        counts = {str(rows): count for rows, count in new.items()}
+        self._log.info("decode batch sizes", steps=steps, **fields, steps_by_rows=counts)
+
+    def _read(self) -> RecordedBatches:
+        if self._path is None:
+            return RecordedBatches()
+        try:
+            return RecordedBatches.read(self._path)
+        except FileNotFoundError:
+            pass
+        except DamagedHistogram as error:
+            self._put_aside(".damaged", str(error))
+        except OSError as error:
+            self._put_aside(".damaged", error.strerror or "unreadable")
+        return RecordedBatches()
+
+    def _put_aside(self, suffix: str, reason: str) -> None:
+        if self._path is None:
+            return
+        aside = self._path.with_name(self._path.name + suffix)
+        self._log.warning("batch sizes of earlier runs are put aside", path=str(aside), reason=reason)
+        # Gone already, or not to be moved: the next save replaces it or says why not.
+        with contextlib.suppress(OSError):
+            self._path.replace(aside)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,181 @@
+"""Which decode buckets fit the traffic: those that pad least, for as many graphs as one is willing to compile.
+
+Pure functions over a histogram: number of rows of a decode step, to the number of such steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler_svc.shapes.buckets import bucket_for
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a decode step costs, in any unit: ``fixed + per_row * bucket``.
+
+    Attributes:
+        fixed: cost of a step however many rows it has; not negative. It changes what buckets gain, not which are best.
+        per_row: cost of each row of the bucket, padding included; positive.
+    """
+
+    fixed: float = 0.0
+    per_row: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a set of buckets makes of a histogram.
+
+    Attributes:
+        buckets: ascending.
+        num_steps: decode steps.
+        num_rows: rows that belong to requests.
+        padded_rows: rows that are padding.
+        cost: of all steps.
+    """
+
+    buckets: tuple[int, ...]
+    num_steps: int
+    num_rows: int
+    padded_rows: int
+    cost: float
+
+    @property
+    def padding_share(self) -> float:
+        """Padding among the rows that run, 0 to 1."""
+        total = self.num_rows + self.padded_rows
+        return self.padded_rows / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The buckets that run now and the best ones, on the same steps."""
+
+    now: Work
+    then: Work
+
+    @property
+    def gain(self) -> float:
+        """Share of the cost that the best buckets save, 0 to 1; negative if fewer graphs than now have to do."""
+        return 1 - self.then.cost / self.now.cost if self.now.cost else 0.0
+
+
+def work_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = StepCost()) -> Work:
+    """What steps with these numbers of rows cost at these buckets.
+
+    Raises:
+        ValueError: if a step has more rows than the largest bucket.
+    """
+    num_steps = num_rows = total = 0
+    for rows, steps in counts.items():
+        num_steps += steps
+        num_rows += steps * rows
+        total += steps * bucket_for(rows, buckets)
+    return Work(
+        tuple(buckets), num_steps, num_rows, total - num_rows, cost.fixed * num_steps + cost.per_row * total
+    )
+
+
+def plan_buckets(
+    counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int, cost: StepCost = StepCost()
+) -> BucketPlan:  # fmt: skip
+    """Compares the current buckets with the best ones.
+
+    Args:
+        counts: rows of a step (1 to ``max_batch``) to steps.
+        current: the buckets that run now, ascending; they hold ``max_batch``.
+        max_batch: most rows of a step; the last bucket.
+        graphs: most buckets.
+        cost: what a step costs.
+
+    Raises:
+        ValueError: naming the value that breaks a rule, and the rule.
+    """
+    best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
+    return BucketPlan(now=work_of(counts, current, cost), then=work_of(counts, best, cost))
+
+
+def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:
+    """At most ``graphs`` buckets, ascending, the last one ``max_batch``, so that the steps run the fewest rows in total.
+
+    Every bucket but the last is a size that occurs: a smaller one down to the next such size would pad less. So with sizes
+    s_1 < ... < s_n = max_batch, where P_j steps have up to s_j rows, the fewest rows for the sizes up to s_j with k buckets are
+    ``cost(k, j) = min over i < j of cost(k - 1, i) + (P_j - P_i) * s_j``. For a fixed k those are the minima of lines of falling slope
+    (-P_i) at rising points (s_j), which the convex hull trick finds in O(n): O(graphs * n) in all, in whole numbers.
+
+    Example:
+        >>> best_buckets({1: 100, 2: 10, 5: 50, 6: 50}, max_batch=8, graphs=3)
+        (1, 6, 8)
+
+    Raises:
+        ValueError: naming the value that breaks a rule, and the rule.
+    """
+    if max_batch < 1:
+        raise ValueError(f"the largest decode batch must be at least 1, not {max_batch}")
+    if graphs < 1:
+        raise ValueError(f"the number of graphs must be at least 1, not {graphs}")
+    observed = sorted(rows for rows, steps in counts.items() if steps)
+    if observed and not 1 <= observed[0] <= observed[-1] <= max_batch:
+        raise ValueError(
+            f"steps have {observed[0]} to {observed[-1]} rows; only 1 to {max_batch} fit the largest decode batch"
+        )
+    sizes = observed if observed[-1:] == [max_batch] else [*observed, max_batch]
+    if graphs >= len(sizes):
+        return tuple(sizes)
+    # Steps with up to that size; index 0 stands for none.
+    upto = [0]
+    for size in sizes:
+        upto.append(upto[-1] + counts.get(size, 0))
+    costs = [0, *(steps * size for steps, size in zip(upto[1:], sizes, strict=True))]
+    # For each number of buckets from 2 on: index of the bucket before the last one, by index of the last one.
+    before: list[list[int]] = []
+    for buckets in range(2, graphs + 1):
+        costs, chosen = _one_more(costs, sizes, upto, buckets)
+        before.append(chosen)
+    index = len(sizes)
+    best = [sizes[index - 1]]
+    for chosen in reversed(before):
+        index = chosen[index]
+        best.append(sizes[index - 1])
+    return tuple(reversed(best))
+
+
+def _one_more(
+    costs: list[int], sizes: list[int], upto: list[int], buckets: int
+) -> tuple[list[int], list[int]]:
+    """From the cheapest ways with one bucket less to those with ``buckets`` (at least 2), by index of the last bucket.
+
+    Returns:
+        Costs, and the index of the bucket before the last one; meaningful from index ``buckets`` on.
+    """
+    new, chosen = list(costs), [0] * len(costs)
+    # Indices i whose lines y(x) = costs[i] - upto[i] * x are the lowest somewhere ahead; the first one is at the current x.
+    hull: list[int] = []
+    first = 0
+    for last in range(buckets, len(costs)):
+        _append_line(hull, first, last - 1, costs, upto)
+        size = sizes[last - 1]
+        while first + 1 < len(hull) and _at(hull[first + 1], size, costs, upto) <= _at(
+            hull[first], size, costs, upto
+        ):
+            first += 1
+        chosen[last] = hull[first]
+        new[last] = upto[last] * size + _at(hull[first], size, costs, upto)
+    return new, chosen
+
+
+def _at(line: int, x: int, costs: list[int], upto: list[int]) -> int:
+    return costs[line] - upto[line] * x
+
+
+def _append_line(hull: list[int], first: int, line: int, costs: list[int], upto: list[int]) -> None:
+    """Adds the steepest falling line yet, and drops those that it makes needless, but none before ``first``."""
+    while len(hull) >= first + 2:
+        one, two = hull[-2], hull[-1]
+        # Where `line` undercuts `one` it has undercut `two` already.
+        if (costs[line] - costs[one]) * (upto[two] - upto[one]) > (costs[two] - costs[one]) * (
+            upto[line] - upto[one]
+        ):
+            break
+        hull.pop()
+    hull.append(line)

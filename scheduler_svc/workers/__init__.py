@@ -1,0 +1,1 @@
+"""Workers as the scheduler drives them."""

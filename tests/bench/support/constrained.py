@@ -1,0 +1,169 @@
+"""What constraints cost a decode step, and what jump-ahead saves: a part of ``tests.bench.sampling``.
+
+32 requests in a batch, greedy and at temperature 1, with none, one and all of them under a JSON schema; the time of a decode step by the
+runner, sampling and matching included, in turns and by medians. Then one request after the other, with forced tokens emitted at once and one
+by one: forward passes per output token.
+
+A GPU runs made-up weights, whose tokens are of no grammar: there one grammar takes all of them, and another refuses more than half.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.support.worker.grammar_harness import Constrained, compiler, tokenizer
+from tests.support.worker.harness import Harness, tokens_of
+from worker_svc.devices import Device
+from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.lowering.limits import CompilerLimits
+from worker_svc.grammars.spec import Spec
+from worker_svc.plans.step_plan import PrefillWork, Sampling
+from worker_svc.vllm_adapter.engine import VllmModel
+
+BATCH: Final = 32
+SCHEMA: Final = Spec("json_schema", json.dumps({
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 40, "maxItems": 50},
+        "kind": {"enum": ["admin", "customer", "guest"]},
+    },
+    "required": ["name", "age", "tags", "kind"],
+}))  # fmt: skip
+"""Long enough for no request to end within a measurement."""
+RECORD: Final = Spec("json_schema", json.dumps({
+    "type": "object",
+    "properties": {"status": {"enum": ["succeeded", "failed"]}, "confidence": {"type": "integer", "minimum": 0, "maximum": 9},
+                   "explanation": {"type": "string", "maxLength": 20}},
+    "required": ["status", "confidence", "explanation"],
+}))  # fmt: skip
+_PROMPT: Final = "A customer in JSON:\n"
+# Of the made-up model's words, which are w0, w1, …
+WORDS: Final = Spec("regex", "(w[0-9]+)*")
+EVEN_WORDS: Final = Spec("regex", "(w[02468][0-9]*)*")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: how many of its requests are constrained, and how tokens are drawn."""
+
+    name: str
+    constrained: int
+    temperature: float
+
+
+CASES: Final = (
+    Case("plain greedy", 0, 0.0),
+    Case("1 constrained, greedy", 1, 0.0),
+    Case("32 constrained, greedy", BATCH, 0.0),
+    Case("plain sampled", 0, 1.0),
+    Case("32 constrained, sampled", BATCH, 1.0),
+)
+
+
+def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], grammar: Spec) -> list[float]:
+    """Seconds of each of so many decode steps of a batch; the batch is prefilled before and freed afterwards."""
+    for slot in range(BATCH):
+        sampling = Sampling(temperature=case.temperature, seed=slot)
+        spec = grammar if slot < case.constrained else None
+        admission = harness.admit(slot, prompt, sampling, structured=spec, num_prompt_tokens=len(prompt))
+        harness.run(admit=[admission], work=PrefillWork(slot, 0, len(prompt), sample=True))
+        harness.lengths[slot] = len(prompt)
+    slots = range(BATCH)
+    taken = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        outputs = harness.decode(slots)
+        taken.append(time.perf_counter() - started)
+        assert all(len(output.token_ids) == 1 for output in outputs), [output.error for output in outputs]
+        assert len(tokens_of(outputs)) == BATCH
+    harness.release(slots)
+    return taken
+
+
+def constrained_ratios(harness: Constrained, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of a step by case, and ratios: ``constrained_b32`` and ``constrained_b1`` against plain greedy."""
+    compiler().submit(SCHEMA).result()
+    prompt = tokenizer().encode(_PROMPT).ids
+    steps, turns = (12, 2) if quick else (48, 5)
+    times: dict[str, list[float]] = {case.name: [] for case in CASES}
+    for turn in range(turns):
+        for case in CASES if turn % 2 == 0 else reversed(CASES):
+            times[case.name] += step_times(harness, case, steps, prompt, SCHEMA)[2:]
+    ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
+    return ms, {
+        "constrained_b1": ms["1 constrained, greedy"] / ms["plain greedy"],
+        "constrained_b32": ms["32 constrained, greedy"] / ms["plain greedy"],
+        "constrained_sampled_b32": ms["32 constrained, sampled"] / ms["plain sampled"],
+    }
+
+
+def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
+    """Forward passes per output token over some requests, one after the other."""
+    tokens = passes = 0
+    for seed in range(4 if quick else 16):
+        before = harness.num_chunks + harness.num_decodes
+        ((output, error),) = harness.generate_constrained(
+            [_PROMPT], [spec], [Sampling(temperature=1.0, seed=seed)], 120
+        )
+        assert error is None
+        tokens += len(output)
+        passes += harness.num_chunks + harness.num_decodes - before
+    return passes / tokens
+
+
+def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures and ratios."""
+    harness = Constrained(least_jump=0)
+    ms, ratios = constrained_ratios(harness, quick=quick)
+    figures = {
+        **{name: round(value, 2) for name, value in ms.items()},
+        "redrawn": harness.constraints.num_redrawn,
+    }
+    for least in (0, 4, 1):
+        harness.constraints._least_jump = least
+        figures[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
+    return figures, ratios
+
+
+def measured_on_words(
+    model: VllmModel, device: Device, folder: Path, *, quick: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The same of a made-up model: ``words_b32`` under a grammar that refuses nothing, ``even_words_b32`` under one that refuses more than half."""
+    vocab, ends = model.description.vocab_size, model.description.eos_token_ids
+    grammars = GrammarCompiler(folder, vocab, ends, CompilerLimits())
+    constraints = Constraints(
+        grammars, num_slots=BATCH, most_rows=BATCH, vocab_size=vocab, end_ids=ends, device=device.torch_device, least_jump=0
+    )  # fmt: skip
+    harness = Harness(
+        model, max_model_len=1024, max_num_seqs=BATCH, decode_buckets=(BATCH,), device=device, constraints=constraints
+    )  # fmt: skip
+    kinds = {"plain": (0, WORDS), "words": (BATCH, WORDS), "even words": (BATCH, EVEN_WORDS)}
+    for spec in (WORDS, EVEN_WORDS):
+        grammars.submit(spec).result()
+    steps, turns = (12, 2) if quick else (48, 5)
+    times: dict[str, list[float]] = {}
+    redrawn: dict[str, int] = {}
+    for turn in range(turns * 2):
+        drawn = "greedy" if turn % 2 else "sampled"
+        for kind, (constrained, spec) in kinds.items():
+            name = f"{kind}, {drawn}"
+            before = constraints.num_redrawn
+            case = Case(name, constrained, float(drawn == "sampled"))
+            times.setdefault(name, []).extend(step_times(harness, case, steps, range(100, 164), spec)[2:])
+            redrawn[name] = redrawn.get(name, 0) + constraints.num_redrawn - before
+    ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
+    figures = {name: round(value, 3) for name, value in ms.items()}
+    figures |= {f"redrawn a step, {name}": round(count / turns / steps, 1) for name, count in redrawn.items()}
+    ratios = {
+        f"{kind.replace(' ', '_')}_{drawn}_b{BATCH}": ms[f"{kind}, {drawn}"] / ms[f"plain, {drawn}"]
+        for kind in ("words", "even words")
+        for drawn in ("greedy", "sampled")
+    }
+    return figures, ratios

@@ -1,0 +1,182 @@
+"""Servers that are measured against one another: how each is started, how long that takes, what memory it holds, how it is stopped."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import httpx
+import psutil
+
+from tests.support.paths import ROOT
+
+MAX_MODEL_LEN: Final = 2048
+MAX_NUM_SEQS: Final = 32
+# vLLM otherwise takes nearly all of the machine's memory, or refuses to start where others use it. This is more than 32 sequences of
+# that length need with either demo model.
+_KV_BYTES: Final = 2 << 30
+_START_TIMEOUT_S: Final = 600.0
+_STOP_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.1
+# Settings in the caller's environment that would steer one of the two and not the other.
+_DROPPED: Final = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "TRIPTYCH_", "PYTHONPATH")
+
+
+class ContenderFailed(Exception):  # noqa: N818 - says what happened
+    """A server or its client did not do what it was to; one line for people."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to serve a model."""
+
+    name: str
+    command: Callable[[int, Path], list[str]]
+    """Given a port and a folder for what it writes while it runs."""
+    is_ours: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a server's processes, MiB; pages that several of them share count once."""
+
+    total: float
+    beside_worker: float
+    """Without the largest process, which holds weights and KV memory."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers."""
+
+    port: int
+    start_s: float
+    """From starting its first process to the first 200 of /health."""
+    process: psutil.Process
+
+    def memory(self) -> Memory:
+        """What it holds now."""
+        sizes = [
+            process.memory_full_info().pss / 2**20
+            for process in (self.process, *self.process.children(recursive=True))
+        ]
+        return Memory(sum(sizes), sum(sizes) - max(sizes))
+
+
+def contenders(model: str, folder: Path, vllm: Path) -> list[Contender]:
+    """Who takes part: vLLM with its default binding of threads, vLLM on all cores, and this stack.
+
+    Args:
+        model: name that requests use.
+        folder: of the model.
+        vllm: the command.
+    """
+    served = ("--served-model-name", model, "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN))
+
+    def theirs(port: int, _: Path) -> list[str]:
+        return [
+            str(vllm), "serve", str(folder), *served, "--max-num-seqs", str(MAX_NUM_SEQS),
+            "--host", "127.0.0.1", "--port", str(port), "--kv-cache-memory-bytes", str(_KV_BYTES),
+        ]  # fmt: skip
+
+    def ours(port: int, run_dir: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), *served,
+            "--max-num-seqs", str(MAX_NUM_SEQS), "--device", "cpu", "--port", str(port),
+            "--scheduler-port", "0", "--run-dir", str(run_dir / "run"),
+        ]  # fmt: skip
+
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return [
+        Contender("vllm", theirs),
+        Contender("vllm, all cores", theirs, environment={"VLLM_CPU_OMP_THREADS_BIND": cores}),
+        Contender("triptych", ours, is_ours=True),
+    ]
+
+
+def environment(caches: Path) -> dict[str, str]:
+    """The caller's, without what would steer one contender alone, and with every cache of compiled things in ``caches``."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+    return {
+        **inherited,
+        "XDG_CACHE_HOME": str(caches),
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@contextlib.contextmanager
+def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server]:
+    """A server that answers, until the block ends.
+
+    Args:
+        contender: which.
+        folder: for its log and what else it writes; made if missing.
+        caches: what earlier starts compiled, or an empty folder.
+
+    Raises:
+        ContenderFailed: if it ends, or does not answer in ten minutes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "server.log"
+    port = _free_port()
+    # vLLM's processes import what lies in their working directory; ours is imported from there.
+    cwd = ROOT if contender.is_ours else folder
+    variables = {**environment(caches), **contender.environment}
+    with log.open("w") as output:
+        started = time.monotonic()
+        process = subprocess.Popen(
+            contender.command(port, folder), cwd=cwd, env=variables, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    tree = psutil.Process(process.pid)
+    try:
+        _wait_until_healthy(contender.name, process, port, log)
+        yield Server(port, time.monotonic() - started, tree)
+    finally:
+        _stop(contender.name, process, tree)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _wait_until_healthy(name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    with httpx.Client(timeout=5, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if client.get(f"http://127.0.0.1:{port}/health").status_code == httpx.codes.OK:
+                    return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+                raise ContenderFailed(f"{name} ended before it served; its log is {log}")
+    raise ContenderFailed(f"{name} did not serve within {_START_TIMEOUT_S:.0f} s; its log is {log}")
+
+
+def _stop(name: str, process: subprocess.Popen[bytes], tree: psutil.Process) -> None:
+    """Ctrl-C, and only where something outlives that, worse."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = tree.children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_TIMEOUT_S)
+    _, left = psutil.wait_procs(family, timeout=10)
+    if process.poll() is None or left:
+        print(f"{name} did not stop by itself and is killed", file=sys.stderr)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

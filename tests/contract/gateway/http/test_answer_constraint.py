@@ -1,0 +1,134 @@
+"""Answers that must match something, over real HTTP: what reaches the scheduler, and what is refused in whose name."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from gateway.text.tokenization import TextCodec
+from gateway.tools import vllm_parsers
+from protos.errors import InvalidArgument
+from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("shared_vllm"),
+]
+
+PATH = "/v1/chat/completions"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}]}
+INTEGER: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "schema": {"type": "integer"}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    special = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    async with running_stack(
+        CALL, folder=folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special)
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    running.peer.reset()
+    return running
+
+
+def play(stack: Stack, text: str) -> None:
+    """Makes ``text`` the answer to whatever comes."""
+    tokenizer = Tokenizer.from_file(str(stack.peer.folder / "tokenizer.json"))
+    stack.peer.reply = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"), [("Hm.</think>\n\n12", "12", 0), (f"Hm.</think>\n\n{CALL}", None, 1)]
+)
+async def test_a_thinking_model_answers_or_calls(
+    stack: Stack, text: str, content: str | None, calls: int
+) -> None:
+    """With tools and a schema, the answer that fits is content, and calls are calls; both come behind the thinking."""
+    play(stack, text)
+    body = {
+        **ASK, "tools": [WEATHER], "response_format": INTEGER, "chat_template_kwargs": {"opened": True},
+    }  # fmt: skip
+    message = (await stack.http.post(PATH, json=body)).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", content)
+    assert len(message.get("tool_calls", [])) == calls
+    form = json.loads(stack.peer.requests[-1].sampling.structured_output.structural_tag)["format"]
+    assert form["elements"][0]["end"] == "</think>"
+    assert [one["type"] for one in form["elements"][-1]["elements"]] == ["tags_with_separator", "json_schema"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "tools"),
+        ({"tools": [{**TIME, "function": {**TIME["function"], "strict": True}}]}, "tools"),
+        ({"response_format": INTEGER}, "response_format"),
+        ({"tools": [WEATHER], "response_format": INTEGER}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)  # fmt: skip
+async def test_a_grammar_that_is_refused_is_refused_in_the_clients_words(
+    stack: Stack, body: dict[str, Any], param: str
+) -> None:
+    """The worker knows no tools: it speaks of its structured_output."""
+    stack.peer.refuse = lambda _: InvalidArgument("multipleOf 0.3 is not enforced", param="structured_output")
+    response = await stack.http.post(PATH, json={**ASK, **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_completions_are_held_too(stack: Stack) -> None:
+    """As they are: nobody reads their text."""
+    body = {"prompt": "x", "structured_outputs": {"regex": "[ab]"}}
+    assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+    assert stack.peer.requests[-1].sampling.structured_output.regex == "[ab]"
+    stack.peer.refuse = lambda _: InvalidArgument("no", param="structured_output")
+    refused = (await stack.http.post("/v1/completions", json=body)).json()["error"]
+    assert refused["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"structured_outputs": {"json": "{not json"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": '{"items":' * 100_000}}, "structured_outputs"),
+        ({"tools": [TIME], "tool_choice": "required", "response_format": INTEGER}, "response_format"),
+    ],
+)
+async def test_what_the_gateway_refuses_itself(stack: Stack, body: dict[str, Any], param: str) -> None:
+    """400 and the parameter; nothing goes further."""
+    response = await stack.http.post(PATH, json={**ASK, **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not stack.peer.requests
+
+
+async def test_parsers_of_vllm_are_ready_before_the_first_request(tmp_path: Path) -> None:
+    """Importing them and wrapping the tokenizer takes seconds, in which nobody's stream may stand still."""
+    folder = folder_with(tmp_path, THINKING, ["<tool_call>", "</tool_call>"])
+    # Imports vLLM, as the start of a gateway does: here, where it may take as long as it likes.
+    vllm_parsers.check("--tool-call-parser", "vllm:hermes")
+    vllm_parsers.prepare(TextCodec.load(folder))
+    async with running_stack(CALL, folder=folder, tool_call_parser="vllm:hermes") as stack:
+        text = stack.gateway.app.state.context.watcher.served().text
+
+        def wrap() -> Any:
+            raise AssertionError("it was not wrapped yet")
+
+        assert text.wrapped(wrap) is vllm_parsers._tokenizer(text)
+        answer = await stack.http.post(PATH, json={**ASK, "tools": [WEATHER], "n": 2})
+        for choice in answer.json()["choices"][:1]:
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"]["arguments"] == '{"city": "Paris"}'

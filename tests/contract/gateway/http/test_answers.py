@@ -1,0 +1,185 @@
+"""Answers over real HTTP and real gRPC, against a scripted scheduler."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.serving import Stack, running_stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+TEXT = "Paris is the capital of France. It lies on the Seine."
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    running.peer.reset()
+    return running
+
+
+async def test_chat(stack: Stack) -> None:
+    """A chat answer has OpenAI's shape, and its prompt went through the model's template."""
+    response = await stack.http.post("/v1/chat/completions", json={**CHAT, "model": "smollm2"})
+    assert response.status_code == 200
+    body = response.json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1_700_000_000
+    prompt_tokens = len(stack.peer.requests[0].prompt_token_ids)
+    assert body == {
+        "object": "chat.completion",
+        "model": "smollm2",
+        "choices": [{
+            "index": 0, "message": {"role": "assistant", "content": TEXT, "refusal": None},
+            "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+        }],
+        "usage": {
+            "prompt_tokens": prompt_tokens, "completion_tokens": len(stack.peer.reply),
+            "total_tokens": prompt_tokens + len(stack.peer.reply), "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }  # fmt: skip
+    assert list(stack.peer.requests[0].prompt_token_ids)[:1] == [1]
+    assert not stack.peer.requests[0].sampling.HasField("max_tokens")
+
+
+async def test_completion(stack: Stack) -> None:
+    """A plain completion stops after 16 tokens unless told otherwise."""
+    body = (await stack.http.post("/v1/completions", json={"prompt": "The capital"})).json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    (choice,) = body["choices"]
+    assert TEXT.startswith(choice["text"])
+    assert (choice["finish_reason"], body["usage"]["completion_tokens"]) == (
+        "stop" if len(stack.peer.reply) <= 16 else "length",
+        min(16, len(stack.peer.reply)),
+    )
+
+
+async def test_chat_stream(stack: Stack) -> None:
+    """Role, deltas, reason, usage, end: as OpenAI sends them."""
+    events = await stack.stream("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
+    assert events.pop() == "[DONE]"
+    usage = events.pop()
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(stack.peer.reply)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
+    assert "".join(delta["content"] for delta in deltas[1:-1]) == TEXT
+    assert len(deltas) > 5
+    assert deltas[-1] == {}
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["stop"]
+    assert all(event["usage"] is None for event in events)
+    assert len({(event["id"], event["created"], event["model"]) for event in [*events, usage]}) == 1
+
+
+async def test_stream_without_usage(stack: Stack) -> None:
+    """Unless asked for, no chunk speaks of usage."""
+    events = await stack.stream("/v1/completions", {"prompt": "x"})
+    assert all("usage" not in event for event in events[:-1])
+
+
+async def test_continuous_usage(stack: Stack) -> None:
+    """Each chunk counts what has been generated up to it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await stack.stream(
+        "/v1/completions", {"prompt": "x", "max_tokens": 5, "stream_options": options}
+    )
+    counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+
+
+async def test_several_prompts(stack: Stack) -> None:
+    """Texts and token ids; choices come back by index, with or without streaming."""
+    body = (
+        await stack.http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 4})
+    ).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert len({choice["text"] for choice in body["choices"]}) == 1
+    assert body["usage"]["completion_tokens"] == 12
+    events = await stack.stream("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 4})
+    texts = {0: "", 1: ""}
+    for event in events[:-1]:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts[0] == texts[1] == body["choices"][0]["text"]
+    assert [list(request.prompt_token_ids) for request in stack.peer.requests[-2:]] == [[5, 6], [7]]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
+@pytest.mark.parametrize(("stop", "include", "text"), [
+    (" of Fr", False, "Paris is the capital"), (" of Fr", True, "Paris is the capital of Fr"),
+    (["zzz", "."], False, "Paris is the capital of France"), ("Paris", False, ""),
+])  # fmt: skip
+async def test_stop_strings(
+    stack: Stack, streamed: bool, tokens_per_event: int, stop: Any, include: bool, text: str
+) -> None:
+    """A stop string, also within tokens, ends text, count and the request itself."""
+    stack.peer.tokens_per_event, stack.peer.pause_after = tokens_per_event, 12
+    body = {"prompt": "x", "max_tokens": 100, "stop": stop, "include_stop_str_in_output": include}
+    if streamed:
+        events = await stack.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+        found = "".join(event["choices"][0]["text"] for event in events[:-2])
+        choice, usage = events[-3]["choices"][0], events[-2]["usage"]
+    else:
+        answer = (await stack.http.post("/v1/completions", json=body)).json()
+        choice, usage = answer["choices"][0], answer["usage"]
+        found = choice["text"]
+    assert found == text
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == (stop if isinstance(stop, str) else ".")
+    assert usage["completion_tokens"] <= 7
+    await stack.peer.until(lambda: bool(stack.peer.aborted) or tokens_per_event == 100)
+
+
+async def test_a_broken_stream_below_is_a_pause_above(stack: Stack) -> None:
+    """The HTTP client notices nothing: no error, no lost and no doubled text."""
+    stack.peer.break_after = 4
+    events = await stack.stream("/v1/chat/completions", CHAT)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == TEXT
+    assert stack.peer.requests[-1].resumed
+
+
+async def test_models(stack: Stack) -> None:
+    """The served model, in a list and alone."""
+    listed = (await stack.http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("smollm2", "model", 512)
+    assert (await stack.http.get("/v1/models/smollm2")).json() == card
+
+
+async def test_tokenize_and_back(stack: Stack) -> None:
+    """As vLLM answers."""
+    body = (
+        await stack.http.post("/tokenize", json={"prompt": "hello world", "return_token_strs": True})
+    ).json()
+    assert body == {
+        "count": 2,
+        "max_model_len": 512,
+        "tokens": [28120, 905],
+        "token_strs": ["hello", "Ġworld"],
+    }
+    assert (await stack.http.post("/detokenize", json={"tokens": body["tokens"]})).json() == {
+        "prompt": "hello world"
+    }
+    chat = (await stack.http.post("/tokenize", json=CHAT)).json()
+    assert chat["count"] > 10
+    assert chat["token_strs"] is None
+
+
+async def test_the_models_defaults_apply(stack: Stack) -> None:
+    """What the body says goes to the scheduler; what it leaves open is not made up."""
+    await stack.http.post(
+        "/v1/completions", json={"prompt": "x", "temperature": 0, "seed": 5, "top_k": 3, "max_tokens": 2}
+    )
+    assert stack.peer.requests[0].sampling == pb.SamplingParams(temperature=0, seed=5, top_k=3, max_tokens=2)

@@ -1,0 +1,212 @@
+"""``/v1/embeddings`` over real HTTP and real gRPC, against a scripted scheduler."""
+
+import asyncio
+import base64
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from protos.errors import Internal, Overloaded
+from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.serving import Stack, running_gateway, running_stack, smollm2_folder
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+URL = "/v1/embeddings"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    peer = ScriptedInference(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
+    async with (
+        serving(peer) as server,
+        running_gateway(server.port, max_inputs=100) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        yield Stack(peer, gateway, http)
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    running.peer.reset()
+    return running
+
+
+async def post(stack: Stack, **body: Any) -> Any:
+    response = await stack.http.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def refusal(stack: Stack, **body: Any) -> tuple[int, Any]:
+    response = await stack.http.post(URL, json=body)
+    return response.status_code, response.json()["error"]
+
+
+async def test_one_text(stack: Stack) -> None:
+    """OpenAI's shape, from the model's own tokens."""
+    body = await post(stack, input="Hello there", model="minilm")
+    (request,) = stack.peer.pooled
+    count = len(request.prompt_token_ids)
+    assert body == {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": 0, "embedding": [count, request.prompt_token_ids[0], *[pytest.approx(0.1)] * 2]}
+        ],
+        "model": "minilm",
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }  # fmt: skip
+    assert request.task == pb.POOL_TASK_EMBED
+    assert request.model == "minilm"
+    assert not request.HasField("normalize")
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompts"),
+    [
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7], [8, 9, 10]], [[5, 6], [7], [8, 9, 10]]),
+        (["Hello", "Hello there"], None),
+    ],
+)
+async def test_every_kind_of_input(stack: Stack, sent: Any, prompts: list[list[int]] | None) -> None:
+    """Results come in the order of the inputs."""
+    body = await post(stack, input=sent)
+    if prompts is not None:
+        assert sorted(list(request.prompt_token_ids) for request in stack.peer.pooled) == sorted(prompts)
+        assert [entry["embedding"][:2] for entry in body["data"]] == [[len(p), p[0]] for p in prompts]
+    assert [entry["index"] for entry in body["data"]] == list(range(len(body["data"])))
+    assert body["usage"]["prompt_tokens"] == sum(entry["embedding"][0] for entry in body["data"])
+
+
+async def test_more_inputs_than_run_at_once(stack: Stack) -> None:
+    """All of them, each with an id of its own."""
+    body = await post(stack, input=[[n + 1] * (n % 7 + 1) for n in range(100)])
+    assert [entry["embedding"][1] for entry in body["data"]] == list(range(1, 101))
+    assert len({request.request_id for request in stack.peer.pooled}) == 100
+
+
+async def test_base64(stack: Stack) -> None:
+    """float32, little-endian: what OpenAI's own client asks for."""
+    body = await post(stack, input=[5, 6, 7], encoding_format="base64")
+    values = struct.unpack("<4f", base64.b64decode(body["data"][0]["embedding"]))
+    assert values == pytest.approx((3, 5, 0.1, 0.1))
+    async with AsyncOpenAI(base_url=f"{stack.gateway.base_url}/v1", api_key="unused") as client:
+        answer = await client.embeddings.create(model="minilm", input="Hello", dimensions=4)
+    assert len(answer.data[0].embedding) == 4
+
+
+async def test_what_a_request_may_ask_for_reaches_the_scheduler(stack: Stack) -> None:
+    """Normalization, priority, and the tenant from the header."""
+    response = await stack.http.post(
+        URL, json={"input": "x", "normalize": False, "priority": 3}, headers={"X-Tenant": "acme"}
+    )
+    assert response.status_code == 200
+    (request,) = stack.peer.pooled
+    assert (request.HasField("normalize"), request.normalize) == (True, False)
+    assert (request.priority, request.tenant) == (3, "acme")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({}, "input", "'input' is required"),
+        ({"input": ""}, "input", "is empty"),
+        ({"input": []}, "input", "is empty"),
+        ({"input": [1, "a"]}, "input", "must be a string"),
+        ({"input": "x", "dimensions": 3}, "dimensions", "embeddings of 'minilm' have 4"),
+        ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "shorten the input"),
+        ({"input": "x", "inputs": "y"}, "inputs", "did you mean 'input'?"),
+        ({"input": [49152]}, "input", "ids end at 49151"),
+        ({"input": [[1]] * 101}, "input", "send at most 100"),
+        ({"input": [[1], [1] * 65]}, "input", "has 65 tokens, but 'minilm' is served for at most 64"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    stack: Stack, body: dict[str, Any], param: str, text: str
+) -> None:
+    """With the parameter and what to change; nothing of it reaches the scheduler."""
+    status, error = await refusal(stack, **body)
+    assert (status, error["param"]) == (400, param)
+    assert text in error["message"]
+    assert stack.peer.pooled == []
+
+
+async def test_another_model_is_not_found(stack: Stack) -> None:
+    """As on the other endpoints."""
+    status, error = await refusal(stack, input="x", model="other")
+    assert (status, error["code"]) == (404, "model_not_found")
+
+
+async def test_one_failure_fails_the_request(stack: Stack) -> None:
+    """With its own error; the other inputs are given up."""
+    stack.peer.refuse_pool = lambda request: (
+        Internal("not finite") if 66 in request.prompt_token_ids else None
+    )
+    status, error = await refusal(stack, input=[[1], [66], [2]])
+    assert (status, error["message"]) == (500, "not finite")
+    stack.peer.refuse_pool = lambda _: Overloaded("full", retry_after_ms=3000)
+    response = await stack.http.post(URL, json={"input": "x"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+
+
+async def test_a_client_that_goes_takes_its_requests_along(stack: Stack) -> None:
+    """The scheduler sees its calls end."""
+    stack.peer.pool_gate.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        await stack.http.post(URL, json={"input": [[1], [2]]}, timeout=0.3)
+    assert len(stack.peer.pooled) == 2
+    async with asyncio.timeout(10):
+        while stack.peer.pooling:
+            await asyncio.sleep(0.01)
+
+
+async def test_each_kind_of_model_says_where_to_go(stack: Stack) -> None:
+    """Chat and completions of an embedding model, embeddings of one that generates."""
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/completions": {"prompt": "hi"},
+    }
+    for path, body in bodies.items():
+        response = await stack.http.post(path, json=body)
+        assert response.status_code == 400
+        assert "use /v1/embeddings" in response.json()["error"]["message"]
+    assert (await stack.http.get("/health")).status_code == 200
+    (card,) = (await stack.http.get("/v1/models")).json()["data"]
+    assert card["embedding_size"] == 4
+    async with running_stack("Paris") as generating:
+        status, error = await refusal(generating, input="x")
+        (card,) = (await generating.http.get("/v1/models")).json()["data"]
+        assert "embedding_size" not in card
+    assert (status, error["code"]) == (400, "unsupported_parameter")
+    assert "use /v1/chat/completions" in error["message"]
+
+
+async def test_a_lost_scheduler_costs_a_pause() -> None:
+    """The request is sent again, under another id, when a scheduler answers at the same address."""
+    peer = ScriptedInference(smollm2_folder(), model="minilm", pooled_size=4)
+    peer.pool_gate.clear()
+    async with serving(peer) as server:
+        port = server.port
+        gateway = running_gateway(port)
+        stack = await gateway.__aenter__()
+        http = httpx.AsyncClient(base_url=stack.base_url, timeout=20)
+        call = asyncio.create_task(http.post(URL, json={"input": [5, 6]}))
+        await peer.until(lambda: len(peer.pooled) == 1)
+    try:
+        peer.pool_gate.set()
+        async with serving(peer, port):
+            response = await call
+    finally:
+        await http.aclose()
+        await gateway.__aexit__(None, None, None)
+    assert response.json()["data"][0]["embedding"][:2] == [2, 5]
+    assert len({request.request_id for request in peer.pooled}) == 2

@@ -1,0 +1,155 @@
+"""Every refusal over real HTTP and real gRPC, against a scripted scheduler."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from protos.errors import (
+    ContextExceeded,
+    Internal,
+    NotFound,
+    Overloaded,
+    TriptychError,
+    Unavailable,
+    Unsupported,
+)
+from tests.support.gateway.serving import Stack, running_stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+TEXT = "Paris is the capital of France. It lies on the Seine."
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    running.peer.reset()
+    return running
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after"),
+    [
+        (Overloaded("the queue is full", retry_after_ms=2100), 429, "rate_limit_exceeded", "3"),
+        (Unavailable("no replica is ready"), 503, "service_unavailable", "1"),
+        (Unsupported("min_p is not served", param="min_p"), 400, "unsupported_parameter", None),
+        (ContextExceeded("too long", param="prompt"), 400, "context_length_exceeded", None),
+        (NotFound("no such model", param="model"), 404, "model_not_found", None),
+        (Internal("broken"), 500, "internal_error", None),
+    ],
+)  # fmt: skip
+async def test_what_the_scheduler_refuses(stack: Stack, streamed: bool, error: TriptychError, status: int, code: str, retry_after: str | None) -> None:  # fmt: skip
+    """Its typed errors become statuses, also for streams: nothing has been sent yet."""
+    stack.peer.refuse = lambda _: error
+    response = await stack.http.post("/v1/completions", json={"prompt": "x", "stream": streamed})
+    assert response.status_code == status
+    found = response.json()["error"]
+    assert (found["message"], found["param"], found["code"]) == (error.message, error.param or None, code)
+    assert response.headers.get("retry-after") == retry_after
+
+
+async def test_one_refused_prompt_fails_the_whole_body(stack: Stack) -> None:
+    """The other prompts are aborted."""
+    stack.peer.refuse = lambda request: Overloaded("full") if request.request_id.endswith("-1") else None
+    stack.peer.pause_after = 2
+    response = await stack.http.post("/v1/completions", json={"prompt": ["a", "b"]})
+    assert response.status_code == 429
+    await stack.peer.until(lambda: [name[-2:] for name in stack.peer.aborted] == ["-0"])
+
+
+async def test_an_error_in_mid_stream(stack: Stack) -> None:
+    """It comes as an error object, and the stream still ends properly."""
+    stack.peer.pause_after = 3
+    async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        stack.gateway.client.fail_all(Unavailable("lost for good"))
+        rest = [line async for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code", "param"),
+    [
+        ("POST", "/v1/chat/completions", b"{", 400, "invalid_value", None),
+        ("POST", "/v1/chat/completions", b"", 400, "invalid_value", None),
+        ("POST", "/v1/completions", b'{"prompt": 5}', 400, "invalid_value", "prompt"),
+        ("POST", "/v1/completions", b'{"prompt": ""}', 400, "invalid_value", "prompt"),
+        ("POST", "/v1/completions", b'{"prompt": "x", "model": "gpt-9"}', 404, "model_not_found", "model"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "x", "temperature": -1}',
+            400,
+            "invalid_value",
+            "temperature",
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "x", "best_of": 2}',
+            400,
+            "unsupported_parameter",
+            "best_of",
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "x", "max_tokens": 512}',
+            400,
+            "context_length_exceeded",
+            "prompt",
+        ),
+        ("POST", "/v1/completions", b'{"prompt": ["a","b","c","d","e"]}', 400, "invalid_value", "prompt"),
+        ("POST", "/v1/completions", b'{"prompt": [49152]}', 400, "invalid_value", "prompt"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "%s"}' % (b"word " * 600),
+            400,
+            "context_length_exceeded",
+            "prompt",
+        ),
+        ("POST", "/v1/completions", b" " * 100_001, 413, "payload_too_large", None),
+        ("GET", "/v1/completions", b"", 405, "method_not_allowed", None),
+        ("DELETE", "/health", b"", 405, "method_not_allowed", None),
+        ("GET", "/", b"", 404, "not_found", None),
+        ("GET", "/v1/embeddings", b"", 405, "method_not_allowed", None),
+        ("GET", "/v1/audio/speech", b"", 404, "not_found", None),
+        ("GET", "/v1/models/none/such", b"", 404, "model_not_found", "model"),
+        ("POST", "/tokenize", b"{}", 400, "invalid_value", None),
+        ("POST", "/detokenize", b'{"tokens": "x"}', 400, "invalid_value", "tokens"),
+    ],
+)
+async def test_every_refusal_is_an_openai_error(
+    stack: Stack, method: str, path: str, body: bytes, status: int, code: str, param: str | None
+) -> None:
+    """Status, code and parameter; one line for people."""
+    response = await stack.http.request(method, path, content=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+async def test_a_body_of_unknown_length_is_limited_too(stack: Stack) -> None:
+    """Chunked bodies are counted while they arrive."""
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 10_000
+
+    response = await stack.http.post("/v1/completions", content=endless())
+    assert response.status_code == 413

@@ -1,0 +1,377 @@
+"""Choices, log-probabilities and the parameters of sampling over real HTTP and real gRPC, against a scripted scheduler."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.serving import Stack, running_stack, smollm2_folder
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+TEXT = "Paris is the capital of 日本 🇫🇷 too."
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    async with running_stack(TEXT) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    running.peer.reset()
+    return running
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
+
+
+async def post(stack: Stack, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    response = await stack.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def texts(stack: Stack, tokenizer: Tokenizer, n: int) -> list[str]:
+    """What the scripted scheduler says in each of n choices."""
+    return [tokenizer.decode(stack.peer.reply[sequence:-1]) for sequence in range(n)]
+
+
+async def test_choices_are_numbered_prompt_by_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Two prompts with three choices each are two requests; the usage counts each prompt once."""
+    answer = await post(stack, prompt=["a b", "c"], n=3, max_tokens=99)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert [choice["text"] for choice in answer["choices"]] == 2 * texts(stack, tokenizer, 3)
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    assert [request.n for request in stack.peer.requests] == [3, 3]
+    length = len(stack.peer.reply)
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 2 * (length + length - 1 + length - 2)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+
+
+async def test_choices_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Collected and streamed; each choice of a stream opens with its role and ends once."""
+    answer = await post(stack, "/v1/chat/completions", **CHAT, n=2)
+    assert [one["message"]["content"] for one in answer["choices"]] == texts(stack, tokenizer, 2)
+    chunks = await stack.stream("/v1/chat/completions", {**CHAT, "n": 2})
+    streamed, ends = ["", ""], []
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["delta"].get("content") or ""
+        if choice["finish_reason"]:
+            ends.append(choice["index"])
+    assert streamed == texts(stack, tokenizer, 2)
+    assert sorted(ends) == [0, 1]
+    roles = [chunk["choices"][0]["index"] for chunk in chunks[:-1] if "role" in chunk["choices"][0]["delta"]]
+    assert sorted(roles) == [0, 1]
+
+
+async def test_a_stop_string_ends_one_choice(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Only the first choice says Paris: it alone is aborted at the scheduler."""
+    # Long enough for the first choice to be over, not for any other.
+    stack.peer.pause_after = 3
+    answering = asyncio.create_task(post(stack, prompt="x", n=3, max_tokens=99, stop=["Paris"]))
+    await stack.peer.until(lambda: bool(stack.peer.aborted))
+    await stack.peer.resume()
+    answer = await answering
+    assert [one["finish_reason"] for one in answer["choices"]] == ["stop", "stop", "stop"]
+    assert [one["stop_reason"] for one in answer["choices"]] == ["Paris", None, None]
+    assert answer["choices"][0]["text"] == ""
+    assert answer["choices"][2]["text"] == texts(stack, tokenizer, 3)[2]
+    (aborted,) = stack.peer.aborted
+    assert aborted == f"{stack.peer.requests[0].request_id}#0"
+
+
+async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Each is resumed behind what was received of it; none is lost or doubled, and ended ones do not run again."""
+    stack.peer.break_after = len(stack.peer.reply) - 2
+    answer = await post(stack, prompt="x", n=4, max_tokens=99, logprobs=0, stop=["Paris"])
+    assert [one["text"] for one in answer["choices"]] == ["", *texts(stack, tokenizer, 4)[1:]]
+    for sequence, choice in enumerate(answer["choices"][1:], start=1):
+        assert len(choice["logprobs"]["tokens"]) == len(stack.peer.reply) - sequence
+    resumed = stack.peer.requests[-1]
+    assert resumed.n == 4
+    parts = {part.sequence: part for part in resumed.resumed}
+    assert parts[0].finished
+    assert list(parts[1].token_ids) == stack.peer.reply[1 : 1 + len(parts[1].token_ids)]
+    assert len(parts[1].token_ids) > 3
+
+
+async def test_a_client_that_leaves_aborts_all_choices(stack: Stack) -> None:
+    """One abort of the whole request."""
+    stack.peer.pause_after = 2
+    async with stack.http.stream(
+        "POST", "/v1/completions", json={"prompt": "x", "n": 3, "stream": True}
+    ) as r:
+        await anext(r.aiter_lines())
+    await stack.peer.until(lambda: bool(stack.peer.aborted))
+    assert stack.peer.aborted == [stack.peer.requests[0].request_id]
+
+
+async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> None:
+    """OpenAI's four columns; the chosen token is always among the likeliest, and offsets point into the text."""
+    reply = stack.peer.reply
+    answer = await post(stack, prompt="x", logprobs=1, max_tokens=99)
+    (choice,) = answer["choices"]
+    told = choice["logprobs"]
+    assert set(told) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    # The end token counts and is told of, but has no text in the answer.
+    assert len(told["tokens"]) == len(reply) == answer["usage"]["completion_tokens"]
+    assert told["tokens"][-1] == "<|im_end|>"
+    assert told["token_logprobs"] == [-1.0 - position for position in range(len(reply))]
+    likeliest = tokenizer.decode([7], skip_special_tokens=False)
+    assert told["top_logprobs"][0] == {told["tokens"][0]: -1.0, likeliest: -0.25}
+    for token, offset in list(zip(told["tokens"], told["text_offset"], strict=True))[:-1]:
+        if "\ufffd" not in token:
+            assert choice["text"][offset : offset + len(token)] == token
+    # A part of a character stands at the character's place.
+    parts = [told["text_offset"][i] for i, token in enumerate(told["tokens"]) if "\ufffd" in token]
+    assert parts
+    assert {choice["text"][offset] for offset in parts} <= set("日本 🇫🇷")
+
+
+async def test_logprobs_are_streamed_as_they_are_collected(stack: Stack) -> None:
+    """Column by column, also where text is held back for a stop string."""
+    for stop in ([], ["capital of nothing"]):
+        body: dict[str, Any] = {"prompt": "x", "logprobs": 2, "max_tokens": 99, "stop": stop}
+        whole = (await post(stack, **body))["choices"][0]
+        chunks = [chunk["choices"][0] for chunk in (await stack.stream("/v1/completions", body))[:-1]]
+        assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+        for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            streamed = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"][column]]
+            assert streamed == whole["logprobs"][column]
+
+
+async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Text, number and bytes of each token; the bytes of all make the text, also where a token is part of a character."""
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    answer = await post(stack, "/v1/chat/completions", **body)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == len(stack.peer.reply)
+    assert set(content[0]) == {"token", "logprob", "bytes", "top_logprobs"}
+    assert bytes(byte for entry in content[:-1] for byte in entry["bytes"]).decode() == TEXT
+    assert any("\ufffd" in entry["token"] for entry in content)
+    assert [one["logprob"] for one in content[3]["top_logprobs"]] == [-0.25, -4.0]
+    assert content[3]["top_logprobs"][1] == {key: content[3][key] for key in ("token", "logprob", "bytes")}
+    chunks = (await stack.stream("/v1/chat/completions", body))[:-1]
+    streamed = [
+        entry
+        for chunk in chunks
+        if chunk["choices"][0]["logprobs"]
+        for entry in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert streamed == content
+    bare = await post(stack, "/v1/chat/completions", **CHAT, logprobs=True)
+    assert {len(entry["top_logprobs"]) for entry in bare["choices"][0]["logprobs"]["content"]} == {0}
+    assert stack.peer.requests[-1].sampling.HasField("logprobs")
+    assert stack.peer.requests[-1].sampling.logprobs == 0
+
+
+async def test_tokens_may_be_written_as_ids(stack: Stack) -> None:
+    """Where texts are ambiguous, return_tokens_as_token_ids tells which token it was."""
+    answer = await post(stack, prompt="x", logprobs=1, max_tokens=2, return_tokens_as_token_ids=True)
+    told = answer["choices"][0]["logprobs"]
+    assert told["tokens"] == [f"token_id:{token}" for token in stack.peer.reply[:2]]
+    assert told["top_logprobs"][0] == {told["tokens"][0]: -1.0, "token_id:7": -0.25}
+
+
+async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
+    """VLLM's shape: by id, with rank and text; nothing for the first token. Chats have it beside their choices."""
+    prompt = tokenizer.encode("The capital of France").ids
+    answer = await post(stack, prompt=[prompt, [5]], n=2, max_tokens=1, prompt_logprobs=1)
+    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert told[0] == told[1]
+    assert told[2] == told[3] == [None]
+    assert told[0][0] is None
+    assert len(told[0]) == len(prompt)
+    for position, entry in enumerate(told[0][1:], start=1):
+        own, top = str(prompt[position]), "7"
+        assert entry[own] == {
+            "logprob": -1.0 - position, "rank": 2, "decoded_token": tokenizer.decode([prompt[position]]),
+        }  # fmt: skip
+        assert entry[top]["rank"] == 1
+        assert set(entry) == {own, top}
+    chat = await post(stack, "/v1/chat/completions", **CHAT, max_tokens=1, prompt_logprobs=0)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
+    refused = await stack.http.post(
+        "/v1/completions", json={"prompt": "x", "prompt_logprobs": 1, "stream": True}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Each answer begins with its prompt, text or ids; with log-probabilities the prompt's tokens have theirs, the first one none."""
+    prompt = "The capital of France"
+    ids = tokenizer.encode(prompt).ids
+    plain = await post(stack, prompt=[prompt, "hm"], max_tokens=2)
+    answer = await post(stack, prompt=[prompt, "hm"], max_tokens=2, echo=True)
+    for given, one, echoed in zip([prompt, "hm"], plain["choices"], answer["choices"], strict=True):
+        assert echoed["text"] == given + one["text"]
+    assert answer["usage"] == plain["usage"]
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": 1}
+    whole = (await post(stack, **body))["choices"][0]
+    assert whole["text"] == prompt + plain["choices"][0]["text"]
+    told = whole["logprobs"]
+    assert told["tokens"] == [tokenizer.decode([token]) for token in [*ids, *stack.peer.reply[:2]]]
+    assert told["token_logprobs"] == [None, *(-1.0 - n for n in range(1, len(ids))), -1.0, -2.0]
+    assert told["top_logprobs"][0] is None
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert whole["text"][offset : offset + len(token)] == token
+    chunks = [chunk["choices"][0] for chunk in (await stack.stream("/v1/completions", body))[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    assert [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["tokens"]] == told["tokens"]
+
+
+async def test_a_prompt_alone_is_scored(stack: Stack, tokenizer: Tokenizer) -> None:
+    """max_tokens=0 with echo, as evaluation harnesses ask: nothing generated is shown or counted."""
+    prompt = "The capital of France"
+    answer = await post(stack, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    (choice,) = answer["choices"]
+    assert choice["text"] == prompt
+    assert choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == len(tokenizer.encode(prompt).ids)
+    assert answer["usage"]["completion_tokens"] == 0
+    refused = await stack.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: Tokenizer) -> None:
+    """Under the wire's names; words become token sequences, with and without a space before them."""
+    await post(
+        stack, prompt="x", max_tokens=9, min_tokens=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5,
+        logit_bias={"5": -100, "6": 1.5}, allowed_token_ids=[5, 6], bad_words=["Paris", " of France"], top_k=-1,
+    )  # fmt: skip
+    sampling = stack.peer.requests[-1].sampling
+    assert (sampling.min_tokens, sampling.max_tokens) == (2, 9)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        0.5,
+        -0.5,
+        1.5,
+    )
+    assert dict(sampling.logit_bias) == {5: -100.0, 6: 1.5}
+    assert list(sampling.allowed_token_ids) == [5, 6]
+    assert [list(word.token_ids) for word in sampling.bad_words] == [
+        tokenizer.encode(text).ids for text in ("Paris", " Paris", "of France", " of France")
+    ]
+    assert not sampling.HasField("top_k")
+    assert not stack.peer.requests[-1].HasField("n")
+
+
+async def test_recommended_penalties_are_passed_on(stack: Stack) -> None:
+    """generation_config's repetition_penalty holds unless the request says otherwise."""
+    stack.peer.sampling_defaults = pb.SamplingParams(repetition_penalty=1.25)
+    try:
+        await stack.gateway.app.state.context.watcher._refresh()
+        await post(stack, prompt="x", max_tokens=1)
+        assert stack.peer.requests[-1].sampling.repetition_penalty == 1.25
+        await post(stack, prompt="x", max_tokens=1, repetition_penalty=1.0)
+        assert not stack.peer.requests[-1].sampling.HasField("repetition_penalty")
+    finally:
+        stack.peer.sampling_defaults = pb.SamplingParams()
+        await stack.gateway.app.state.context.watcher._refresh()
+
+
+@pytest.mark.parametrize(
+    ("keep", "side", "kept"),
+    [(3, None, slice(-3, None)), (3, "left", slice(-3, None)), (3, "right", slice(0, 3)), (500, None, slice(None)),
+     (-1, None, slice(-510, None)), (-1, "right", slice(0, 510))],
+)  # fmt: skip
+async def test_truncation(stack: Stack, keep: int, side: str | None, kept: slice) -> None:
+    """The last tokens stay, or the first; -1 leaves room for the answer in a context of 512."""
+    prompt = list(range(10, 610)) if keep == -1 else list(range(10, 60))
+    await post(stack, prompt=prompt, max_tokens=2, truncate_prompt_tokens=keep, truncation_side=side)
+    assert list(stack.peer.requests[-1].prompt_token_ids) == prompt[kept]
+
+
+async def test_truncation_of_a_chat_and_of_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
+    """A template's tokens are cut like others, and what was cut off is not repeated."""
+    await post(stack, "/v1/chat/completions", **CHAT, max_tokens=1, truncate_prompt_tokens=2)
+    assert len(stack.peer.requests[-1].prompt_token_ids) == 2
+    answer = await post(
+        stack, prompt="The capital of France", max_tokens=0, echo=True, truncate_prompt_tokens=2
+    )
+    assert answer["choices"][0]["text"] == " of France"
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"n": 10**9}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"stop": ["x"] * 100_000}, "stop"),
+    ({"stop": ["x" * 1_000_000]}, "stop"),
+    ({"bad_words": ["x"] * 100_000}, "bad_words"),
+    ({"bad_words": ["x" * 1_000_000]}, "bad_words"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"logit_bias": {str(n): 1 for n in range(100_000)}}, "logit_bias"),
+    ({"logit_bias": {"49152": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5_000: 1}}, "logit_bias"),
+    ({"allowed_token_ids": [1] * 2_000_000}, "allowed_token_ids"),
+    ({"allowed_token_ids": [49152]}, "allowed_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"stop_token_ids": [1] * 2_000_000}, "stop_token_ids"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 10**9}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 512}, "truncate_prompt_tokens"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"min_tokens": 17}, "min_tokens"),
+]
+
+
+async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> None:
+    """One line each, beside an honest request that gets its answer; none takes much longer than that one with a body as large."""
+    large: dict[str, Any] = {
+        "prompt": "x",
+        "user": "u",
+        "cache_salt": "s",
+        "logit_bias": {str(n): 1 for n in range(1000)},
+    }
+    began = time.perf_counter()
+    await post(stack, **large)
+    honest = time.perf_counter() - began
+    for changes, param in HOSTILE:
+        beside = asyncio.create_task(post(stack, prompt="x"))
+        began = time.perf_counter()
+        response = await stack.http.post("/v1/completions", json={"prompt": "x", **changes})
+        took = time.perf_counter() - began
+        error = response.json()["error"]
+        assert (response.status_code, error["param"].partition("[")[0]) == (400, param), error
+        assert "\n" not in error["message"]
+        assert len(error["message"]) < 300
+        assert took < 50 * honest + 0.5, (param, took, honest)
+        assert (await beside)["choices"][0]["text"]
+
+
+async def test_top_logprobs_need_logprobs(stack: Stack) -> None:
+    """And as many as OpenAI gives."""
+    for body in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
+        response = await stack.http.post("/v1/chat/completions", json={**CHAT, **body})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
+
+
+async def test_best_of_n_is_n(stack: Stack) -> None:
+    """Clients that send both equal are served."""
+    assert len((await post(stack, prompt="x", n=2, best_of=2))["choices"]) == 2
+    assert inference.GenerateRequest.FromString(stack.peer.requests[-1].SerializeToString()).n == 2

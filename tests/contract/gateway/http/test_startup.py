@@ -1,0 +1,104 @@
+"""Gateways before, without and with a changing model."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
+
+pytestmark = pytest.mark.contract
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def peer() -> ScriptedInference:
+    return ScriptedInference(smollm2_folder(), [504, 505, 2])
+
+
+@pytest.fixture
+async def gateway(peer: ScriptedInference) -> AsyncIterator[Gateway]:
+    async with serving(peer) as server, running_gateway(server.port) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as client:
+        yield client
+
+
+async def test_before_the_first_replica(peer: ScriptedInference) -> None:
+    """A gateway is up before its model: 503 with a reason, and it serves as soon as the model is there."""
+    peer.ready = False
+    async with (
+        serving(peer) as server,
+        running_gateway(server.port, wait=False) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url) as http,
+    ):
+        for path in ("/health", "/v1/models"):
+            response = await http.get(path)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 503
+        peer.ready = True
+        async with asyncio.timeout(10):
+            while (await http.get("/health")).status_code != 200:
+                await asyncio.sleep(0.02)
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
+    """Requests say what is wrong with the model's files."""
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    async with (
+        serving(ScriptedInference(tmp_path, [504])) as server,
+        running_gateway(server.port, wait=False) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url) as http,
+    ):
+        async with asyncio.timeout(10):
+            while (response := await http.post("/v1/chat/completions", json=CHAT)).status_code == 503:
+                await asyncio.sleep(0.02)
+        assert response.status_code == 500
+        assert "no tokenizer.json" in response.json()["error"]["message"]
+
+
+async def test_without_a_scheduler(peer: ScriptedInference) -> None:
+    """A gateway whose scheduler is away says so, and finds it when it comes."""
+    async with serving(peer) as server:
+        port = server.port
+    async with (
+        running_gateway(port, wait=False) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url) as http,
+    ):
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.get("/version")).status_code == 200
+        async with serving(peer, port), asyncio.timeout(10):
+            while (await http.get("/health")).status_code != 200:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_new_tokenizer_is_loaded(
+    http: httpx.AsyncClient, gateway: Gateway, peer: ScriptedInference, tmp_path: Any
+) -> None:
+    """If the served model changes, its tokenizer is fetched again; else it is not."""
+    assert peer.num_tokenizer_loads == 1
+    peer.model = "other"
+    gateway.app.state.context.watcher._poke.set()
+    async with asyncio.timeout(10):
+        while (await http.get("/v1/models/other")).status_code != 200:
+            await asyncio.sleep(0.02)
+    assert peer.num_tokenizer_loads == 1
+    for path in smollm2_folder().iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('changed') }}")
+    peer.folder = tmp_path
+    gateway.app.state.context.watcher._poke.set()
+    async with asyncio.timeout(10):
+        while (await http.post("/v1/chat/completions", json=CHAT)).status_code != 400:
+            await asyncio.sleep(0.02)
+    assert peer.num_tokenizer_loads == 2

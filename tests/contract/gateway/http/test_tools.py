@@ -1,0 +1,417 @@
+"""Tool calls and thinking over real HTTP and real gRPC: exact token streams are played by a scripted scheduler."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+PATH = "/v1/chat/completions"
+SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+ASK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Weather in Paris?"}],
+    "tools": [WEATHER, TIME],
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, SPECIAL)
+    async with running_stack(CALL, folder=folder) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    running.peer.reset()
+    play(running, CALL)
+    return running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def plain() -> AsyncIterator[Stack]:
+    """SmolLM2 as it is: its template knows neither tools nor thinking."""
+    async with running_stack("x") as stack:
+        yield stack
+
+
+def play(stack: Stack, text: str) -> None:
+    """Makes ``text`` the answer to whatever comes."""
+    tokenizer = Tokenizer.from_file(str(stack.peer.folder / "tokenizer.json"))
+    stack.peer.reply = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
+
+
+async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
+    response = await stack.http.post(PATH, json={**ASK, **body})
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+async def streamed(stack: Stack, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a client makes of the stream, and its deltas."""
+    events = await stack.stream(PATH, {**ASK, **body})
+    assert events.pop() == "[DONE]"
+    deltas = [event["choices"][0]["delta"] for event in events]
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for delta in deltas:
+        message["content"] += delta.get("content") or ""
+        message["reasoning_content"] += delta.get("reasoning_content") or ""
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(message["tool_calls"])
+                message["tool_calls"].append({**call, "function": dict(call["function"])})
+            else:
+                assert call.keys() == {"index", "function"}
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return {**events[-1]["choices"][0], "message": message}, deltas
+
+
+def functions(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = choice["message"].get("tool_calls") or []
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def structural_tag(stack: Stack) -> dict[str, Any]:
+    tag: dict[str, Any] = json.loads(stack.peer.requests[-1].sampling.structured_output.structural_tag)
+    return tag
+
+
+async def test_a_call(stack: Stack) -> None:
+    """OpenAI's message: no content, one call, its arguments as text; the markers were special tokens and were seen all the same."""
+    choice = await collected(stack)
+    (call,) = choice["message"]["tool_calls"]
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    assert choice["message"]["content"] is None
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", None)
+    assert not stack.peer.requests[-1].sampling.HasField("structured_output")
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 2, 7, 100])
+async def test_a_streamed_call(stack: Stack, tokens_per_event: int) -> None:
+    """Role first, then the call's id, type and name, then pieces of its arguments, then the reason."""
+    play(stack, f"Let me look.\n{CALL}\n{CALL.replace('Paris', 'Oslo')}")
+    stack.peer.tokens_per_event = tokens_per_event
+    choice, deltas = await streamed(stack)
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
+    starts = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in starts] == [
+        (0, "function", "get_weather"), (1, "function", "get_weather"),
+    ]  # fmt: skip
+    assert all(call["function"]["arguments"] == "" for call in starts)
+    assert len({call["id"] for call in starts}) == 2
+    assert choice["message"]["content"] == "Let me look."
+    assert functions(choice) == [("get_weather", '{"city": "Paris"}'), ("get_weather", '{"city": "Oslo"}')]
+    assert (choice["delta"], choice["finish_reason"]) == ({}, "tool_calls")
+    if tokens_per_event == 1:
+        assert len(deltas) > 12
+
+
+async def test_one_call_at_a_time(stack: Stack) -> None:
+    """parallel_tool_calls=false drops further calls, streamed or not."""
+    play(stack, f"{CALL}\n{CALL}")
+    assert len(functions(await collected(stack))) == 2
+    assert len(functions(await collected(stack, parallel_tool_calls=False))) == 1
+    assert len(functions((await streamed(stack, parallel_tool_calls=False))[0])) == 1
+
+
+@pytest.mark.parametrize("choice", ["none", "auto"])
+async def test_text_stays_text(stack: Stack, choice: str) -> None:
+    """An answer without calls is the same with and without tools, to the last line break."""
+    play(stack, "It is < 5 degrees.\n\nTake a <tool>.\n")
+    answer = await collected(stack, tool_choice=choice)
+    assert answer["message"]["content"] == "It is < 5 degrees.\n\nTake a <tool>.\n"
+    assert (answer["finish_reason"], "tool_calls" in answer["message"]) == ("stop", False)
+    assert (await streamed(stack, tool_choice=choice))[0]["message"]["content"] == answer["message"][
+        "content"
+    ]
+
+
+async def test_none_reads_no_calls(stack: Stack) -> None:
+    """With tool_choice none, what looks like a call is text; its special tokens are skipped as ever."""
+    answer = await collected(stack, tool_choice="none")
+    assert answer["message"]["content"] == '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+    assert answer["finish_reason"] == "stop"
+
+
+async def test_malformed_calls_are_content(stack: Stack) -> None:
+    """Nothing is lost, and nothing is called."""
+    text = '<tool_call>\n{"name": "get_weather"}\n</tool_call>'
+    play(stack, text)
+    for answer in (await collected(stack), (await streamed(stack))[0]):
+        assert answer["message"]["content"] == text
+        assert answer["finish_reason"] == "stop"
+        assert not functions(answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cut_off_arguments(stack: Stack, stream: bool) -> None:
+    """max_tokens within the arguments leaves them as they are, and says "length"."""
+    tokenizer = Tokenizer.from_file(str(stack.peer.folder / "tokenizer.json"))
+    cut = len(tokenizer.encode(CALL.partition("Par")[0], add_special_tokens=False).ids)
+    answer = (await streamed(stack, max_tokens=cut))[0] if stream else await collected(stack, max_tokens=cut)
+    ((name, arguments),) = functions(answer)
+    assert name == "get_weather"
+    assert '{"city": "Paris"}'.startswith(arguments)
+    assert answer["finish_reason"] == "length"
+
+
+async def test_a_stop_string_within_a_call(stack: Stack) -> None:
+    """It ends the text wherever it is, as in vLLM."""
+    answer = await collected(stack, stop=["Paris"])
+    assert functions(answer) == [("get_weather", '{"city": "')]
+    assert answer["stop_reason"] == "Paris"
+
+
+async def test_required_is_held_to_the_models_own_format(stack: Stack) -> None:
+    """The grammar has both tools in the format that the parser reads, behind thinking that may come first."""
+    answer = await collected(stack, tool_choice="required")
+    assert (functions(answer)[0][0], answer["finish_reason"]) == ("get_weather", "tool_calls")
+    form = structural_tag(stack)["format"]
+    calls = form["elements"][-1]
+    assert [tag["begin"] for tag in calls["tags"]] == [
+        '<tool_call>\n{"name": "get_weather", "arguments": ',
+        '<tool_call>\n{"name": "get_time", "arguments": ',
+    ]
+    assert calls["tags"][0]["content"]["json_schema"] == WEATHER["function"]["parameters"]
+    assert (calls["at_least_one"], calls["stop_after_first"]) == (True, False)
+    assert form["elements"][0]["content"]["begin"] == "<think>"
+    await collected(stack, tool_choice="required", parallel_tool_calls=False)
+    assert structural_tag(stack)["format"]["elements"][-1]["stop_after_first"]
+
+
+async def test_named(stack: Stack) -> None:
+    """One tool, one call, and OpenAI's finish_reason for it: stop."""
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    for answer in (
+        await collected(stack, tool_choice=choice),
+        (await streamed(stack, tool_choice=choice))[0],
+    ):
+        assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
+        assert answer["finish_reason"] == "stop"
+    (only,) = structural_tag(stack)["format"]["elements"][-1]["tags"]
+    assert "get_weather" in only["begin"]
+
+
+async def test_strict_tools_are_held_to_their_schema_where_calls_are_optional(stack: Stack) -> None:
+    """Free text, and calls that must be right; tools that are not strict may have any arguments."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    await collected(stack, tools=[strict, TIME])
+    form = structural_tag(stack)["format"]["elements"][-1]
+    assert (form["type"], form["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
+    assert schemas == [WEATHER["function"]["parameters"], {"type": "object"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) -> None:
+    """Required: a JSON list; named: the arguments alone. Both are constrained, and the tools are told in words."""
+    written = (
+        '[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]'
+    )
+    play(plain, written)
+
+    async def ask(**body: Any) -> dict[str, Any]:
+        return (await streamed(plain, **body))[0] if stream else await collected(plain, **body)
+
+    answer = await ask(tool_choice="required")
+    assert functions(answer) == [("get_weather", '{"city": "Paris"}'), ("get_time", "{}")]
+    assert answer["finish_reason"] == "tool_calls"
+    elements = structural_tag(plain)["format"]["elements"]
+    assert (elements[0]["value"], elements[-1]["value"]) == ("[", "]")
+    tokenizer = Tokenizer.from_file(str(plain.peer.folder / "tokenizer.json"))
+    prompt = tokenizer.decode(list(plain.peer.requests[-1].prompt_token_ids), skip_special_tokens=False)
+    assert '"description": "The weather of a city."' in prompt
+    play(plain, '{"city": "Paris"}')
+    answer = await ask(tool_choice={"type": "function", "function": {"name": "get_weather"}})
+    assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
+    assert structural_tag(plain)["format"] == {
+        "type": "json_schema", "json_schema": WEATHER["function"]["parameters"],
+    }  # fmt: skip
+
+
+async def test_optional_calls_need_a_parser(plain: Stack) -> None:
+    """Nothing is silently ignored: a model whose calls could not be found is not asked for any."""
+    response = await plain.http.post(PATH, json=ASK)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
+    assert "--tool-call-parser" in error["message"]
+    without = await plain.http.post(PATH, json={"messages": ASK["messages"]})
+    none = await plain.http.post(PATH, json={**ASK, "tool_choice": "none"})
+    assert (without.status_code, none.status_code) == (200, 200)
+    # Nor is it told of what it may not call.
+    assert len({tuple(request.prompt_token_ids) for request in plain.peer.requests[-2:]}) == 1
+
+
+async def test_a_conversation_with_calls(stack: Stack) -> None:
+    """Calls and their results go through the template, arguments as an object; so does thinking that a client sends back."""
+    messages = [
+        *ASK["messages"],
+        {
+            "role": "assistant", "content": None, "refusal": None, "reasoning_content": "Look it up.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "12 degrees"},
+    ]  # fmt: skip
+    body = {**ASK, "messages": messages}
+    await collected(stack, **body)
+    prompt = (
+        await stack.http.post("/detokenize", json={"tokens": list(stack.peer.requests[-1].prompt_token_ids)})
+    ).json()["prompt"]
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
+    assert "<think>\nLook it up.\n</think>" in prompt
+    assert "<|im_start|>tool\n12 degrees<|im_end|>" in prompt
+    assert '"description": "The weather of a city."' in prompt
+    counted = (await stack.http.post("/tokenize", json=body)).json()
+    assert counted["tokens"] == list(stack.peer.requests[-1].prompt_token_ids)
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
+async def test_thinking(stack: Stack, tokens_per_event: int) -> None:
+    """Thinking, answer and calls apart, under both names that clients know."""
+    stack.peer.tokens_per_event = tokens_per_event
+    play(stack, f"<think>\nHm, <tool_call> is\na marker.\n</think>\n\nYes.\n{CALL}")
+    for answer in (await collected(stack), (await streamed(stack))[0]):
+        assert answer["message"]["reasoning_content"] == "Hm, <tool_call> is\na marker."
+        assert answer["message"]["content"] == "Yes."
+        assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
+    assert (await collected(stack))["message"]["reasoning"] == "Hm, <tool_call> is\na marker."
+    hidden = (await collected(stack, include_reasoning=False))["message"]
+    assert (hidden["reasoning"], hidden["content"]) == (None, "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text", "reasoning", "content"),
+    [
+        ({"opened": True}, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ({"enable_thinking": False}, "Yes.</think>", None, "Yes.</think>"),
+        ({}, "Yes.", None, "Yes."),
+    ],
+)
+async def test_the_prompt_says_where_thinking_begins(
+    stack: Stack, kwargs: dict[str, Any], text: str, reasoning: str | None, content: str
+) -> None:
+    """Opened by the template, closed by it, or left to the model."""
+    play(stack, text)
+    answer = await collected(stack, chat_template_kwargs=kwargs)
+    assert (answer["message"]["reasoning"], answer["message"]["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("limit", "reason"), [({"max_tokens": 5}, "length"), ({"stop": ["marker"]}, "stop")])
+async def test_an_end_within_the_thinking(
+    stack: Stack, stream: bool, limit: dict[str, Any], reason: str
+) -> None:
+    """There is thinking and no answer."""
+    play(stack, "<think>\nI see a marker here and there.\n</think>\n\nYes.")
+    answer = (await streamed(stack, **limit))[0] if stream else await collected(stack, **limit)
+    assert answer["message"]["reasoning_content"]
+    assert "I see a marker here and there.".startswith(answer["message"]["reasoning_content"])
+    assert not answer["message"]["content"]
+    assert answer["finish_reason"] == reason
+
+
+async def test_the_openai_client(stack: Stack) -> None:
+    """The official client reads calls, streamed and not, and sends its own answer back."""
+    play(stack, f"Let me look.\n{CALL}")
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.gateway.base_url}/v1", api_key="unused", max_retries=0
+    ) as client:
+        tools: list[Any] = ASK["tools"]
+        answer = await client.chat.completions.create(model="smollm2", messages=ASK["messages"], tools=tools)
+        message = answer.choices[0].message
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == {"city": "Paris"}
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
+        again: list[Any] = [*ASK["messages"], message, result]
+        await client.chat.completions.create(model="smollm2", messages=again, tools=tools)
+        async with client.chat.completions.stream(
+            model="smollm2", messages=ASK["messages"], tools=tools
+        ) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == "Let me look."
+        assert final.choices[0].message.tool_calls is not None
+        assert final.choices[0].message.tool_calls[0].function.arguments == '{"city": "Paris"}'
+        assert final.choices[0].finish_reason == "tool_calls"
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": [TIME] * 10_000}, "at most 128 tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": _deep(400)}}]}, "nested deeper"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "enum": [0] * 100_000}}}]},
+            "more than 16384 values",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 1_000_000}}]}, "letters"),
+        (
+            {
+                "messages": [
+                    *ASK["messages"],
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[" * 7_000_000}}]},
+                ]
+            },
+            "at most 1048576 characters",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}] * 10_000}]},
+            "at most 128 calls",
+        ),
+    ],
+)  # fmt: skip
+async def test_hostile_requests_are_refused_fast(stack: Stack, body: dict[str, Any], words: str) -> None:
+    """Whatever is too much is refused before it is looked at closely."""
+    response = await stack.http.post(PATH, json={**ASK, **body})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert response.elapsed.total_seconds() < 2
+    assert not stack.peer.requests
+
+
+async def test_arguments_longer_than_a_body(stack: Stack) -> None:
+    """Ten million letters do not even come in."""
+    call = {"id": "a", "function": {"name": "f", "arguments": "x" * 10_000_000}}
+    response = await stack.http.post(PATH, json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert response.status_code == 413
+
+
+async def test_arguments_deeper_than_a_template_can_write(stack: Stack, plain: Stack) -> None:
+    """They are nobody's fault but the client's, whatever the template does with them."""
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"a":' * 1000 + "1" + "}" * 1000}}
+    turns = [*ASK["messages"], {"role": "assistant", "tool_calls": [call]}, *ASK["messages"]]
+    for one in (stack, plain):
+        response = await one.http.post(PATH, json={"messages": turns})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+
+
+async def test_a_parser_by_name(tmp_path: Path) -> None:
+    """--tool-call-parser decides where a template shows nothing; --reasoning-parser deepseek_r1 thinks from the beginning."""
+    text = 'Hm.</think>[TOOL_CALLS]get_weather{"city": "Paris"}'
+    async with running_stack(text, tool_call_parser="mistral", reasoning_parser="deepseek_r1") as stack:
+        answer = await collected(stack)
+        assert answer["message"]["reasoning"] == "Hm."
+        assert functions(answer) == [("get_weather", '{"city": "Paris"}')]

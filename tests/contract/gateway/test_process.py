@@ -1,0 +1,192 @@
+"""The gateway as a process: how fast it starts, what it weighs, what it imports, how it ends."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.serving import smollm2_folder
+
+pytestmark = pytest.mark.contract
+
+READY_S = 3.0
+RESIDENT_MB = 150
+
+# Runs the gateway's main() and says at its end which heavy modules it imported.
+REPORTING = """
+import sys
+from gateway.__main__ import main
+code = main(sys.argv[1:])
+heavy = {"torch", "vllm", "transformers", "worker_svc", "scheduler_svc", "numpy"}
+print("imported", sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+sys.exit(code)
+"""
+
+
+@dataclass
+class Process:
+    """A started gateway."""
+
+    process: subprocess.Popen[str]
+    base_url: str
+
+    def log(self) -> list[dict[str, object]]:
+        """Ends reading: everything it logged, once it has ended."""
+        assert self.process.stderr is not None
+        return [json.loads(line) for line in self.process.stderr.read().splitlines()]
+
+
+@contextlib.contextmanager
+def started(*flags: str) -> Iterator[Process]:
+    """A gateway on a free port, listening."""
+    command = [sys.executable, "-c", REPORTING, "--port", "0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = json.loads(process.stderr.readline())
+            assert line["event"] == "listening"
+            yield Process(process, f"http://127.0.0.1:{line['port']}")
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[tuple[ScriptedInference, int]]:
+    scripted = ScriptedInference(smollm2_folder(), [504, 505, 506])
+    async with serving(scripted) as server:
+        yield scripted, server.port
+
+
+async def healthy(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(20):
+        while (await http.get("/health")).status_code != 200:
+            await asyncio.sleep(0.02)
+
+
+def test_ready_within_three_seconds_without_a_scheduler() -> None:
+    """From start to the first HTTP answer; CPU time, so that a busy machine does not decide the test."""
+    with started("--scheduler-address", f"127.0.0.1:{free_port()}") as gateway:
+        assert httpx.get(f"{gateway.base_url}/version").status_code == 200
+        times = psutil.Process(gateway.process.pid).cpu_times()
+        assert times.user + times.system < READY_S
+
+
+async def test_memory_imports_and_a_clean_end(peer: tuple[ScriptedInference, int]) -> None:
+    """With SmolLM2's tokenizer at work it stays small and without torch; SIGTERM ends it with 0 and no traceback."""
+    with started("--scheduler-address", f"127.0.0.1:{peer[1]}") as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
+            await healthy(http)
+            body = {"messages": [{"role": "user", "content": "hello " * 50}], "max_tokens": 50}
+            answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(32)))
+            assert {answer.status_code for answer in answers} == {200}
+        resident = psutil.Process(gateway.process.pid).memory_info().rss / 1e6
+        assert resident < RESIDENT_MB
+        gateway.process.send_signal(signal.SIGTERM)
+        out, err = await asyncio.to_thread(gateway.process.communicate, None, 20)
+        assert gateway.process.returncode == 0
+        assert out == "imported []\n"
+        assert "Traceback" not in err
+        assert json.loads(err.splitlines()[-1])["event"] == "stopped"
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_streams_finish(peer: tuple[ScriptedInference, int], sig: signal.Signals) -> None:
+    """A stream under way goes on to its end; the process then exits with 0."""
+    scripted, port = peer
+    scripted.pause_after = 3
+    with started("--scheduler-address", f"127.0.0.1:{port}") as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
+            await healthy(http)
+            body = {"prompt": "x", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                gateway.process.send_signal(sig)
+                await refuses_connections(gateway.base_url)
+                await scripted.resume()
+                rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 9
+        assert await asyncio.to_thread(gateway.process.wait, 20) == 0
+
+
+async def refuses_connections(base_url: str) -> None:
+    """Waits until new connections are refused."""
+    async with asyncio.timeout(10), httpx.AsyncClient(base_url=base_url) as other:
+        while True:
+            try:
+                await other.get("/version", headers={"connection": "close"})
+            except httpx.TransportError:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_streams_that_take_too_long_are_told(peer: tuple[ScriptedInference, int]) -> None:
+    """When the drain time is over, a stream ends with an error object instead of a cut connection."""
+    scripted, port = peer
+    scripted.pause_after = 3
+    with started("--scheduler-address", f"127.0.0.1:{port}", "--drain-timeout-s", "0.3") as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
+            await healthy(http)
+            body = {"prompt": "x", "stream": True}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                gateway.process.send_signal(signal.SIGTERM)
+                rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert "shutting down" in rest[-2]
+        assert await asyncio.to_thread(gateway.process.wait, 20) == 0
+        assert not any("exception" in line for line in gateway.log())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "x"], "--port"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--host", "no.such.host.invalid"], "cannot listen"),
+    ],
+)
+def test_a_bad_setting_is_one_line_and_exit_code_2(flags: list[str], words: str) -> None:
+    """Nothing is started, nothing is traced."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", *flags], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("triptych gateway: ")
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_one_line() -> None:
+    """The line names the port and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"triptych gateway: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port\n"
+    )

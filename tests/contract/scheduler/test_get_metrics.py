@@ -1,0 +1,103 @@
+"""``GetMetrics`` over real gRPC, while workers come and go."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.triptych.v1 import inference_pb2
+from scheduler_svc.settings import Settings
+from tests.support.scheduler.pooling_worker import ScriptedPoolWorker, pool_request
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    ScriptedWorker,
+    generate_request,
+    joined,
+    run_scheduler,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.contract
+
+Labels = frozenset[tuple[str, str]]
+
+
+async def scrape(scheduler: RunningScheduler) -> dict[tuple[str, Labels], float]:
+    """All samples; families are unique, or Prometheus would refuse them."""
+    answer = await scheduler.inference.GetMetrics(inference_pb2.GetMetricsRequest())
+    assert answer.content_type == CONTENT_TYPE_LATEST
+    families = list(text_string_to_metric_families(answer.text.decode()))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def is_counter(name: str) -> bool:
+    return name.endswith(("_total", "_bucket", "_count", "_sum"))
+
+
+async def test_before_a_worker_there_is_an_answer() -> None:
+    """No replicas, and nothing of a model."""
+    async with run_scheduler() as scheduler:
+        samples = await scrape(scheduler)
+    assert {name for name, _ in samples} == {"triptych:replicas"}
+    assert set(samples.values()) == {0}
+
+
+async def test_counters_do_not_fall_when_one_of_two_replicas_leaves() -> None:
+    """Both have worked; the one that stays goes on."""
+    prompts = [[3 + i, 4, 5, 6, 7, 8 + i] for i in range(12)]
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "stays"):
+        async with joined(scheduler, ScriptedWorker(), "goes"):
+            await asyncio.gather(*(tokens_of(scheduler, generate_request(prompt)) for prompt in prompts))
+            both = await scrape(scheduler)
+        async with asyncio.timeout(10):
+            while "goes" in scheduler.engine.replicas:
+                await asyncio.sleep(0.01)
+        one = await scrape(scheduler)
+        await tokens_of(scheduler, generate_request())
+        after = await scrape(scheduler)
+    generated = {
+        dict(labels)["engine"]: value
+        for (name, labels), value in both.items()
+        if name == "triptych:generated_tokens_total"
+    }
+    assert generated.keys() == {"stays", "goes"}
+    assert all(generated.values())
+    assert sum(generated.values()) == 12 * 8
+    counters = [key for key in both if is_counter(key[0])]
+    assert all(both[key] <= one[key] <= after[key] for key in counters)
+    assert ("vllm:num_requests_running", frozenset({("model_name", "simulated"), ("engine", "goes")})) in both
+    assert not any(
+        ("engine", "goes") in labels for name, labels in one if name == "vllm:num_requests_running"
+    )
+
+
+async def test_batches_of_a_pooling_model_are_counted_by_shape() -> None:
+    """Rows, tokens and padding, also when the replica has left."""
+    settings = Settings(pool_batch_sizes=(2,), pool_prompt_lens=(8,))
+    async with run_scheduler(settings) as scheduler:
+        async with joined(scheduler, ScriptedPoolWorker(), "r0"):
+            await scheduler.inference.Pool(pool_request([5, 6, 7]))
+            here = await scrape(scheduler)
+        async with asyncio.timeout(10):
+            while scheduler.deployment.pool.replicas:
+                await asyncio.sleep(0.01)
+        away = await scrape(scheduler)
+    shape = ("shape", "2x8")
+    for samples in (here, away):
+        counts = {name: value for (name, labels), value in samples.items() if shape in labels}
+        assert counts == {
+            "triptych:pool_batches_total": 1,
+            "triptych:pool_rows_total": 1,
+            "triptych:pool_padding_rows_total": 1,
+            "triptych:pool_tokens_total": 3,
+            "triptych:pool_padding_tokens_total": 13,
+        }
+    ready = ("triptych:replicas", frozenset({("state", "ready")}))
+    assert (here[ready], away[ready]) == (1, 0)

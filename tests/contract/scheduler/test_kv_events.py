@@ -1,0 +1,168 @@
+"""docs/kv-events.md holds: its example runs as it is written there, and so do snapshots, resuming, pins and resets."""
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protos.errors import InvalidArgument, Overloaded
+from protos.triptych.v1 import inference_pb2
+from scheduler_svc.kv.prefix_hash import KeyChain, seed_key
+from scheduler_svc.settings import Settings
+from tests.support.paths import ROOT
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    ScriptedWorker,
+    failure,
+    generate_request,
+    joined,
+    run_scheduler,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.contract
+
+PROMPT = list(range(5, 14))
+
+
+def keys_of(tokens: list[int], *, salt: str = "") -> list[bytes]:
+    """Keys of the scripted worker's granules of 4."""
+    return KeyChain(seed_key(model="simulated", salt=salt), 4).extend(tokens, len(tokens) // 4)
+
+
+def example(port: int) -> str:
+    """The document's program, for a scheduler on that port."""
+    text = (ROOT / "docs" / "kv-events.md").read_text()
+    match = re.search(r"<!-- example: watch -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert match is not None
+    assert "127.0.0.1:50051" in match[1]
+    return match[1].replace("127.0.0.1:50051", f"127.0.0.1:{port}")
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    scheduler: RunningScheduler, *, replica_id: str = "", after: int = 0
+) -> AsyncIterator[AsyncIterator[inference_pb2.KvEventBatch]]:
+    """A watcher within the block."""
+    request = inference_pb2.WatchKvEventsRequest(replica_id=replica_id, after_sequence=after)
+    call = scheduler.inference.WatchKvEvents(request)
+    try:
+        async with asyncio.timeout(20):
+            yield aiter(call)
+    finally:
+        call.cancel()
+
+
+def hashes(batch: inference_pb2.KvEventBatch) -> list[bytes]:
+    return [key for event in batch.events for key in event.stored.hashes]
+
+
+async def test_the_document_s_watcher_finds_its_prompt() -> None:
+    """Nothing, then two chunks in two steps, then nothing after a reset."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", example(scheduler.server.port), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(30):
+                assert await process.stdout.readline() == b"r0 has 0 of 9 tokens\n"
+                await tokens_of(scheduler, generate_request(PROMPT))
+                assert await process.stdout.readline() == b"r0 has 4 of 9 tokens\n"
+                assert await process.stdout.readline() == b"r0 has 8 of 9 tokens\n"
+                await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
+                assert await process.stdout.readline() == b"r0 has 0 of 9 tokens\n"
+        finally:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_late_watcher_gets_a_snapshot_then_changes() -> None:
+    """The snapshot has what was stored before; salts tell tenants' prefixes apart."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+        await tokens_of(scheduler, generate_request(PROMPT))
+        async with watching(scheduler) as batches:
+            first = await anext(batches)
+            assert first.snapshot
+            assert sorted(hashes(first)) == sorted(keys_of(PROMPT))
+            salted = generate_request(PROMPT[:5])
+            salted.cache_salt = "mine"
+            await tokens_of(scheduler, salted)
+            second = await anext(batches)
+    assert (second.snapshot, second.sequence) == (False, first.sequence + 1)
+    (stored,) = [event.stored for event in second.events]
+    assert list(stored.hashes) == keys_of(PROMPT[:4], salt="mine")
+    assert stored.parent_hash == seed_key(model="simulated", salt="mine")
+    assert (list(stored.token_ids), stored.tokens_per_hash) == (PROMPT[:4], 4)
+
+
+async def test_a_watcher_resumes_behind_its_number() -> None:
+    """What was missed, and no snapshot; a number that nobody gave is answered with one."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+        async with watching(scheduler) as batches:
+            seen = (await anext(batches)).sequence
+        await tokens_of(scheduler, generate_request(PROMPT))
+        async with watching(scheduler, replica_id="r0", after=seen) as batches:
+            missed = [await anext(batches), await anext(batches)]
+        async with watching(scheduler, replica_id="r0", after=seen - 1) as batches:
+            unknown = await anext(batches)
+    assert [(batch.sequence, batch.snapshot) for batch in missed] == [(seen + 1, False), (seen + 2, False)]
+    assert [key for batch in missed for key in hashes(batch)] == keys_of(PROMPT)
+    assert unknown.snapshot
+
+
+async def test_replicas_that_come_and_go_are_seen() -> None:
+    """An empty snapshot when one comes, ``cleared`` when it goes, and higher numbers when it is back."""
+    async with run_scheduler() as scheduler, watching(scheduler) as batches:
+        async with joined(scheduler, ScriptedWorker(), "r0"):
+            came = await anext(batches)
+        gone = await anext(batches)
+        async with joined(scheduler, ScriptedWorker(), "r0"):
+            back = await anext(batches)
+    assert (came.replica_id, came.snapshot) == ("r0", True)
+    assert [(event.stored.group_id, list(event.stored.hashes)) for event in came.events] == [(0, [])]
+    assert [event.WhichOneof("event") for event in gone.events] == ["cleared"]
+    assert back.snapshot
+    assert came.sequence < gone.sequence < back.sequence
+
+
+async def test_a_pin_computes_what_is_missing_and_ends_by_id() -> None:
+    """Whole chunks are kept; the second end of a pin finds nothing."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+        request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=60)
+        pin = await scheduler.inference.PinPrefix(request)
+        assert (pin.num_tokens, pin.replica_id) == (8, "r0")
+        assert scheduler.engine.pinned.count("r0") == 1
+        for found in (True, False):
+            answer = await scheduler.inference.UnpinPrefix(
+                inference_pb2.UnpinPrefixRequest(pin_id=pin.pin_id)
+            )
+            assert answer.found is found
+        assert scheduler.engine.pinned.count("r0") == 0
+
+
+async def test_pins_end_with_their_time_and_with_a_reset() -> None:
+    """Both free what was kept."""
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+        request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=0.1)
+        await scheduler.inference.PinPrefix(request)
+        async with asyncio.timeout(10):
+            while scheduler.engine.pinned.count("r0"):
+                await asyncio.sleep(0.01)
+        request.ttl_s = 60
+        await scheduler.inference.PinPrefix(request)
+        answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
+        assert answer.num_replicas == 1
+        assert scheduler.engine.pinned.count("r0") == 0
+
+
+async def test_pins_that_make_no_sense_are_refused() -> None:
+    """Too short, without a time, and more than pins may hold."""
+    settings = Settings(max_pinned_share=0.02)
+    async with run_scheduler(settings) as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+        for prompt, ttl_s, error in ((PROMPT[:3], 60, InvalidArgument), (PROMPT, 0, InvalidArgument), (PROMPT, 60, Overloaded)):  # fmt: skip
+            request = inference_pb2.PinPrefixRequest(prompt_token_ids=prompt, ttl_s=ttl_s)
+            assert isinstance(await failure(scheduler.inference.PinPrefix(request)), error)

@@ -1,0 +1,193 @@
+"""Leases over real gRPC: what a replica's driver does while a worker runs several steps in a row."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protos.errors import Unavailable
+from protos.triptych.v1 import inference_pb2, registry_pb2
+from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
+from scheduler_svc.workers.driver import Replica
+from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    ScriptedWorker,
+    announcement,
+    collect,
+    failure,
+    generate_request,
+    joined,
+    run_scheduler,
+    run_worker,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.contract
+
+# One token of prompt and blocks of eight: the step behind the prompt's begins a lease of seven.
+SHORT = [5]
+
+
+def worker_with(**more: int) -> ScriptedWorker:
+    return ScriptedWorker(default_block_size=8, **more)  # type: ignore[arg-type]
+
+
+def leases(plan: StepPlan) -> bool:
+    return isinstance(plan.work, Decode) and plan.work.lease > 1
+
+
+async def heard(worker: ScriptedWorker) -> AsyncIterator[StepPlan]:
+    while True:
+        async with asyncio.timeout(5):
+            yield await worker.heard.get()
+
+
+async def next_plan(worker: ScriptedWorker) -> StepPlan:
+    return await anext(heard(worker))
+
+
+async def lease_begins(worker: ScriptedWorker) -> None:
+    async for plan in heard(worker):
+        if leases(plan):
+            return
+
+
+async def test_leased_steps_reach_the_client_one_by_one() -> None:
+    """The worker is held in the middle of a lease; what came before is with the client."""
+    worker = worker_with(hold_at_step=5)
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        tokens: list[int] = []
+        async for event in scheduler.inference.Generate(generate_request(SHORT, max_tokens=20)):
+            tokens += event.token_ids
+            if len(tokens) == 4:
+                worker.gate.set()
+    assert tokens == expected_tokens(SHORT, 20)
+    assert worker.device is not None
+    assert worker.device.passes == 20
+
+
+async def test_who_arrives_while_a_lease_runs_ends_it() -> None:
+    """The step that runs is its last; the newcomer's chunk is the next plan that has work."""
+    worker = worker_with(hold_at_step=4)
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
+        await lease_begins(worker)
+        second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
+        plan = await next_plan(worker)
+        assert plan.work is None
+        assert [new.token_ids for new in plan.admit] == [(6, 7)]
+        worker.gate.set()
+        assert isinstance((await next_plan(worker)).work, Prefill)
+        assert await first == expected_tokens(SHORT, 20)
+        assert await second == expected_tokens([6, 7], 4)
+
+
+async def test_who_arrives_while_a_lease_is_being_written_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver hears of it although it was not waiting for results yet."""
+    worker = worker_with(hold_at_step=2)
+    write = Replica._write
+    second: asyncio.Task[list[int]] | None = None
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+
+        async def slow_write(replica: Replica, call: object, plan: StepPlan) -> None:
+            nonlocal second
+            await write(replica, call, plan)  # type: ignore[arg-type]
+            if leases(plan) and second is None:
+                second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
+                async with asyncio.timeout(5):
+                    while scheduler.engine.num_running < 2:
+                        await asyncio.sleep(0)
+
+        monkeypatch.setattr(Replica, "_write", slow_write)
+        first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
+        await lease_begins(worker)
+        plan = await next_plan(worker)
+        assert [new.token_ids for new in plan.admit] == [(6, 7)]
+        worker.gate.set()
+        assert await first == expected_tokens(SHORT, 20)
+        assert second is not None
+        assert await second == expected_tokens([6, 7], 4)
+
+
+async def test_an_abort_ends_a_lease_and_frees_the_slot() -> None:
+    """The other request of the lease loses no token."""
+    worker = worker_with(hold_at_step=5)
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        aborted = asyncio.create_task(
+            collect(scheduler.inference.Generate(generate_request([6], request_id="a", max_tokens=20)))
+        )
+        other = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
+        async with asyncio.timeout(5):
+            while scheduler.engine.num_running < 2:
+                await asyncio.sleep(0)
+        worker.gate.set()
+        await lease_begins(worker)
+        async with asyncio.timeout(5):
+            while worker.gate.is_set():
+                await asyncio.sleep(0)
+        assert (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="a"))).found
+        plan = await next_plan(worker)
+        assert plan.work is None
+        assert len(plan.release) == 1
+        assert len(await aborted) > 0
+        assert scheduler.engine.num_running == 1
+        worker.gate.set()
+        assert await other == expected_tokens(SHORT, 20)
+
+
+async def lost(scheduler: RunningScheduler, port: int) -> asyncio.Task[object]:
+    """Registers a worker; done when the scheduler has given it up."""
+    call = scheduler.registry.Register(announcement(port))
+    async for event in call:
+        if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
+            break
+    return asyncio.create_task(failure(call))
+
+
+async def test_a_worker_lost_in_a_lease_costs_no_token() -> None:
+    """The scheduler knows how many of its steps were answered."""
+    worker = worker_with(die_at_step=5)
+    async with run_scheduler() as scheduler:
+        async with run_worker(worker) as port:
+            gone = await lost(scheduler, port)
+            answer = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
+            await lease_begins(worker)
+            assert isinstance(await gone, Unavailable)
+        async with joined(scheduler, worker_with(), "w2"):
+            assert await answer == expected_tokens(SHORT, 20)
+
+
+async def test_a_worker_that_goes_while_its_lease_is_being_ended_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan that ends the lease is never written; its writer ends with the replica."""
+    worker = worker_with(hold_at_step=4, die_at_step=4)
+    write = Replica._write
+    writing, ended = asyncio.Event(), asyncio.Event()
+
+    async def stuck_write(replica: Replica, call: object, plan: StepPlan) -> None:
+        if plan.work is not None or replica.address.worker_id != "w":
+            return await write(replica, call, plan)  # type: ignore[arg-type]
+        writing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Replica, "_write", stuck_write)
+    async with run_scheduler() as scheduler:
+        async with run_worker(worker) as port:
+            gone = await lost(scheduler, port)
+            first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
+            await lease_begins(worker)
+            second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
+            async with asyncio.timeout(5):
+                await writing.wait()
+                worker.gate.set()
+                assert isinstance(await gone, Unavailable)
+                assert ended.is_set()
+        async with joined(scheduler, worker_with(), "w2"):
+            assert await first == expected_tokens(SHORT, 20)
+            assert await second == expected_tokens([6, 7], 4)

@@ -1,0 +1,343 @@
+"""Sampling parameters and sequences over real gRPC: what a worker is told, what a client gets, and what hostile clients are told."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from protos.errors import InvalidArgument, TriptychError
+from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from protos.wire import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION, Context
+from scheduler_svc.settings import Settings
+from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    ScriptedWorker,
+    collect,
+    failure,
+    generate_request,
+    joined,
+    run_scheduler,
+)
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+SERVED = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+
+
+class ListeningWorker(ScriptedWorker):
+    """Serves every parameter, and keeps what it was told of each request."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.told: list[worker_pb2.SlotRequest] = []
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        description = await super().Describe(request, context)
+        description.sampling_fields[:] = SERVED
+        return description
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        async def listening() -> AsyncIterator[worker_pb2.StepPlan]:
+            async for message in request_iterator:
+                self.told += message.admit
+                yield message
+
+        async for result in super().Execute(listening(), context):
+            yield result
+
+
+class TellingWorker(ListeningWorker):
+    """A long context, and something to say of each token of a prompt: with each chunk, of the tokens that its own are followed by."""
+
+    NUM_TOP = 20
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        description = await super().Describe(request, context)
+        description.model.max_model_len, description.max_chunk = 1 << 17, 1 << 13
+        description.max_logprobs = self.NUM_TOP
+        return description
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        plans: dict[int, worker_pb2.StepPlan] = {}
+
+        async def noted() -> AsyncIterator[worker_pb2.StepPlan]:
+            async for message in request_iterator:
+                plans[message.step] = message
+                yield message
+
+        async for result in super().Execute(noted(), context):
+            plan = plans[result.step]
+            if plan.HasField("prefill"):
+                request = next(told for told in reversed(self.told) if told.slot == plan.prefill.slot)
+                end = min(plan.prefill.start + plan.prefill.num_tokens + 1, request.num_prompt_tokens)
+                entries = [self.entry(position) for position in range(plan.prefill.start + 1, end)]
+                output = result.outputs.add(
+                    slot=plan.prefill.slot, token_ids=result.token_ids, prompt_logprobs=entries
+                )
+                assert output.ByteSize() < MAX_MESSAGE_BYTES
+                result.ClearField("token_ids")
+            yield result
+
+    def entry(self, position: int) -> common_pb2.TokenLogprobs:
+        """As long as one can be with a large vocabulary."""
+        ids = range(100_000, 100_000 + self.NUM_TOP)
+        return common_pb2.TokenLogprobs(
+            logprob=-1.0, rank=position, top_token_ids=ids, top_logprobs=[-2.0] * self.NUM_TOP
+        )
+
+
+def several(n: int, **more: object) -> inference_pb2.GenerateRequest:
+    request = generate_request(PROMPT, **more)  # type: ignore[arg-type]
+    request.n = n
+    return request
+
+
+async def test_every_parameter_reaches_the_worker_as_it_was_sent() -> None:
+    """With defaults filled in where the client said nothing."""
+    worker = ListeningWorker()
+    sampling = common_pb2.SamplingParams(
+        temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=11, max_tokens=3, min_tokens=2, stop_token_ids=[3, 4],
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.25,
+        logit_bias={5: -100.0, 6: 1.5}, allowed_token_ids=[5, 6, 96],
+        bad_words=[common_pb2.TokenSequence(token_ids=[7]), common_pb2.TokenSequence(token_ids=[8, 9])],
+        logprobs=2, prompt_logprobs=1,
+    )  # fmt: skip
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        request = inference_pb2.GenerateRequest(prompt_token_ids=PROMPT, sampling=sampling)
+        await collect(scheduler.inference.Generate(request))
+        await collect(scheduler.inference.Generate(generate_request(PROMPT, temperature=0)))
+    assert worker.told[0].sampling == sampling
+    plain = worker.told[1].sampling
+    assert not plain.HasField("repetition_penalty")
+    assert (plain.min_tokens, plain.presence_penalty, len(plain.logit_bias)) == (0, 0, 0)
+
+
+async def test_log_probabilities_of_a_prompt_may_be_more_than_a_message_holds() -> None:
+    """They come chunk by chunk, before the first token, in messages that any client takes; whoever runs beside is not lost with them."""
+    worker = TellingWorker(default_chunk=1 << 13, default_block_size=1 << 13)
+    prompt = [5 + position % 90 for position in range(112_000)]
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        request = generate_request(prompt, request_id="a", prompt_logprobs=20, max_tokens=2)
+        call = await connect(scheduler, request)
+        await call.done_writing()
+        sizes, ranks, firsts = [], [], []
+        tokens: list[int] = []
+        while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
+            sizes.append(response.ByteSize())
+            for event in response.events:
+                assert not (event.prompt_logprobs and tokens)
+                ranks += [entry.rank for entry in event.prompt_logprobs]
+                firsts.append(event.HasField("prompt"))
+                tokens += event.token_ids
+        assert len(worker.told) == 1
+    assert ranks == list(range(1, len(prompt)))
+    assert sum(sizes) > MAX_MESSAGE_BYTES
+    assert max(sizes) < 2 * FULL_MESSAGE_BYTES
+    assert firsts == [True] + [False] * (len(firsts) - 1)
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_log_probabilities_of_a_prompt_come_once_over_a_call_of_its_own(n: int) -> None:
+    """Several chunks, one or two sequences: each of the prompt's tokens but the first one is told of once, in order."""
+    worker, prompt = TellingWorker(), list(range(5, 16))
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        request = generate_request(prompt, prompt_logprobs=1, max_tokens=3)
+        request.n = n
+        events = await collect(scheduler.inference.Generate(request))
+    told = [entry.rank for event in events for entry in event.prompt_logprobs]
+    assert told == list(range(1, len(prompt)))
+    assert {event.sequence for event in events if event.prompt_logprobs} == {0}
+    assert [event.HasField("prompt") for event in events] == [True] + [False] * (len(events) - 1)
+
+
+async def test_sequences_come_with_their_numbers_and_one_seed() -> None:
+    """The worker mixes the number into the random numbers; the client gets it with every event."""
+    worker = ListeningWorker()
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        events = await collect(scheduler.inference.Generate(several(3, temperature=1)))
+    assert sorted(told.sequence for told in worker.told) == [0, 1, 2]
+    assert len({told.sampling.seed for told in worker.told}) == 1
+    assert worker.device is not None
+    assert worker.device.prefilled == len(PROMPT) - 1
+    for sequence in range(3):
+        tokens = [token for event in events if event.sequence == sequence for token in event.token_ids]
+        assert tokens == expected_tokens(PROMPT, 8, sequence)
+    assert [event.HasField("prompt") for event in events] == [True] + [False] * (len(events) - 1)
+    assert events[0].prompt.num_tokens == len(PROMPT)
+    assert sum(event.finish_reason != 0 for event in events) == 3
+
+
+async def connect(scheduler: RunningScheduler, request: inference_pb2.GenerateRequest):  # type: ignore[no-untyped-def] # noqa: ANN201
+    call = scheduler.inference.Connect()
+    await call.write(inference_pb2.ConnectRequest(schema_revision=SCHEMA_REVISION, generate=request))
+    return call
+
+
+async def test_one_sequence_is_aborted_and_the_others_end_by_themselves() -> None:
+    """On Connect, as a gateway does that found a stop string; the stream's end then waits for the others."""
+    worker = ScriptedWorker()
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        call = await connect(scheduler, several(3, request_id="a", max_tokens=20))
+        events = list((await call.read()).events)
+        worker.gate.clear()
+        abort = inference_pb2.AbortRequest(request_id="a", sequence=1)
+        await call.write(inference_pb2.ConnectRequest(abort=abort))
+        await call.done_writing()
+        while not events[-1].finish_reason:
+            events += (await call.read()).events
+        worker.gate.set()
+        while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
+            events += response.events
+    ends = {event.sequence: event.finish_reason for event in events if event.finish_reason}
+    length, aborted = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT
+    assert ends == {0: length, 1: aborted, 2: length}
+    assert [t for e in events if e.sequence == 2 for t in e.token_ids] == expected_tokens(PROMPT, 20, 2)
+
+
+async def test_the_end_of_the_call_ends_all_sequences() -> None:
+    """A client that goes away leaves nothing behind."""
+    worker = ScriptedWorker()
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        call = scheduler.inference.Generate(several(4, max_tokens=40))
+        await call.read()
+        call.cancel()
+        assert await scheduler.engine.drained(5)
+
+
+async def test_resumed_sequences_go_on_behind_what_the_client_has() -> None:
+    """One has ended, one goes on, one begins anew."""
+    wanted = [expected_tokens(PROMPT, 8, sequence) for sequence in range(3)]
+    request = several(3)
+    request.resumed.add(sequence=0, finished=True)
+    request.resumed.add(sequence=2, token_ids=wanted[2][:3])
+    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
+        events = await collect(scheduler.inference.Generate(request))
+    for sequence, tokens in ((0, []), (1, wanted[1]), (2, wanted[2][3:])):
+        assert [t for e in events if e.sequence == sequence for t in e.token_ids] == tokens
+
+
+def resumed(n: int, *sequences: inference_pb2.ResumedSequence) -> inference_pb2.GenerateRequest:
+    request = several(n)
+    request.resumed.extend(sequences)
+    return request
+
+
+Part = inference_pb2.ResumedSequence
+HOSTILE = [
+    (several(0), "n must be between 1 and 128, not 0"),
+    (several(10**9), "n must be between 1 and 128, not 1000000000"),
+    (several(65), "n must be at most 64 here, not 65"),
+    (generate_request(PROMPT, presence_penalty=2.5), "presence_penalty must be between -2 and 2, not 2.5"),
+    (generate_request(PROMPT, frequency_penalty=float("nan")), "frequency_penalty must be between -2 and 2"),
+    (generate_request(PROMPT, repetition_penalty=0.0), "repetition_penalty must be above 0"),
+    (generate_request(PROMPT, repetition_penalty=float("inf")), "repetition_penalty must be between 0 and 10"),
+    (generate_request(PROMPT, logit_bias={5: 101.0}), "logit_bias must be between -100 and 100, not 101"),
+    (generate_request(PROMPT, logit_bias={97: 1.0}), "token id 97 is not in the vocabulary"),
+    (generate_request(PROMPT, logit_bias=dict.fromkeys(range(100_000), 1.0)), "logit_bias takes at most 1024"),
+    (generate_request(PROMPT, allowed_token_ids=[5, 97]), "token id 97 is not in the vocabulary"),
+    (generate_request(PROMPT, allowed_token_ids=range(3_000_000)), "allowed_token_ids takes at most 524288"),
+    (generate_request(PROMPT, stop_token_ids=[2**32 - 1]), "token id 4294967295 is not in the vocabulary"),
+    (generate_request(PROMPT, stop_token_ids=range(3_000_000)), "stop_token_ids takes at most 256"),
+    (generate_request(PROMPT, bad_words=[common_pb2.TokenSequence()]), "1 to 32 tokens"),
+    (
+        generate_request(PROMPT, bad_words=[common_pb2.TokenSequence(token_ids=[5, 97])]),
+        "token id 97 is not in the vocabulary",
+    ),
+    (
+        generate_request(PROMPT, bad_words=[common_pb2.TokenSequence(token_ids=[5])] * 100_000),
+        "bad_words takes at most 512",
+    ),
+    (generate_request(PROMPT, min_tokens=9), "min_tokens=9 is more than the 8 tokens"),
+    (generate_request(PROMPT, prompt_logprobs=6), "prompt_logprobs must be at most 5"),
+    (resumed(2, Part(sequence=2)), "resumed must name each sequence below n=2 at most once"),
+    (resumed(2, Part(sequence=1), Part(sequence=1)), "resumed must name each sequence below n=2 at most once"),
+    (resumed(1, Part(finished=True)), "all sequences have finished already"),
+    (resumed(1, Part(token_ids=range(20, 28))), "all of max_tokens=8 were received already"),
+    (resumed(1, Part(token_ids=[97])), "token id 97 is not in the vocabulary"),
+]  # fmt: skip
+
+
+async def test_hostile_parameters_are_refused_by_name_and_disturb_nobody() -> None:
+    """Each gets one line; a request beside them gets its tokens; none takes much longer than an honest one."""
+    async with run_scheduler() as scheduler, joined(scheduler, ListeningWorker()):
+        began = time.perf_counter()
+        await collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=40)))
+        honest = time.perf_counter() - began
+        for request, text in HOSTILE:
+            beside = asyncio.create_task(
+                collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=8)))
+            )
+            began = time.perf_counter()
+            error: TriptychError = await failure(scheduler.inference.Generate(request))
+            took = time.perf_counter() - began
+            assert type(error) is InvalidArgument, text
+            assert text in error.message
+            assert "\n" not in error.message
+            assert len(error.message) < 200
+            # Reading three million numbers off the wire is most of it.
+            assert took < 20 * honest + 1.0, (text, took, honest)
+            tokens = [token for event in await beside for token in event.token_ids]
+            assert tokens == expected_tokens(PROMPT, 8)
+
+
+class LargeWorker(ListeningWorker):
+    """Has a large vocabulary and many slots."""
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        description = await super().Describe(request, context)
+        description.model.vocab_size = 262_144
+        description.max_batch = 32
+        return description
+
+
+async def test_a_long_request_for_many_sequences_costs_no_worker() -> None:
+    """What they carry is more than one message may have; it comes in several, and nobody else hears of it."""
+    worker = LargeWorker(num_blocks=200)
+    request = several(32, max_tokens=4, allowed_token_ids=range(262_144))
+    async with run_scheduler(Settings(max_num_seqs=32)) as scheduler, joined(scheduler, worker):
+        beside = asyncio.create_task(
+            collect(scheduler.inference.Generate(generate_request([7, 8], max_tokens=30)))
+        )
+        events = await collect(scheduler.inference.Generate(request))
+        tokens = [token for event in await beside for token in event.token_ids]
+        assert tokens == expected_tokens([7, 8], 30)
+        assert list(scheduler.engine.replicas) == ["w"]
+    assert sum(told.ByteSize() for told in worker.told) > MAX_MESSAGE_BYTES
+    assert len(worker.told) == 33, "each of them was admitted once"
+    for sequence in range(32):
+        mine = [token for event in events if event.sequence == sequence for token in event.token_ids]
+        assert mine == expected_tokens(PROMPT, 4, sequence)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+async def test_n_sequences_of_a_request_that_waits_count_as_many(n: int) -> None:
+    """The load tells what will have to run."""
+    worker = ScriptedWorker()
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        calls = [await connect(scheduler, several(n, request_id=f"r{i}")) for i in range(6)]
+        async with asyncio.timeout(5):
+            watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())
+            async for load in watch:
+                if load.num_running + load.num_waiting == 6 * n:
+                    break
+            watch.cancel()
+        for call in calls:
+            call.cancel()
+        worker.gate.set()
+        assert await scheduler.engine.drained(5)

@@ -1,0 +1,213 @@
+"""The operators that device rbln emits are those that the vendor's plugin calls: compared with the sources of its wheels."""
+
+import ast
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.worker.rbln_wheels import WHEELS, Call, IndexUnreachable, Wheel
+from worker_svc.devices import DeviceOptions, rbln
+from worker_svc.devices.base import AttentionInput, AttentionShape, InPlaceInput, StepInput
+from worker_svc.devices.rbln_ops import experts
+from worker_svc.devices.rbln_ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
+from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup
+
+pytestmark = pytest.mark.contract
+
+BACKEND = "vllm_rbln/v1/attention/backends/flash_attention.py"
+# Not ours: latent and sparse attention are no part of what we serve, the others are no attention.
+OTHERS = ("paged_flash_causal_mla", "sparse_attn_deepseek", "custom_moe", "ccl_")
+
+
+@pytest.fixture(scope="module", params=WHEELS)
+def wheel(request: pytest.FixtureRequest) -> Wheel:
+    try:
+        return Wheel(request.param)
+    except IndexUnreachable as error:
+        pytest.skip(f"the package index that has vllm-rbln {request.param} cannot be reached: {error}")
+
+
+def is_newest(wheel: Wheel) -> bool:
+    return "vllm_rbln/v1/attention/ops/sliding_window_attention.py" in wheel.modules
+
+
+def attention_calls(wheel: Wheel, namespace: Namespace) -> dict[str, Call]:
+    """By operator; it is called in the same way wherever it is called."""
+    found: dict[str, Call] = {}
+    for call in wheel.calls(namespace):
+        if not call.operator.startswith(OTHERS):
+            assert not call.keywords
+            assert found.setdefault(call.operator, call) == call
+    return found
+
+
+def roles_of(operator: str, arguments: tuple[str, ...]) -> list[str]:
+    """What the arguments of a call stand for: the sources name most of them, the plugin passes the scale again as a dummy."""
+    roles = list(arguments)
+    if operator == "sliding_window_attention_v1":
+        assert roles[8:10] == ["True", "None"]
+        roles[8:10] = ["is_causal", "attn_mask"]
+    elif roles.count("scale") == 2:
+        roles[len(roles) - 1 - roles[::-1].index("scale")] = "dummy"
+    return roles
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Namespace) -> None:
+    """The same operators, with the same arguments in the same order. Of the older plugin: with no more arguments than ours have."""
+    calls = attention_calls(wheel, namespace)
+    ours = {operator: [a.role for a in arguments] for operator, arguments in SIGNATURES[namespace].items()}
+    expected = set(ours) if is_newest(wheel) else set(ours) - {"sliding_window_attention_v1"}
+    assert set(calls) == expected
+    for operator, call in calls.items():
+        theirs = roles_of(operator, call.arguments)
+        if is_newest(wheel):
+            assert theirs == ours[operator], operator
+        else:
+            assert theirs == ours[operator][: len(theirs)], operator
+            assert set(ours[operator][len(theirs) :]) <= {
+                "k_quantize_scale",
+                "v_quantize_scale",
+                "cache_dtype",
+            }
+
+
+def test_triton_operators_are_declared_as_ours(wheel: Wheel) -> None:
+    """The wheel declares these itself: operator and fake with the names that our schemas have, and nothing but tensors."""
+    declared = wheel.declarations(TRITON)
+    assert {found.operator for found in declared} == set(SIGNATURES[TRITON])
+    for found in declared:
+        assert list(found.names) == [argument.name for argument in SIGNATURES[TRITON][found.operator]]
+        assert set(found.annotations) == {"torch.Tensor"}
+        assert found.operator.endswith(("_prefill", "_decode"))
+
+
+def test_custom_operators_are_the_runtime_s(wheel: Wheel) -> None:
+    """Neither wheel declares them, so our names for their arguments come from the calls."""
+    assert wheel.declarations(CUSTOM) == []
+
+
+def test_cache_layouts_are_ours(wheel: Wheel) -> None:
+    """Where the blocks are counted, per namespace. The older plugin has the Triton kernels' layout for both."""
+    devices = {
+        namespace: rbln.RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
+        for namespace in NAMESPACES
+    }
+    group = group_of(GroupKind.FULL)
+    assert devices[TRITON].cache_shape(group, 7, 1024) == (2, 7, 2, 1, 1024, 64)
+    assert devices[CUSTOM].cache_shape(group, 7, 1024) == (7, 2, 2, 1, 1024, 64)
+    if not is_newest(wheel):
+        expected = "(2, num_blocks, num_kv_heads, 1, block_size, head_size)"
+        assert wheel.returned(BACKEND, "get_kv_cache_shape") == expected
+        return
+    axis = wheel.returned("vllm_rbln/v1/attention/kv_cache_bindings.py", "attention_block_axis")
+    assert axis == f"{devices[TRITON].block_dim} if use_custom_kernel else {devices[CUSTOM].block_dim}"
+    source = ast.unparse(wheel.function(BACKEND, "get_kv_cache_shape"))
+    assert "shape = [2, num_kv_heads, 1, block_size, head_size]" in source
+    assert "shape.insert(axis, num_blocks)" in source
+
+
+def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
+    """Others are refused before anything is compiled."""
+    sizes = ast.literal_eval(wheel.returned(BACKEND, "get_supported_head_sizes"))
+    assert tuple(sizes) == rbln._HEAD_SIZES
+
+
+def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
+    """Deployments move over with their environment."""
+    from worker_svc.settings import Settings
+
+    name = Settings.reference_names["rbln_use_custom_kernel"]
+    assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.modules["vllm_rbln/envs.py"])
+
+
+def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:
+    """One operator, with the same arguments in the same order wherever it is called."""
+    calls = [call for call in wheel.calls(CUSTOM) if call.operator == experts.OPERATOR]
+    assert calls
+    assert all(call.arguments == experts.ARGUMENTS and not call.keywords for call in calls)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down which attention operators are called, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, operator = func._schema.name.partition("::")
+        if namespace in NAMESPACES:
+            assert not kwargs
+            self.calls.append((namespace, operator, args))
+        return func(*args, **kwargs or {})
+
+
+def group_of(kind: GroupKind) -> KvGroup:
+    window = 0 if kind is GroupKind.FULL else 256
+    return KvGroup(0, (AttentionLayer("a", 6, 2, 64, window, torch.float32),), kind)
+
+
+def steps(kind: GroupKind, partitions: int) -> Iterator[StepInput]:
+    """A chunk and a decode step with a padded row."""
+    one, two = torch.ones((1, 1), dtype=torch.int32), torch.ones((2, 1), dtype=torch.int32)
+    if kind is GroupKind.IN_PLACE_WINDOW:
+        yield InPlaceInput(one * 5, one * 9, one, 4)
+        yield InPlaceInput(two * 5, two * 6, two * torch.tensor([[1], [0]]).int(), 1)
+        return
+    tables = torch.zeros((2, partitions), dtype=torch.int32)
+    tables[0] = 1
+    yield AttentionInput(one[0] * 7, torch.tensor([0, 3]).int(), tables[:1], torch.zeros(4).long(), 3)
+    yield AttentionInput(two[:, 0] * 8, torch.tensor([0, 1, 2]).int(), tables, torch.zeros(2).long(), 2)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace: Namespace) -> None:
+    """Each argument that is recognizable is where the plugin has it, of the shape and type that it gives it."""
+    calls = attention_calls(wheel, namespace)
+    device = rbln.RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
+    device.check_available()
+    kinds = [GroupKind.FULL, GroupKind.IN_PLACE_WINDOW]
+    if namespace == CUSTOM and is_newest(wheel):
+        kinds.append(GroupKind.PAGED_WINDOW)
+    emitted = set()
+    with_sinks = (False, True) if namespace == CUSTOM else (False,)
+    for kind, partitions, sinks in itertools.product(kinds, (1, 2), with_sinks):
+        group = group_of(kind)
+        shape = AttentionShape(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
+        device.check_attention(shape)
+        cache = torch.zeros(device.cache_shape(group, 3, 1024))
+        for step in steps(kind, partitions):
+            plan = device.plan(group, 1024, step)
+            tokens = plan.rows * plan.query_len
+            query, key = torch.randn((tokens, 6, 64)), torch.randn((tokens, 2, 64))
+            with Recorder() as recorder:
+                output = torch.empty_like(query)
+                device.attend(shape, query, key, key, cache, plan, output, torch.zeros(6) if sinks else None)
+            ((used, operator, arguments),) = recorder.calls
+            assert used == namespace
+            emitted.add(operator)
+            given = dict(zip(roles_of(operator, calls[operator].arguments), arguments, strict=False))
+            assert given["kv_cache"].data_ptr() == cache.data_ptr()
+            assert given["q"].shape == (plan.rows, 2, 3, plan.query_len, 64)
+            assert given["k"].shape == given["v"].shape == (plan.rows, 2, 1, plan.query_len, 64)
+            assert given["scale"].item() == 0.125
+            if "dummy" in given:
+                assert given["dummy"] is given["scale"]
+            for role in ("seq_idx", "cache_seq_len", "cache_offset", "block_tables"):
+                if role in given:
+                    assert given[role] is getattr(plan, role)
+                    assert given[role].dtype == (torch.int32 if namespace == TRITON else torch.int64)
+            if kind is GroupKind.PAGED_WINDOW:
+                assert given["window_size"] == 256
+            # With sinks, the plugin never takes the kernels for one block.
+            assert not (sinks and operator.startswith("causal_"))
+            assert (given["sinks"].shape == (6, 1)) if sinks else given.get("sinks") is None
+            for role in ("attn_mask", "k_quantize_scale", "v_quantize_scale", "cache_dtype"):
+                assert given.get(role) is None
+    masked = {name for name in calls if "mask" in roles_of(name, calls[name].arguments)}
+    assert emitted == set(calls) - masked

@@ -1,0 +1,69 @@
+"""A worker stays registered: with a scheduler that comes late, that restarts, and that refuses it."""
+
+import asyncio
+import socket
+
+import grpc.aio
+import pytest
+
+from protos.errors import ConfigurationRefused
+from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
+from protos.wire import open_channel
+from scheduler_svc.settings import Settings
+from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    ScriptedWorker,
+    run_scheduler,
+    run_worker,
+)
+from worker_svc.api.registration import stay_registered
+
+pytestmark = pytest.mark.contract
+
+
+async def serving(scheduler: RunningScheduler, wanted: bool) -> None:
+    """Waits until a replica is ready, or none."""
+    while await scheduler.serving.get() is not wanted:
+        pass
+
+
+async def test_a_worker_registers_again_after_its_steps_failed() -> None:
+    """Its stream breaks in mid-request; it is back without anybody's doing, and the request goes on."""
+    async with run_scheduler() as scheduler, run_worker(ScriptedWorker(die_at_step=4)) as port:
+        address = f"127.0.0.1:{scheduler.server.port}"
+        task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
+        await serving(scheduler, True)
+        request = inference_pb2.GenerateRequest(prompt_token_ids=[5, 6, 7])
+        request.sampling.max_tokens = 8
+        tokens = [token async for event in scheduler.inference.Generate(request) for token in event.token_ids]
+        assert tokens == expected_tokens([5, 6, 7], 8)
+        await serving(scheduler, False)
+        await serving(scheduler, True)
+        task.cancel()
+
+
+async def test_a_worker_waits_for_a_scheduler_that_comes_late() -> None:
+    """Nothing listens at first; the registration succeeds once something does."""
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port_later = placeholder.getsockname()[1]
+    async with run_worker(ScriptedWorker()) as port:
+        address = f"127.0.0.1:{port_later}"
+        task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
+        async with open_channel(address) as channel:
+            # The worker's first attempt fails as this one does.
+            with pytest.raises(grpc.aio.AioRpcError):
+                await inference_pb2_grpc.InferenceStub(channel).GetLoad(inference_pb2.GetLoadRequest())
+        async with run_scheduler(port=port_later) as scheduler:
+            await serving(scheduler, True)
+            task.cancel()
+
+
+async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None:
+    """Trying again with the same settings would change nothing."""
+    async with run_scheduler(Settings(block_size=6)) as scheduler, run_worker(ScriptedWorker()) as port:
+        address = f"127.0.0.1:{scheduler.server.port}"
+        with pytest.raises(
+            ConfigurationRefused, match="refuses this worker: block_size 6 must be a multiple of 4"
+        ):
+            await stay_registered(address, worker_id="w", host="", port=port)

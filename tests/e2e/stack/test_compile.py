@@ -1,0 +1,160 @@
+"""`triptych compile` and `triptych catalog` in real processes: killed, cold, warm, and refused."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.worker.harness import Harness, load, tokens_of
+from worker_svc.graphs.compile_cache import CompileCache
+from worker_svc.plans.step_plan import Sampling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+SHAPES = (
+    "--max-num-seqs",
+    "1",
+    "--max-num-batched-tokens",
+    "32",
+    "--block-size",
+    "32",
+    "--max-model-len",
+    "64",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two small layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where code is kept."""
+    return tmp_path_factory.mktemp("code") / "cpu"
+
+
+def command(tiny: Path, cache: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "deploy.cli", "compile", "--model", str(tiny), "--device", "cpu", "-O", "2",
+        "--compile-cache-dir", str(cache), *SHAPES, *more,
+    ]  # fmt: skip
+
+
+def compile_it(
+    tiny: Path, cache: Path, *more: str, variables: Sequence[tuple[str, str]] = ()
+) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict(variables)}
+    return subprocess.run(
+        command(tiny, cache, *more), env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def compiled(done: "subprocess.CompletedProcess[str]") -> int:
+    """How many pieces the command says that it compiled."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"^(\d+) pieces compiled", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    return int(found[1])
+
+
+def test_killed_then_cold_then_warm(tiny: Path, cache: Path) -> None:
+    """A killed compile leaves no entry; the next one compiles all, the one after nothing."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command(tiny, cache), env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("compile 0/") for line in process.stdout)
+        process.send_signal(signal.SIGKILL)
+    assert CompileCache(cache).entries() == []
+    assert compiled(compile_it(tiny, cache)) == 6  # three structures a signature: prefill, and one bucket
+    (key,) = CompileCache(cache).entries()
+    assert CompileCache(cache).verify(key) is not None
+    warm = compile_it(tiny, cache, "--require-precompiled", "--served-model-name", "other", "--seed", "3")
+    assert compiled(warm) == 0
+    assert CompileCache(cache).entries() == [key]
+
+
+def test_a_setting_that_matters_is_not_precompiled(tiny: Path, cache: Path) -> None:
+    """It is refused before any weights are read, field by field."""
+    assert CompileCache(cache).entries(), "the test before this one fills the cache"
+    done = compile_it(tiny, cache, "--dtype", "float32", "--require-precompiled")
+    assert done.returncode == 2
+    assert "load" not in done.stdout.split("\n", 1)[0]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("triptych compile:")]
+    assert "dtype: float32 is wanted, bfloat16 is precompiled" in line
+    assert "chunk" not in line
+
+
+def test_a_graph_that_does_not_compile_names_its_signature(tiny: Path, tmp_path: Path) -> None:
+    """And the way out; nothing is kept."""
+    cache = tmp_path / "cpu"
+    done = compile_it(tiny, cache, variables=[("CXX", "/bin/false")])
+    assert done.returncode == 2
+    assert "the graph for prefill of 32 tokens does not compile" in done.stderr
+    assert "-O 1 does without a compiler" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(cache.iterdir()) == []
+
+
+def test_an_npus_graphs_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
+    """The stand-in leaves each graph as text; the catalog knows the entry, and finds it again."""
+    arguments = (
+        "compile", "--model", str(tiny), "--device", "rbln", "--compile-cache-dir", str(tmp_path / "rbln"),
+        "--max-num-seqs", "1", "--block-size", "1024", "--max-model-len", "128",
+    )  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRIPTYCH_RBLN_BACKEND": "rbln-check",
+        "TRIPTYCH_KV_MEMORY": "0.1",
+    }
+    for expected in ("[PRECOMPILED_WARN] nothing is precompiled", "precompiled "):
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", *arguments],
+            env=environment, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert expected in done.stdout + done.stderr
+    (key,) = CompileCache(tmp_path / "rbln").entries()
+    manifest = CompileCache(tmp_path / "rbln").verify(key)
+    assert manifest is not None
+    # A chunk, a decode step, and one output head for both: either asks for one row's logits.
+    assert sum(name.startswith("graph-") for name in manifest.files) == 3
+    assert manifest.fields["num_blocks"].isdigit()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generated_code_says_what_the_kernels_say(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32: the same tokens, and log-probabilities that round in other places; two prompts of two chunks, three rows."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = load(tiny, "float32")
+    prompts = [[5 + index * 7 % 100 for index in range(40)], [3, 1, 4, 1, 5]]
+    said = []
+    for level in (1, 2):
+        harness = Harness(
+            model, max_model_len=64, max_num_seqs=3, chunk=32, block_size=32, decode_buckets=(3,), level=level
+        )
+        said.append(harness.generate(prompts, 8, Sampling(temperature=0.0, logprobs=1)))
+        assert harness.runner.graphs.num_late == 0
+    for kernels, code in zip(*said, strict=True):
+        assert tokens_of(kernels) == tokens_of(code)
+        for mine, theirs in zip(kernels, code, strict=True):
+            assert mine.logprobs[0].logprob == pytest.approx(theirs.logprobs[0].logprob, abs=1e-4)

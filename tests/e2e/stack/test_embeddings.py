@@ -1,0 +1,91 @@
+"""`triptych up` on the real MiniLM: embeddings over HTTP and gRPC, from real processes."""
+
+import math
+import subprocess
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+from openai import OpenAI
+
+from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
+from tests.e2e.conftest import Stack, running_stack
+from tests.support.paths import ROOT
+from worker_svc.model_files.demo_models import fetch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
+
+TEXTS = ["A cat sits on the mat.", "On a rug, a kitten is sitting.", "The stock market fell by two percent."]
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Shapes by the reference's variables."""
+    shapes = {"VLLM_SPYRE_WARMUP_BATCH_SIZES": "1,8,2", "VLLM_SPYRE_WARMUP_PROMPT_LENS": "32,32,128"}
+    with running_stack(
+        fetch("minilm"), "minilm", tmp_path_factory.mktemp("minilm"), "--max-num-seqs", "4", **shapes
+    ) as stack:
+        assert "/v1/embeddings" in stack.example
+        yield stack
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def test_openais_client_gets_embeddings_that_mean_something(minilm: Stack) -> None:
+    """Sentences that mean the same are nearer than others; all are of length 1."""
+    with OpenAI(base_url=f"{minilm.base_url}/v1", api_key="unused") as client:
+        answer = client.embeddings.create(model="minilm", input=TEXTS)
+    cat, kitten, market = (entry.embedding for entry in answer.data)
+    assert len(cat) == 384
+    assert dot(cat, cat) == pytest.approx(1, abs=1e-5)
+    assert dot(cat, kitten) > 0.5
+    assert dot(cat, market) < 0.2
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 9 + 11 + 10
+
+
+def test_grpc_and_http_agree(minilm: Stack) -> None:
+    """The same token ids, alone and among many others, give the same embedding."""
+    prompt = [101, 1037, 4937, 102]
+    with grpc.insecure_channel(minilm.scheduler_address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        alone = list(inference.Pool(inference_pb2.PoolRequest(prompt_token_ids=prompt), timeout=20).values)
+    many = [prompt, *([101, *range(2000, 2000 + n), 102] for n in range(1, 40))]
+    data = httpx.post(f"{minilm.base_url}/v1/embeddings", json={"input": many}, timeout=30).json()["data"]
+    assert len(data) == 40
+    assert data[0]["embedding"] == pytest.approx(alone, abs=1e-5)
+    assert all(math.isclose(dot(one["embedding"], one["embedding"]), 1, abs_tol=1e-4) for one in data)
+
+
+def test_a_text_that_fits_no_shape_is_refused(minilm: Stack) -> None:
+    """Though the model itself would read it."""
+    response = httpx.post(f"{minilm.base_url}/v1/embeddings", json={"input": [[1] * 129]}, timeout=20)
+    assert response.status_code == 400
+    assert "at most 128" in response.json()["error"]["message"]
+
+
+def test_settings_that_mean_nothing_here_are_named(minilm: Stack) -> None:
+    """In the scheduler's log; --max-num-seqs was set."""
+    log = (minilm.run_dir / "scheduler.log").read_text()
+    assert '"settings_ignored"' in log
+    assert "max_num_seqs" in log
+
+
+def test_chat_says_where_to_go(minilm: Stack) -> None:
+    """The model generates nothing."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    response = httpx.post(f"{minilm.base_url}/v1/chat/completions", json=body, timeout=20)
+    assert response.status_code == 400
+    assert "use /v1/embeddings" in response.json()["error"]["message"]
+
+
+def test_the_readmes_example(minilm: Stack) -> None:
+    """As it is written there."""
+    readme = (ROOT / "README.md").read_text()
+    code = readme.partition("<!-- example: embeddings -->\n```bash\n")[2].partition("```")[0]
+    assert "/v1/embeddings" in code
+    code = code.replace("127.0.0.1:8000", minilm.base_url.removeprefix("http://"))
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert '"embedding":[' in done.stdout

@@ -1,0 +1,51 @@
+"""The README's three examples, run as they are written there; only the ports are those of the test's own stack."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.conftest import Stack
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.stack]
+
+README = (ROOT / "README.md").read_text()
+
+
+def example(name: str, stack: Stack) -> str:
+    """The code block behind ``<!-- example: name -->``."""
+    match = re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert match is not None, f"the README has no example called {name}"
+    code = match[1]
+    http, grpc = stack.base_url.removeprefix("http://"), stack.scheduler_address
+    assert ("127.0.0.1:8000" in code) != ("127.0.0.1:50051" in code)
+    return code.replace("127.0.0.1:8000", http).replace("127.0.0.1:50051", grpc)
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_curl_line_answers_with_a_chat_completion(stack: Stack) -> None:
+    """Paris, as JSON."""
+    answer = json.loads(run(["bash", "-c", example("curl", stack)]))
+    assert answer["object"] == "chat.completion"
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+def test_the_openai_client_streams_an_answer(stack: Stack) -> None:
+    """The same answer, piece by piece."""
+    assert "Paris" in run([sys.executable, "-c", example("openai", stack)])
+
+
+def test_the_grpc_client_gets_token_ids(stack: Stack) -> None:
+    """One event per step; the first token is " Paris"."""
+    lines = run([sys.executable, "-c", example("grpc", stack)]).splitlines()
+    tokens = [token for line in lines for token in json.loads(line)]
+    assert len(tokens) == 5
+    assert tokens[0] == 7042

@@ -1,0 +1,189 @@
+"""Tokens through the whole stack: equal to transformers', alone, together, over HTTP, and over the death of a worker."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.wire import open_channel
+from tests.e2e.conftest import Stack
+from tests.support.prompts import PROMPTS
+from tests.support.reference import Reference, open_reference
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.stack,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing torch and transformers
+]
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Reference:
+    """The same model in transformers, float32."""
+    return open_reference(smollm2, torch.float32)
+
+
+async def generate(stack: Stack, prompts: Sequence[Sequence[int]], **sampling: object) -> list[list[int]]:
+    """Runs all prompts at once, each with a call of its own; returns their tokens."""
+    parameters: dict[str, object] = {
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        **sampling,
+    }
+
+    async def one(prompt: Sequence[int]) -> list[int]:
+        request = inference_pb2.GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling=common_pb2.SamplingParams(**parameters),  # type: ignore[arg-type]
+        )
+        return [token async for event in stub.Generate(request) for token in event.token_ids]
+
+    async with open_channel(stack.scheduler_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+async def test_twenty_prompts_at_once_say_what_transformers_says(stack: Stack, reference: Reference) -> None:
+    """Greedy in float32, 5 to 700 tokens of prompt, 64 new tokens each."""
+    prompts = [reference.encode(text) for text in PROMPTS]
+    answers = await generate(stack, prompts)
+    assert [len(answer) for answer in answers] == [NUM_TOKENS] * len(prompts)
+    mismatches = [
+        reference.greedy_mismatch(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    assert not any(mismatches), mismatches
+
+
+async def test_alone_and_from_the_prefix_cache_the_tokens_are_the_same(
+    stack: Stack, reference: Reference
+) -> None:
+    """The longest prompt twice in a row, nothing else running: the second time from cached blocks."""
+    prompt = max((reference.encode(text) for text in PROMPTS), key=len)
+    first, again = [(await generate(stack, [prompt]))[0] for _ in range(2)]
+    assert reference.greedy_mismatch(prompt, first) == ""
+    assert again == first
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_in_company(stack: Stack, reference: Reference) -> None:
+    """Sampling at temperature 1 does not depend on the batch."""
+    prompt = reference.encode(PROMPTS[3])
+    alone = (await generate(stack, [prompt], temperature=1.0, seed=7, top_p=0.9))[0]
+    others = [reference.encode(text) for text in PROMPTS[4:8]]
+    together = await generate(stack, [*others, prompt], temperature=1.0, seed=7, top_p=0.9)
+    assert together[-1] == alone
+    assert alone != (await generate(stack, [prompt], temperature=1.0, seed=8, top_p=0.9))[0]
+
+
+async def test_http_gives_the_text_of_the_same_tokens(stack: Stack, reference: Reference) -> None:
+    """Token ids in, text out, streamed and not."""
+    prompt = reference.encode(PROMPTS[0])
+    expected = reference.tokenizer.decode(
+        (await generate(stack, [prompt], ignore_eos=False))[0], skip_special_tokens=True
+    )
+    body = {"model": stack.model, "prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS}
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=60) as client:
+        answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+    assert answer["choices"][0]["text"] == expected
+
+
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    """The sum of a metric over its labels."""
+    lines = (await client.get("/metrics")).raise_for_status().text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def test_two_choices_share_a_prompt_and_tell_their_probabilities(
+    stack: Stack, reference: Reference
+) -> None:
+    """Sampled at temperature 1: two texts, each token with the probability that transformers gives it; streamed alike."""
+    prompt = reference.encode(PROMPTS[3])
+    body = {
+        "model": stack.model, "prompt": prompt, "temperature": 1, "seed": 7, "max_tokens": 16, "ignore_eos": True, "n": 2,
+        "logprobs": 3, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=60) as client:
+        before = await metric(client, "triptych:forked_sequences_total")
+        answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+        assert await metric(client, "triptych:forked_sequences_total") == before + 1
+        streamed: list[list[str]] = [[], []]
+        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    streamed[choice["index"]] += (choice["logprobs"] or {"tokens": []})["tokens"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["completion_tokens"] == 32
+    told = [choice["logprobs"] for choice in answer["choices"]]
+    assert streamed == [one["tokens"] for one in told]
+    assert told[0]["tokens"] != told[1]["tokens"]
+    for one in told:
+        tokens = [int(token.removeprefix("token_id:")) for token in one["tokens"]]
+        wanted = reference.logprobs(prompt, tokens)
+        for place, (token, logprob) in enumerate(zip(tokens, one["token_logprobs"], strict=True)):
+            assert logprob == pytest.approx(float(wanted[place, token]), abs=1e-2)
+            top = {
+                int(name.removeprefix("token_id:")): value
+                for name, value in one["top_logprobs"][place].items()
+            }
+            assert top[token] == logprob
+            likeliest = sorted(top.values(), reverse=True)[:3]
+            assert likeliest == pytest.approx(wanted[place].topk(3).values.tolist(), abs=1e-2)
+
+
+async def test_greedy_choices_say_what_transformers_says(stack: Stack, reference: Reference) -> None:
+    """Prompts of one token, of a few and of several chunks: a forked sequence sees the whole prompt, and so does the one it was forked from."""
+    prompts = [
+        reference.encode(PROMPTS[0])[:1],
+        reference.encode(PROMPTS[1]),
+        max(map(reference.encode, PROMPTS), key=len),
+    ]
+    async with open_channel(stack.scheduler_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for prompt in prompts:
+            request = inference_pb2.GenerateRequest(
+                prompt_token_ids=prompt,
+                n=3,
+                # Nobody has computed it: what the first sequence computes is all there is.
+                cache_salt="choices",
+                sampling=common_pb2.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+            )
+            answers: list[list[int]] = [[], [], []]
+            async for event in stub.Generate(request):
+                answers[event.sequence] += event.token_ids
+            assert [len(answer) for answer in answers] == [24] * 3
+            assert not any(mismatches := [reference.greedy_mismatch(prompt, one) for one in answers]), (
+                mismatches
+            )
+
+
+async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(
+    stack: Stack, reference: Reference
+) -> None:
+    """The launcher restarts it, the scheduler goes on where it was."""
+    prompt = reference.encode(PROMPTS[2])
+    expected = (await generate(stack, [prompt]))[0]
+    received: list[int] = []
+    pid = stack.pid("worker-0")
+    async with open_channel(stack.scheduler_address) as channel:
+        request = inference_pb2.GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+        )
+        async for event in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+            received += event.token_ids
+            if len(received) == 10:
+                os.kill(pid, signal.SIGKILL)
+    assert received == expected
+    assert stack.pid("worker-0") != pid

@@ -1,0 +1,231 @@
+"""The CPU's compiled attention and the gathered attention in plain PyTorch agree, and neither reads behind a window."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from worker_svc.devices import gathered
+from worker_svc.devices.base import AttentionInput, AttentionShape
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.graphs.capture import Recorder
+from worker_svc.graphs.replay import kernels_of
+from worker_svc.plans.geometry import AttentionLayer, KvGroup
+from worker_svc.vllm_adapter import startup
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # importing vLLM
+
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 6, 2, 64, 32, 24
+
+
+@pytest.fixture(scope="module")
+def device() -> CpuDevice:
+    """With vLLM's kernels loaded."""
+    device = CpuDevice()
+    startup.prepare(device)
+    return device
+
+
+def prefill_step(start: int, count: int, chunk: int) -> AttentionInput:
+    """One row in blocks 5, 6, …; the rest of the chunk is padding."""
+    table = torch.tensor([[5, 6, 7, 8, 9, 0, 0, 0]], dtype=torch.int32)
+    positions = torch.arange(start, start + count)
+    slots = torch.zeros(chunk, dtype=torch.int64)
+    slots[:count] = table[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
+    lengths = torch.tensor([start + count], dtype=torch.int32)
+    return AttentionInput(lengths, torch.tensor([0, count], dtype=torch.int32), table, slots, count)
+
+
+def decode_step(positions: list[int]) -> AttentionInput:
+    """A row for each position, in blocks of its own, and one row of padding."""
+    rows = len(positions) + 1
+    table = torch.zeros((rows, 8), dtype=torch.int32)
+    table[:-1, :5] = torch.arange(1, 1 + 5 * (rows - 1), dtype=torch.int32).view(-1, 5)
+    at = torch.tensor([*positions, 0])
+    slots = table.gather(1, (at // BLOCK)[:, None])[:, 0].long() * BLOCK + at % BLOCK
+    return AttentionInput((at + 1).int(), torch.arange(rows + 1, dtype=torch.int32), table, slots, rows)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Chunks of a prompt, the last of them padded, then decode steps: the same numbers from both, with and without a window."""
+    generator = torch.Generator().manual_seed(0)
+    layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, dtype)
+    group = KvGroup(0, (layer,))
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.125, window, 0.0, writes=True)
+    compiled = device.allocate(device.cache_shape(group, BLOCKS, BLOCK), dtype)
+    plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE), dtype=dtype)
+    steps = [prefill_step(0, 64, 64), prefill_step(64, 17, 64), decode_step([3, 31, 100, 0])]
+    for step in steps:
+        tokens = step.slot_mapping.shape[0]
+        query = torch.randn((tokens, HEADS, SIZE), generator=generator).to(dtype)
+        key, value = (torch.randn((tokens, KV_HEADS, SIZE), generator=generator).to(dtype) for _ in range(2))
+        ours, reference = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
+        device.attend(shape, query, key, value, compiled, device.plan(group, BLOCK, step), ours)
+        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), reference)
+        torch.testing.assert_close(ours, reference, atol=tolerance, rtol=tolerance)
+        assert not ours[step.num_tokens :].any()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(
+    "step", [prefill_step(100, 17, 64), decode_step([159, 100, 71])], ids=["prefill", "decode"]
+)
+def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionInput, softcap: float) -> None:
+    """Whether a table still names blocks that are others' by now or the null block, the result is the same to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    window = 40
+    layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, torch.float32)
+    group = KvGroup(0, (layer,))
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.125, window, softcap, writes=True)
+    tokens = step.slot_mapping.shape[0]
+    query = torch.randn((tokens, HEADS, SIZE), generator=generator)
+    key, value = (torch.randn((tokens, KV_HEADS, SIZE), generator=generator) for _ in range(2))
+    compiled = device.allocate(device.cache_shape(group, BLOCKS, BLOCK), torch.float32)
+    plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE))
+    for cache in (compiled, plain):
+        cache.normal_(generator=generator)
+    # The first query of each row is at the position of the tokens computed before the step.
+    counts = step.query_start[1:] - step.query_start[:-1]
+    seen_from = step.seq_lens - counts - window + 1
+    behind = (torch.arange(1, 1 + step.block_table.shape[1]) * BLOCK)[None] <= seen_from[:, None]
+    assert behind.any()
+    nulled = replace(step, block_table=step.block_table.masked_fill(behind, 0))
+    others = step.block_table[behind].long()
+
+    def run(table: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+        ours, reference = torch.empty_like(query), torch.empty_like(query)
+        device.attend(shape, query, key, value, compiled, device.plan(group, BLOCK, table), ours)
+        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(table), reference)
+        return ours, reference
+
+    before = run(step)
+    for cache in (compiled, plain):
+        cache[others] = 1000.0 * torch.randn(cache[others].shape, generator=generator)
+    for table in (step, nulled):
+        assert all(torch.equal(*pair) for pair in zip(before, run(table), strict=True))
+    plain[others] = torch.nan
+    assert torch.equal(before[1], run(step)[1])
+
+
+def naive(
+    shape: AttentionShape,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One token's attention [heads, size] over all keys and values [tokens, kv_heads, size] up to its own, head by head."""
+    first = max(0, len(keys) - shape.window) if shape.window else 0
+    heads = []
+    for head in range(shape.num_heads):
+        shared = head // (shape.num_heads // shape.num_kv_heads)
+        scores = keys[first:, shared].double() @ query[head].double() * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        weights = scores.exp()
+        total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+        heads.append(weights / total @ values[first:, shared].double())
+    return torch.stack(heads).to(query.dtype)
+
+
+class Conversation:
+    """One sequence on one device's attention: a padded prompt in chunks, then decode steps beside a padded row."""
+
+    def __init__(self, dtype: torch.dtype, shape: AttentionShape, sinks: torch.Tensor | None) -> None:
+        self.dtype, self.shape, self.sinks = dtype, shape, sinks
+        self.group = KvGroup(0, (AttentionLayer("a", HEADS, KV_HEADS, SIZE, shape.window, dtype),))
+        self.generator = torch.Generator().manual_seed(0)
+        self.keys, self.values = torch.empty((2, 0, KV_HEADS, SIZE), dtype=dtype)
+
+    def steps(self) -> Sequence[tuple[AttentionInput, int]]:
+        """Each with its real tokens."""
+        decode = [decode_step([position]) for position in (81, 82)]
+        table = prefill_step(0, 1, 1).block_table[0]
+        for step, position in zip(decode, (81, 82), strict=True):
+            step.block_table[0] = table
+            step.slot_mapping[0] = int(table[position // BLOCK]) * BLOCK + position % BLOCK
+        return [
+            (prefill_step(0, 64, 64), 64),
+            (prefill_step(64, 17, 64), 17),
+            *((step, 1) for step in decode),
+        ]
+
+    def random(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn((tokens, heads, SIZE), generator=self.generator).to(self.dtype)
+
+    def expected(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """The naive result of a step's real tokens."""
+        before = len(self.keys)
+        self.keys, self.values = torch.cat((self.keys, key[:count])), torch.cat((self.values, value[:count]))
+        rows = [
+            naive(
+                self.shape,
+                query[at],
+                self.keys[: before + at + 1],
+                self.values[: before + at + 1],
+                self.sinks,
+            )
+            for at in range(count)
+        ]
+        return torch.stack(rows)
+
+
+KINDS = [(window, softcap, sinks) for window in (0, 40) for softcap in (0.0, 3.0) for sinks in (False, True)]
+
+
+@pytest.mark.parametrize(("window", "softcap", "with_sinks"), KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_every_kind_against_a_naive_one(
+    device: CpuDevice, window: int, softcap: float, with_sinks: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Windows, soft caps and sinks in every combination, with the compiled kernels, bound to their tensors or not, and gathered."""
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, window, softcap, writes=True, sinks=with_sinks)
+    sinks = torch.linspace(-2, 3, HEADS) if with_sinks else None
+    talk = Conversation(dtype, shape, sinks)
+    cache_shape = device.cache_shape(talk.group, BLOCKS, BLOCK)
+    compiled, bound = (device.allocate(cache_shape, dtype) for _ in range(2))
+    plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE), dtype=dtype)
+    for step, count in talk.steps():
+        tokens = step.slot_mapping.shape[0]
+        query, key, value = (talk.random(tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        expected = talk.expected(query, key, value, count)
+        outputs = [torch.full_like(query, torch.nan) for _ in range(3)]
+        plan = device.plan(talk.group, BLOCK, step)
+        device.attend(shape, query, key, value, compiled, plan, outputs[0], sinks)
+        device.bind_attention(shape, query, key, value, bound, outputs[1], sinks)(plan)
+        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), outputs[2], sinks)
+        for output in outputs:
+            torch.testing.assert_close(output[:count], expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
+    """They are read when the weights are there, and go along in a step and in a recorded one."""
+    from worker_svc.vllm_adapter.attention import RecordedAttention, StepAttention, TriptychAttention
+
+    weight = torch.nn.Parameter(torch.zeros(HEADS, dtype=torch.bfloat16), requires_grad=False)
+    layer = TriptychAttention(HEADS, SIZE, 0.3, KV_HEADS, sinks=weight)
+    assert layer.shape.sinks
+    weight.copy_(torch.linspace(-2, 3, HEADS))
+    layer.process_weights_after_loading(torch.float32)
+    talk = Conversation(torch.float32, layer.shape, weight)
+    cache = device.allocate(device.cache_shape(talk.group, BLOCKS, BLOCK), torch.float32)
+    step, count = talk.steps()[0]
+    query, key, value = (talk.random(64, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    expected = talk.expected(query, key, value, count)
+    output = torch.empty_like(query)
+    plan = StepAttention(device, device.plan(talk.group, BLOCK, step))
+    module = torch.nn.Module()
+    layer.forward(module, query, key, value, cache, plan, output)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    recorder = Recorder()
+    with torch.inference_mode(), recorder:
+        recorded = layer.forward(
+            module, query, key, value, cache, RecordedAttention(recorder, "a"), torch.empty_like(query)
+        )
+    graph = kernels_of(recorder.finish((query,), recorded), device)
+    torch.testing.assert_close(graph.replay((query,), {"a": plan}), expected, atol=1e-5, rtol=1e-5)

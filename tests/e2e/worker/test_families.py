@@ -1,0 +1,103 @@
+"""Every served family says what transformers says of the same weights, at every decode bucket, whatever padding holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import tiny_models
+from tests.support.reference import Reference
+from tests.support.worker import parity_process as parity_peer
+from tests.support.worker.harness import Harness, load
+from tests.support.worker.parity_process import Answer, Job, differences
+from worker_svc.execution.memory_budget import working_bytes
+from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.settings import Backend
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
+# Families for which an NPU's attention is in Triton kernels; for the others it is in the compiler's own.
+TRITON = ("qwen3", "gemma3")
+# On both sides of the windows of 64 tokens and of the chunks of 128.
+LENGTHS = (3, 63, 64, 130, 200)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each family."""
+    base = tmp_path_factory.mktemp("families")
+    return {family: tiny_models.write(family, base / family) for family in tiny_models.FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, Reference]:
+    return {family: Reference(folder, torch.float32) for family, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def on_npu(folders: dict[str, Path], prompts: list[list[int]]) -> dict[tuple[str, Backend], list[Answer]]:
+    """What the stand-in for an NPU says of all families; hybrid ones keep their windows in place there."""
+    jobs = {
+        (family, backend): Job(
+            str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
+            max_model_len=1536, triton=family in TRITON,
+        )
+        for family, folder in folders.items()
+        for backend in BACKENDS
+    }  # fmt: skip
+    return dict(zip(jobs, parity_peer.run_apart(list(jobs.values())), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_cpu(
+    folders: dict[str, Path], references: dict[str, Reference], prompts: list[list[int]], family: str,
+    backend: Backend,
+) -> None:  # fmt: skip
+    """In float32 on the CPU, as the model's own code and as graphs."""
+    answers = parity_peer.run(Job(str(folders[family]), prompts, backend=backend))
+    assert differences(references[family], prompts, answers) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_npu(
+    references: dict[str, Reference], on_npu: dict[tuple[str, Backend], list[Answer]], prompts: list[list[int]],
+    family: str, backend: Backend,
+) -> None:  # fmt: skip
+    """In float32, in the operators of an NPU: as they come, and in the graphs that it would get."""
+    assert differences(references[family], prompts, on_npu[family, backend]) == []
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
+    """What graphs really have for themselves is at most what was computed from shapes, and not much less; weights are exact."""
+    model = load(folders[family], "float32")
+    harness = Harness(model, max_num_seqs=8, decode_buckets=parity_peer.BUCKETS)
+    taken = harness.runner.graphs.num_bytes
+    estimated = working_bytes(model.size, (harness.geometry.chunk, *parity_peer.BUCKETS), 0, recorded=True)
+    # The CPU's kernels keep what single experts compute to themselves.
+    assert taken <= estimated <= (6 if family == "mixtral" else 3) * taken
+    # Beside what is stored there are tables of rotary embeddings, one a kind of layers.
+    table = 4 * 32 * tiny_models.CONTEXT
+    beside = model.size.weight_bytes - Checkpoint.open(folders[family]).num_bytes()
+    assert beside // table == (2 if family == "gemma3" else 1)
+    assert beside % table < 100
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_answers_vary(on_npu: dict[tuple[str, Backend], list[Answer]], family: str) -> None:
+    """The random models do not say the same whatever they are asked."""
+    tokens = [tuple(answer.tokens[-4:]) for answer in on_npu[family, "compiled"]]
+    assert len(set(tokens)) == len(tokens)

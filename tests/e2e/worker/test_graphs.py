@@ -1,0 +1,138 @@
+"""A worker's graphs give the model's own results to the bit, at every bucket, whatever the padding holds."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tests.support.tiny_models import write
+from tests.support.worker.harness import FULL, Harness, load, tokens_of
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.model_files.demo_models import fetch
+from worker_svc.plans.geometry import GroupKind
+from worker_svc.plans.step_plan import Sampling
+from worker_svc.settings import Backend
+from worker_svc.vllm_adapter.configuration import Dtype
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM
+]
+
+LENGTHS = (5, 100, 200)
+BUCKETS = (1, 2, 4, 8, 16, 32)
+REPORTED = Sampling(temperature=0.0, logprobs=5)
+# Of each model what the two modes are most likely to differ in; all of them with TRIPTYCH_GRAPHS_FULL=1.
+QUICK = [
+    ("smollm2", "bfloat16", "paged"),
+    ("gemma3-270m", "float32", "paged"),
+]
+EVERY = [
+    (model, dtype, windows)
+    for model in ("smollm2", "gemma3-270m")
+    for dtype in ("float32", "bfloat16")
+    for windows in ("paged", "in_place")
+    if model != "smollm2" or windows == "paged"
+]
+CASES = EVERY if FULL else QUICK
+
+
+def run(folder: Path, dtype: Dtype, windows: str, backend: Backend, *, garbage: bool) -> list[str]:
+    """What all steps of three prompts report: each prefilled, then a decode step in every bucket."""
+    kind = GroupKind.IN_PLACE_WINDOW if windows == "in_place" else GroupKind.PAGED_WINDOW
+    harness = Harness(
+        load(folder, dtype), max_model_len=512, block_size=512 if windows == "in_place" else 128,
+        decode_buckets=BUCKETS, window_kind=kind, backend=backend,
+    )  # fmt: skip
+    if garbage:
+        for cache in harness.runner.cache.by_layer().values():
+            cache.fill_(torch.nan)
+        batch = harness.runner._batch
+        batch._tokens[batch.padding_row] = 4321
+    generator = torch.Generator().manual_seed(0)
+    outputs = [
+        harness.prefill(slot, torch.randint(10, 40_000, (length,), generator=generator).tolist(), REPORTED)
+        for slot, length in enumerate(LENGTHS)
+    ]
+    for bucket in BUCKETS:
+        outputs += harness.decode(range(min(bucket, len(LENGTHS))), bucket)
+    assert harness.runner.graphs.num_late == 0
+    return [repr(output) for output in outputs]
+
+
+@pytest.mark.parametrize(("model", "dtype", "windows"), CASES, ids=lambda value: value)
+def test_graphs_give_the_models_own_results(model: str, dtype: Dtype, windows: str) -> None:
+    """Tokens and log-probabilities are the same, and no garbage in padding, the null block or former requests' blocks reaches them."""
+    folder = fetch(model)
+    own = run(folder, dtype, windows, "eager", garbage=False)
+    assert "nan" not in "".join(own)
+    assert run(folder, dtype, windows, "compiled", garbage=True) == own
+
+
+def test_graphs_tell_what_they_took(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names each signature with its seconds; a worker that starts again makes them again, as it costs less than to read them."""
+    load(smollm2, "float32")
+    capsys.readouterr()
+    Harness(load(smollm2, "float32"), decode_buckets=(1, 4), max_num_seqs=4)
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if "graphs_made" in line]
+    for signature in ("prefill of 128 tokens", "decode of 1 rows", "decode of 4 rows"):
+        assert signature in line
+
+
+class CapturingDevice(CpuDevice):
+    """Treats a captured function as a GPU does: runs it ahead, a few times, and from then on on tensors of its own."""
+
+    captures: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def capture(
+        self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """See the base class."""
+        static = [tensor.clone() for tensor in examples]
+        for _ in range(3):
+            function(*static)
+
+        def replay(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            self.replays += 1
+            for mine, theirs in zip(static, tensors, strict=True):
+                mine.copy_(theirs)
+            return function(*static)
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    "kind", [GroupKind.PAGED_WINDOW, GroupKind.IN_PLACE_WINDOW], ids=["paged", "in_place"]
+)
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "late"])
+def test_captured_and_late_steps_say_the_same(
+    tmp_path_factory: pytest.TempPathFactory, kind: GroupKind, warm: bool
+) -> None:
+    """With windows that slide in place, too, where a step that ran twice would show; late graphs are counted, each once."""
+    folder = tmp_path_factory.getbasetemp() / "captured-gemma3"
+    if not folder.exists():
+        write("gemma3", folder)
+    prompts = [[5 + index * 7 % 200 for index in range(100)], [3, 1, 4, 1, 5], [9, 2, 6]]
+    said = []
+    for device in (CpuDevice(), CapturingDevice()):
+        harness = Harness(
+            load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
+            device=device, window_kind=kind, warm=warm,
+        )  # fmt: skip
+        said.append([tokens_of(outputs) for outputs in harness.generate(prompts, 24)])
+        assert harness.runner.graphs.num_late == (0 if warm else 2)  # chunks, and the bucket of four
+    assert said[0] == said[1]
+    assert isinstance(device, CapturingDevice)
+    assert device.replays > 40
+    reference = Harness(
+        load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
+        window_kind=kind, backend="eager",
+    )  # fmt: skip
+    assert said[0] == [tokens_of(outputs) for outputs in reference.generate(prompts, 24)]

@@ -1,0 +1,221 @@
+"""A worker loads tiny models however their weights lie, tells how far it is, and runs no code that it was not allowed to."""
+
+import json
+import pickle
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protos.errors import ConfigurationRefused
+from tests.support import tiny_models
+from tests.support.worker.harness import Harness, tokens_of
+from worker_svc.devices import open_device
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.execution.runner import Runner
+from worker_svc.execution.worker import Worker
+from worker_svc.plans.geometry import Geometry
+from worker_svc.settings import LoadFormat, Settings
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.engine import VllmModel
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+GEOMETRY = Geometry(256, 2, 128, 128, (1, 2))
+PROMPT = [5, 9, 77, 130]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers in one file."""
+    return tiny_models.write("llama", tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in several files."""
+    return tiny_models.write("llama", tmp_path_factory.mktemp("sharded"), max_shard_size="200KB")
+
+
+def open_model(folder: Path, load_format: LoadFormat = "auto", *, trust: bool = False) -> VllmModel:
+    device = open_device("cpu")
+    torch.set_num_threads(1)
+    startup.prepare(device)
+    return VllmModel(
+        folder, device, dtype="float32", load_format=load_format, seed=0, trust_remote_code=trust
+    )
+
+
+def generate(model: VllmModel) -> list[int]:
+    harness = Harness(model, max_model_len=256, max_num_seqs=2, decode_buckets=(1, 2))
+    return tokens_of(harness.generate([PROMPT], 6)[0])
+
+
+def configure(folder: Path, **settings: Any) -> list[tuple[str, int, int, str]]:
+    """Takes a worker from its settings to readiness; returns what it told on the way."""
+    told: list[tuple[str, int, int, str]] = []
+    worker = Worker(Settings(model=str(folder), device="cpu", cpu_threads=1, kv_memory=0.01, **settings))
+    worker.prepare()
+    worker.configure(GEOMETRY, lambda *event: told.append(event))
+    return told
+
+
+def test_shards_are_counted(single: Path, sharded: Path) -> None:
+    """Each by its name before it is read, a single one too; and they make the same model."""
+    files = sorted(path.name for path in sharded.glob("*.safetensors"))
+    assert len(files) > 2
+    loads = [event for event in configure(sharded) if event[0] == "load"]
+    assert loads == [
+        *(("load", done, len(files), name) for done, name in enumerate(files)),
+        ("load", len(files), len(files), "done"),
+    ]
+    loads = [event for event in configure(single) if event[0] == "load"]
+    assert loads == [("load", 0, 1, "model.safetensors"), ("load", 1, 1, "done")]
+    tokens = []
+    for folder in (single, sharded):
+        model = open_model(folder)
+        model.load_weights()
+        tokens.append(generate(model))
+    assert tokens[0] == tokens[1]
+
+
+def test_damage_is_told_before_anything_is_loaded(single: Path, tmp_path: Path) -> None:
+    """While the worker prepares, which a command ends with; nothing is imported for it."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((single / name).read_bytes())
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ConfigurationRefused, match=r"model.safetensors is damaged: "):
+        configure(tmp_path)
+
+
+def test_weights_that_do_not_suit_the_model(single: Path, tmp_path: Path) -> None:
+    """Another shape, or a tensor that is not there, is one line too."""
+    (tmp_path / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
+    config = json.loads((single / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigurationRefused, match=r"cannot load the weights of .*not initialized") as caught:
+        configure(tmp_path)
+    assert "\n" not in caught.value.message
+
+
+def test_dummy_weights_need_no_file(single: Path, tmp_path: Path) -> None:
+    """A configuration alone, without tokenizer."""
+    (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
+    told = configure(tmp_path, load_format="dummy")
+    assert [event for event in told if event[0] == "load"] == [("load", 0, 0, "made up weights")]
+    assert [event for event in told if event[0] == "compile"]
+    with pytest.raises(ConfigurationRefused, match=r"has no weights .* use --load-format dummy"):
+        configure(tmp_path)
+
+
+def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights while the worker prepares, the cache while it is configured; a worker can be configured again then."""
+    worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1, kv_memory=10_000))
+    worker.prepare()
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 8 << 20)
+    many = replace(GEOMETRY, max_num_seqs=4096, decode_buckets=(1, 4096))
+    with pytest.raises(ConfigurationRefused, match=r"graphs need [\d.]+ GiB; --max-num-seqs \d+ would fit"):
+        worker.configure(many, lambda *_: None)
+    with pytest.raises(ConfigurationRefused, match=r"do not fit; --num-blocks \d+ would"):
+        worker.configure(replace(GEOMETRY, num_blocks=(1000,)), lambda *_: None)
+    ready = worker.configure(GEOMETRY, lambda *_: None)
+    assert ready.geometry == replace(GEOMETRY, num_blocks=(5,))  # all that two slots can use
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 100_000)
+    with pytest.raises(
+        ConfigurationRefused, match=r"the weights need .* device cpu has .* free; use a smaller"
+    ):
+        Worker(Settings(model=str(single), device="cpu")).prepare()
+
+
+def test_an_old_cache_is_free_when_the_new_one_is_computed(single: Path) -> None:
+    """Or a worker that is configured anew would have less memory than before."""
+    worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
+    worker.prepare()
+    worker.configure(GEOMETRY, lambda *_: None)
+    assert isinstance(worker._runner, Runner)
+    old = [weakref.ref(cache) for tensors in worker._runner.cache._tensors for cache in tensors]
+    held: list[bool] = []
+
+    def look(phase: str, *_: object) -> None:
+        if phase == "allocate":
+            held.extend(reference() is not None for reference in old)
+
+    worker.configure(replace(GEOMETRY, max_model_len=128), look)
+    assert held == [False]
+
+
+class _Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._path,))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_nothing_is_unpickled(single: Path, tmp_path: Path, load_format: LoadFormat) -> None:
+    """A folder with pickled weights alone is refused by the worker, and by the model itself."""
+    (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(tmp_path / "ran")))
+    with pytest.raises(ConfigurationRefused, match="convert them to safetensors"):
+        configure(tmp_path, load_format=load_format)
+    with pytest.raises(ConfigurationRefused, match="convert them to safetensors"):
+        open_model(tmp_path, load_format).load_weights()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def foreign(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose configuration is a class of its own, which makes a file when it is imported."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
+    config = json.loads((single / "config.json").read_text())
+    config |= {"model_type": "foreign", "auto_map": {"AutoConfig": "configuration_foreign.ForeignConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration_foreign.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+        "class ForeignConfig(LlamaConfig):\n"
+        "    model_type = 'foreign'\n"
+    )
+    return folder
+
+
+def test_code_of_a_models_own_is_not_run(foreign: Path, tmp_path: Path) -> None:
+    """Unless it is allowed; the line says how. A model that vLLM knows does not need its own."""
+    with pytest.raises(ConfigurationRefused, match="pass --trust-remote-code if you trust it") as caught:
+        configure(foreign)
+    assert "\n" not in caught.value.message
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(config | {"architectures": ["ForeignForCausalLM"]}))
+    with pytest.raises(ConfigurationRefused, match="pass --trust-remote-code if you trust it"):
+        configure(foreign)
+    (foreign / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    configure(foreign)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_of_a_models_own_runs_where_it_is_trusted(
+    foreign: Path, single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the model says what it says without."""
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    model = open_model(foreign, trust=True)
+    model.load_weights()
+    assert (tmp_path / "ran").exists()
+    plain = open_model(single)
+    plain.load_weights()
+    assert generate(model) == generate(plain)

@@ -1,0 +1,174 @@
+"""The runner says what transformers says, alone and in a batch, within a chunk and beyond a window."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.prompts import PROMPTS
+from tests.support.reference import Reference, open_reference
+from tests.support.worker import parity_process as parity_peer
+from tests.support.worker.harness import FULL, Harness, load, tokens_of
+from tests.support.worker.parity_process import Job, differences
+from worker_svc.model_files.demo_models import fetch
+from worker_svc.plans.geometry import GroupKind
+from worker_svc.plans.step_plan import Sampling
+from worker_svc.settings import Backend
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Reference:
+    return open_reference(smollm2, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference: Reference) -> list[list[int]]:
+    return [reference.encode(text) for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def batched(smollm2: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations in float32, all prompts decoded in one batch."""
+    results = Harness(load(smollm2, "float32")).generate(prompts, NUM_TOKENS)
+    return [tokens_of(outputs) for outputs in results]
+
+
+def test_prompts_vary(prompts: list[list[int]]) -> None:
+    """The prompts are short and long, up to about 700 tokens."""
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(prompts) == 20
+    assert min(lengths) <= 5
+    assert 600 <= max(lengths) <= 760
+
+
+def test_batch_equals_reference(
+    reference: Reference, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    """Twenty prompts decoded together in float32 give the reference's tokens."""
+    assert _mismatches(reference, prompts, batched) == []
+
+
+def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: list[list[int]]) -> None:
+    """Each prompt decoded alone gives the tokens that it gives in the batch; the short form takes every third, of 5 to 535 tokens."""
+    harness = Harness(load(smollm2, "float32"))
+    step = 1 if FULL else 3
+    alone = [tokens_of(harness.generate([prompt], NUM_TOKENS)[0]) for prompt in prompts[::step]]
+    assert alone == batched[::step]
+
+
+def test_reference_is_generate(
+    reference: Reference, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    """Transformers' own generate agrees, so the reference's shortcut is none."""
+    for index in (0, 11):
+        assert reference.generate(prompts[index], 24) == batched[index][:24]
+
+
+def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) -> None:
+    """The converted demo model is sane."""
+    assert reference.tokenizer.decode(batched[0]).startswith(" Paris.")
+
+
+def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
+    """In bfloat16 the chosen tokens' log-probabilities are the reference's, on average within 0.05."""
+    greedy = Sampling(temperature=0.0, logprobs=0)
+    results = Harness(load(smollm2, "bfloat16")).generate(prompts, NUM_TOKENS, greedy)
+    reference = open_reference(smollm2, torch.bfloat16)
+    differences = []
+    for prompt, outputs in zip(prompts, results, strict=True):
+        tokens = tokens_of(outputs)
+        ours = torch.tensor([output.logprobs[0].logprob for output in outputs])
+        theirs = reference.logprobs(prompt, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        differences.append((ours - theirs).abs())
+    assert torch.cat(differences).mean() <= 0.05
+
+
+def test_poisoned_memory_does_not_leak(
+    smollm2: Path, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    """NaN in the null block, which all padding reads and writes, and in blocks of former requests changes no real row."""
+    harness = Harness(load(smollm2, "float32"), max_num_seqs=4, decode_buckets=(1, 2, 4))
+    for layer in harness.runner.cache.by_layer().values():
+        layer.fill_(torch.nan)
+    picked = [0, 9, 14]
+    results = harness.generate([prompts[index] for index in picked], 16)
+    assert [tokens_of(outputs) for outputs in results] == [batched[index][:16] for index in picked]
+
+
+def test_hybrid_model_equals_reference() -> None:
+    """Gemma 3 in float32, with prompts on both sides of its window of 512, gives the reference's tokens."""
+    folder = fetch("gemma3-270m")
+    reference = open_reference(folder, torch.float32)
+    prompts = [reference.encode(PROMPTS[index]) for index in (0, 11, 19)]
+    beginning_of_sequence = 2
+    assert all(prompt[0] == beginning_of_sequence for prompt in prompts)
+    assert len(prompts[-1]) > 512 + 128
+    harness = Harness(load(folder, "float32"), max_num_seqs=4, decode_buckets=(1, 2, 4))
+    assert [group.window for group in harness.groups] == [0, 512]
+    results = [tokens_of(outputs) for outputs in harness.generate(prompts, 16)]
+    assert _mismatches(reference, prompts, results) == []
+    # What lies entirely behind the window is never read: its blocks may be another request's by now.
+    harness.prefill(0, prompts[-1])
+    behind = (len(prompts[-1]) - 512) // 128
+    window_layers = [layer.name for layer in harness.groups[1].layers]
+    for name in window_layers:
+        harness.runner.cache.by_layer()[name][1 : 1 + behind] = torch.nan
+    tokens = [harness.decode([0])[0].token_ids[0] for _ in range(8)]
+    assert tokens == results[-1][1:9]
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"] if FULL else ["compiled"])
+@pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
+def test_every_bucket_equals_reference(model: str, backend: Backend) -> None:
+    """In float32, whatever padding holds: tokens, and log-probabilities of the likeliest ones."""
+    folder = fetch(model)
+    reference = open_reference(folder, torch.float32)
+    text = reference.encode(PROMPTS[19])
+    prompts = [text[:length] for length in (5, 12, 20, 40, 140)]
+    job = Job(str(folder), prompts, backend=backend, max_model_len=256)
+    assert differences(reference, prompts, parity_peer.run(job)) == []
+
+
+def test_windows_in_place_give_the_tokens_of_paged_ones() -> None:
+    """Gemma 3 in float32, past twice its window of 512, alone and beside a short prompt, which stays within it."""
+    folder = fetch("gemma3-270m")
+    long = open_reference(folder, torch.float32).encode(PROMPTS[19])
+    prompts = [[*long, *long[1:]], long[:40]]
+    assert len(prompts[0]) > 1000
+
+    def open_harness(kind: GroupKind) -> Harness:
+        harness = Harness(
+            load(folder, "float32"), max_model_len=2048, max_num_seqs=4, block_size=512,
+            decode_buckets=(1, 2, 4), window_kind=kind,
+        )  # fmt: skip
+        assert [group.kind for group in harness.groups] == [GroupKind.FULL, kind]
+        return harness
+
+    paged = open_harness(GroupKind.PAGED_WINDOW).generate(prompts, 16)
+    harness = open_harness(GroupKind.IN_PLACE_WINDOW)
+    in_place = [tokens_of(outputs) for outputs in harness.generate(prompts, 16)]
+    assert in_place == [tokens_of(outputs) for outputs in paged]
+    # Poison beyond a request's own block, and in its own one before it gets it, changes nothing.
+    for name, cache in harness.runner.cache.by_layer().items():
+        if name in {layer.name for layer in harness.groups[1].layers}:
+            cache.fill_(torch.nan)
+    assert tokens_of(harness.generate(prompts[1:], 16)[0]) == in_place[1]
+
+
+def _mismatches(
+    reference: Reference, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+) -> list[str]:
+    found = [
+        reference.greedy_mismatch(prompt, tokens)
+        for prompt, tokens in zip(prompts, continuations, strict=True)
+    ]
+    return [text for text in found if text]

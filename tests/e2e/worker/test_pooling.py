@@ -1,0 +1,204 @@
+"""Embeddings of the real MiniLM, held against transformers'."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from protos.errors import ConfigurationRefused
+from tests.support.worker.harness import load
+from worker_svc.devices import open_device
+from worker_svc.execution.pool_runner import PoolRunner
+from worker_svc.execution.pooler import PoolingDescription
+from worker_svc.model_files.demo_models import fetch
+from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork, Sampling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+SHAPES = (PoolShape(1, 64), PoolShape(8, 64), PoolShape(4, 256), PoolShape(20, 256))
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wise",
+    "owls",
+    "read",
+    "long",
+    "books",
+    "about",
+    "rivers",
+    "and",
+    "stars",
+]
+TEXTS = [
+    "Hello.",
+    "?",
+    "Paris is the capital of France.",
+    "the cat sat on the mat",
+    "A CAT SAT ON A MAT",
+    "Ünïcödé wörds, and 日本語 as well",
+    "def f(x): return x + 1",
+    *(
+        " ".join(WORDS[i % len(WORDS)] for i in range(n))
+        for n in (2, 3, 5, 8, 13, 21, 34, 55, 89, 120, 144, 180, 230)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The model's."""
+    return fetch("minilm")
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[list[int]]:
+    """Token ids of the texts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text).input_ids for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
+    """Transformers' hidden states, their mean, at length 1."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        means = [model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0) for prompt in prompts]
+    return torch.nn.functional.normalize(torch.stack(means), dim=-1)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> PoolRunner:
+    """Warmed up with all shapes; "auto" is what the model was saved in, float32."""
+    model = load(folder, "auto")
+    assert model.description.dtype == torch.float32
+    assert model.description.pooling is not None
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry(SHAPES))
+    warmed: list[str] = []
+    runner.warm_up(lambda done, total, what: warmed.append(f"{done}/{total} {what}"))
+    assert len(warmed) == len(SHAPES) + 1
+    return runner
+
+
+def pooled(
+    runner: PoolRunner, prompts: list[list[int]], shape: PoolShape, *, normalize: bool | None = None
+) -> list[Output]:
+    """One step: these prompts in slots 0, 1, ... of this shape."""
+    runner.reset()
+    admit = [
+        Admission(slot, prompt, 0, Sampling(), {}, normalize=normalize) for slot, prompt in enumerate(prompts)
+    ]
+    return runner.execute(Plan(1, admit=admit, work=PoolWork(range(len(prompts)), shape)))
+
+
+def values(outputs: list[Output]) -> torch.Tensor:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return torch.tensor([output.pooled for output in outputs])
+
+
+def test_the_texts_are_of_many_lengths(prompts: list[list[int]]) -> None:
+    """From three tokens to nearly the context."""
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(lengths) == 20
+    assert min(lengths) == 3
+    assert 230 < max(lengths) <= 256
+
+
+def test_alone(runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor) -> None:
+    """Each text by itself, padded to the smallest row that holds it."""
+    rows = []
+    for prompt in prompts:
+        shape = SHAPES[0] if len(prompt) <= 64 else SHAPES[2]
+        rows.append(values(pooled(runner, [prompt], shape)))
+    assert (torch.cat(rows) - expected).abs().max() < 1e-5
+
+
+def test_together(runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor) -> None:
+    """All texts in one batch, so that short ones are padded by far."""
+    found = values(pooled(runner, prompts, SHAPES[3]))
+    assert (found - expected).abs().max() < 1e-5
+
+
+def test_padded_rows_change_nothing(runner: PoolRunner, prompts: list[list[int]]) -> None:
+    """The same texts in a full batch and in one with empty rows."""
+    few = [prompt for prompt in prompts if len(prompt) <= 64][:3]
+    padded = values(pooled(runner, few, SHAPES[1]))
+    full = values(pooled(runner, [*few, *prompts[:5]], SHAPES[1]))
+    assert (full[:3] - padded).abs().max() < 1e-6
+
+
+def test_the_last_batch_leaves_no_trace(runner: PoolRunner, prompts: list[list[int]]) -> None:
+    """The same text before and after a batch of others, to the bit."""
+    before = values(pooled(runner, prompts[:1], SHAPES[3]))
+    pooled(runner, prompts, SHAPES[3])
+    assert torch.equal(before, values(pooled(runner, prompts[:1], SHAPES[3])))
+
+
+def test_not_normalized(runner: PoolRunner, prompts: list[list[int]]) -> None:
+    """A request's own wish goes before the model's habit."""
+    raw = values(pooled(runner, prompts[:2], SHAPES[1], normalize=False))
+    scaled = values(pooled(runner, prompts[:2], SHAPES[1]))
+    assert (raw.norm(dim=-1) - 1).abs().min() > 1e-2
+    assert torch.allclose(torch.nn.functional.normalize(raw, dim=-1), scaled, atol=1e-6)
+    assert torch.allclose(scaled.norm(dim=-1), torch.ones(2), atol=1e-6)
+
+
+def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
+    """A small random Llama whose folder says that it embeds; against transformers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).eval()
+    llama.save_pretrained(tmp_path)
+    stages = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(stages)
+    ]
+    write(tmp_path / "modules.json", modules)
+    write(
+        tmp_path / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True},
+    )
+    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 100, "do_lower_case": False})
+    model = load(tmp_path, "float32")
+    assert model.description.layers == ()
+    assert model.description.pooling == PoolingDescription("LAST", normalize=False, size=64)
+    shape = PoolShape(3, 16)
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((shape,)))
+    prompts = [[5, 6, 7], [9] * 16]
+    with torch.inference_mode():
+        wanted = [llama.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    assert (values(pooled(runner, prompts, shape)) - torch.stack(wanted)).abs().max() < 1e-5
+
+
+def test_a_classifier_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """Before any weights are read."""
+    config = json.loads((folder / "config.json").read_text())
+    write(
+        tmp_path / "config.json",
+        config | {"architectures": ["BertForSequenceClassification"], "num_labels": 2},
+    )
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    with pytest.raises(ConfigurationRefused, match=r"\(BertForSequenceClassification\) is for classify"):
+        load(tmp_path, "auto")
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))

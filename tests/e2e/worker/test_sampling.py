@@ -1,0 +1,88 @@
+"""Sampling on a real model: reproducible whatever the neighbours, and log-probabilities that are those of transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.prompts import PROMPTS
+from tests.support.reference import Reference, open_reference
+from tests.support.worker.harness import Harness, load, tokens_of
+from worker_svc.plans.step_plan import Admission, PrefillWork, Sampling
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+NUM_TOKENS = 24
+SAMPLINGS = [
+    Sampling(seed=1, temperature=1.0),
+    Sampling(seed=2, temperature=0.9, top_p=0.9, top_k=40, min_p=0.02),
+    Sampling(seed=3, presence_penalty=0.8, frequency_penalty=0.4, repetition_penalty=1.2),
+    Sampling(temperature=0.0, repetition_penalty=1.3),
+    Sampling(seed=5, temperature=1.3, top_p=0.8, min_tokens=20, logit_bias={28: -5.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Reference:
+    return open_reference(smollm2, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference: Reference) -> list[list[int]]:
+    return [reference.encode(text) for text in PROMPTS[: len(SAMPLINGS)]]
+
+
+def _resumed(
+    harness: Harness, prompt: list[int], output: list[int], sampling: Sampling, slot: int
+) -> list[int]:
+    """The rest of a request that comes back with what it has sampled."""
+    known = [*prompt, *output]
+    first = harness.admit(slot, known, sampling)
+    admit = [Admission(slot, known, 0, sampling, first.blocks, num_prompt_tokens=len(prompt))]
+    outputs = []
+    for start in range(0, len(known), harness.geometry.chunk):
+        count = min(harness.geometry.chunk, len(known) - start)
+        work = PrefillWork(slot, start, count, start + count == len(known))
+        outputs, admit = harness.run(admit=admit, work=work), []
+    harness.lengths[slot] = len(known)
+    rest = tokens_of(outputs)
+    while len(output) + len(rest) < NUM_TOKENS:
+        rest += tokens_of(harness.decode([slot]))
+    return rest
+
+
+def test_the_same_tokens_alone_in_a_batch_in_another_order_and_after_preemption(
+    smollm2: Path, prompts: list[list[int]]
+) -> None:
+    """In float32, where kernels of different shapes hardly ever disagree about a token."""
+    harness = Harness(load(smollm2, "float32"), max_num_seqs=8, decode_buckets=(1, 8))
+    together = [tokens_of(each) for each in harness.generate(prompts, NUM_TOKENS, SAMPLINGS)]
+    backwards = [tokens_of(each) for each in harness.generate(prompts[::-1], NUM_TOKENS, SAMPLINGS[::-1])]
+    assert backwards[::-1] == together
+    for prompt, sampling, expected in zip(prompts, SAMPLINGS, together, strict=True):
+        (alone,) = harness.generate([prompt], NUM_TOKENS, sampling)
+        assert tokens_of(alone) == expected
+        assert _resumed(harness, prompt, expected[:9], sampling, 3) == expected[9:]
+        harness.release((3,))
+    assert len({tuple(tokens) for tokens in together}) == len(together)
+
+
+def test_prompt_log_probabilities_are_the_reference_s(
+    smollm2: Path, reference: Reference, prompts: list[list[int]]
+) -> None:
+    """Of every token of a prompt of several chunks, with the likeliest ones in its place."""
+    prompt = max(prompts, key=len)
+    prompt = (prompt * (300 // len(prompt) + 1))[:300]
+    harness = Harness(load(smollm2, "float32"), max_num_seqs=2, decode_buckets=(1, 2))
+    output = harness.prefill(0, prompt, Sampling(temperature=0.0, prompt_logprobs=3, logprobs=0))
+    expected = reference.logprobs(prompt[:1], [*prompt[1:], 0])
+    assert len(output.prompt_logprobs) == len(prompt) - 1
+    for index, entry in enumerate(output.prompt_logprobs):
+        row = expected[index]
+        assert entry.logprob == pytest.approx(float(row[prompt[index + 1]]), abs=2e-3)
+        assert list(entry.top_logprobs) == pytest.approx(row.topk(3).values.tolist(), abs=2e-3)
+    assert output.logprobs[0].logprob == pytest.approx(float(expected[-1].max()), abs=2e-3)

@@ -1,0 +1,152 @@
+"""However an answer's text is cut into pieces, its calls, content and thinking are the same, and no part of a marker is content."""
+
+import itertools
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.answers.answer_reader import AnswerReader, Message
+from gateway.parsers import events
+from gateway.parsers.json_scan import ValueScanner
+from gateway.parsers.named_tool import NamedParser
+from gateway.parsers.reasoning import Thinking, ThinkParser
+from gateway.tools.formats import FORMATS, LIST
+
+pytestmark = pytest.mark.property
+
+NAMES = frozenset({"f", "get_weather"})
+
+# Pieces of which answers are made, right ones and wrong ones; they are joined at random.
+WORDS = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abc123def", "<|python_tag|>",
+    "<|python_start|>", "<|python_end|>", '{"name": "f", "arguments": ', '{"name": "f", "parameters": ', '{"arguments": {"x": 1}, "name": "f"}',
+    '{"name": "unknown", "parameters": {}}', "{}", '{"a": [1, 2.5e3, true, null], "b": {"c": "d\\n\\u00e9\\""}}', '{"city": "Pa', 'ris"}', "}", "]",
+    "[", ",", ";", " ", "\n", "\n\n", "f", "get_weather", "(", ")", "f(a=1, b='x', c=[1, {'y': None}])", "get_weather()", 'f(a="(")', "f(a=g())",
+    "hello", "<", "<tool", "[TOOL", "{", '"', "\\", "-", "0", "01", "1e", "tru", "é", "🙂", '{"name": 5}', '{"name": "", "arguments": {}}',
+    '{"name": "f", "arguments": {"q": "<tool_call></tool_call>[TOOL_CALLS]"}}', "<tool_call>\n", "\n</tool_call>", '{"name": "f"}', "'", "=",
+]  # fmt: skip
+
+PARSERS: dict[str, Callable[[], events.ToolParser]] = {
+    **{name: (lambda form=form: form.make(NAMES)) for name, form in FORMATS.items()},  # type: ignore[misc]
+    "list": lambda: LIST.make(NAMES),
+    "named": lambda: NamedParser(events.call_id, "f"),
+}
+
+texts = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)
+cuts = st.lists(st.integers(0, 400), max_size=30)
+
+
+def pieces(text: str, at: list[int]) -> list[str]:
+    borders = sorted({0, len(text), *(cut for cut in at if cut < len(text))})
+    return [text[start:end] for start, end in itertools.pairwise(borders)]
+
+
+def without_ids(found: list[events.Event]) -> list[events.Event]:
+    return [event._replace(id="") if isinstance(event, events.CallStart) else event for event in found]
+
+
+def read(reader: AnswerReader, parts: list[str]) -> list[events.Event]:
+    found = [event for part in parts for event in reader.feed(part)]
+    return without_ids(events.merged([*found, *reader.finish()]))
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(text=texts, at=cuts, thinking=st.sampled_from([None, *Thinking]), one=st.booleans())
+def test_pieces_add_up_to_the_whole(
+    name: str, text: str, at: list[int], thinking: Thinking | None, one: bool
+) -> None:
+    """Every cut, also the one into single characters, yields what the text yields as a whole."""
+
+    def reader() -> AnswerReader:
+        return AnswerReader(ThinkParser(thinking) if thinking else None, PARSERS[name](), one_call=one)
+
+    whole = without_ids(reader().whole(text))
+    assert read(reader(), pieces(text, at)) == whole
+    assert read(reader(), list(text)) == whole
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "list"])
+@given(text=texts)
+def test_complete_calls_have_arguments(name: str, text: str) -> None:
+    """Arguments of calls that something follows are JSON objects; a collected message never has others, unless the text was cut off."""
+    found = read(AnswerReader(None, PARSERS[name]()), [text])
+    calls = list(Message.of(found).calls.values())
+    for call in calls[:-1]:
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "list"])
+@given(text=texts)
+def test_nothing_is_lost(name: str, text: str) -> None:
+    """Letters are either content, part of a call, or a marker: text without calls comes out as it is."""
+    found = read(AnswerReader(None, PARSERS[name]()), list(text))
+    if not any(isinstance(event, events.CallStart) for event in found):
+        assert "".join(event.text for event in found if isinstance(event, events.Text)) == text
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    value=st.dictionaries(st.text(), json_values, max_size=4),
+    at=cuts,
+    indent=st.sampled_from([None, 2]),
+    ascii_=st.booleans(),
+)
+def test_any_arguments_come_through_every_json_format(
+    value: dict[str, object], at: list[int], indent: int | None, ascii_: bool
+) -> None:
+    """What the model wrote is what the client gets, letter by letter."""
+    written = json.dumps(value, indent=indent, ensure_ascii=ascii_)
+    for name, text in {
+        "hermes": f'Well.\n<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>\n',
+        "llama3_json": f'{{"name": "f", "parameters": {written}}}',
+        "mistral": f'[TOOL_CALLS] [{{"name": "f", "arguments": {written}}}]',
+        "mistral_v11": f"[TOOL_CALLS]f{written}",
+        "mistral_v13": f"[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{written}",
+        "list": f'[{{"name": "f", "parameters": {written}}}]',
+        "named": written,
+    }.items():
+        message = Message.of(read(AnswerReader(None, PARSERS[name]()), pieces(text, at)))
+        (call,) = message.calls.values()
+        assert call["function"] == {"name": "f", "arguments": written}
+        assert "".join(message.content) == ("Well." if name == "hermes" else "")
+
+
+@given(value=st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), json_values, max_size=4), at=cuts)
+def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object], at: list[int]) -> None:
+    """Python's literals mean what JSON's mean."""
+    text = "[f(" + ", ".join(f"{key}={item!r}" for key, item in value.items()) + "), get_weather()]"
+    message = Message.of(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
+    first, second = message.calls.values()
+    assert json.loads(first["function"]["arguments"]) == value
+    assert second["function"] == {"name": "get_weather", "arguments": "{}"}
+
+
+@given(
+    text=st.text(st.sampled_from('{}[]",:0123.eE+-truefalsn \\/"u\n'), max_size=40)
+    | json_values.map(json.dumps)
+)
+def test_the_scanner_agrees_with_pythons_json(text: str) -> None:
+    """It takes what RFC 8259 takes, and ends where the value ends."""
+    scanner = ValueScanner()
+    at = sum(
+        scanner.feed(char)
+        for char in itertools.takewhile(lambda _: not scanner.done and not scanner.failed, text + " ")
+    )
+    try:
+        _, end = json.JSONDecoder(parse_constant=lambda _: 1 / 0).raw_decode(text.lstrip(" \n"))
+    except (ValueError, ZeroDivisionError):
+        # What is cut off may still become JSON.
+        assert not scanner.done
+        return
+    assert scanner.done or scanner.failed
+    if scanner.done:
+        assert at == end + len(text) - len(text.lstrip(" \n"))

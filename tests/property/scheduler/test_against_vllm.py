@@ -1,0 +1,318 @@
+"""The same conversations through vLLM's KVCacheManager and through our KvCache: never a shorter prefix hit than vLLM's.
+
+Both are driven as their schedulers drive them: look up, allocate, prefill chunk by chunk, decode token by token, free. What "the same
+rules" means, and why a test says "equal" or "at least":
+
+- vLLM finds whole blocks, ours whole chunks. With chunk == block these are the same lengths: equal. With chunk < block ours also finds the
+  beginning of a block that vLLM has to compute again: at least. With chunk > block ours resumes at chunk boundaries, so that a hit gives the
+  bits of a miss; that is another rule and not compared.
+- vLLM indexes generated tokens; ours does when told to (``cache_generated``), as here. vLLM indexes a block when it schedules the step that
+  fills it, ours when that step is back; here no request looks while a step runs.
+- Both leave the last token to be computed, and hits of several groups are agreed on at the same block size. Nothing drafts (EAGLE is off).
+- Both evict what was used longest ago, a sequence's end before its beginning. So with one KV group and equal pools hits are equal
+  under eviction too. Ours takes the block for the first generated token when it admits, vLLM a step later, which is why requests here
+  generate at least two.
+- vLLM gives up what falls behind a window at every step, ours when a sequence takes its next block. That is the same moment if the window
+  without its last token is whole blocks; only such windows are compared where blocks are evicted.
+- vLLM's KV groups share one pool, ours have one each. Where groups evict, each of ours is as large as vLLM's pool, which is what one
+  of vLLM's groups may fill. Then the two have lived through the same only until the first hit that differs: that one must be ours. Later a
+  single hit may be shorter (what was computed anew in vLLM was only read in ours, and lies elsewhere in the order of
+  eviction), but not their sum.
+- Live requests always fit in both, so that evictions take only what is cached.
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.requests.request import Request
+from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from tests.support.scheduler import vllm_peer
+from tests.support.scheduler.factories import ListSink, make_sampling
+
+pytestmark = pytest.mark.property
+
+BLOCK = 8
+MAX_LEN = 160
+MAX_LIVE = 3
+# Blocks that all live requests together can need, in one group.
+LIVE_BLOCKS = MAX_LIVE * (MAX_LEN // BLOCK + 1)
+AMPLE = 1_600
+FULL = (None,)
+
+
+class Cache(Protocol):
+    """A KV cache under comparison."""
+
+    def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:
+        """Prefills a request; tokens found cached, or None if it does not fit."""
+
+    def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Generates tokens; False if they do not fit."""
+
+    def free(self, request_id: str) -> None:
+        """Ends a request."""
+
+
+class OurCache:
+    """Our KvCache, driven as a ReplicaScheduler drives it."""
+
+    def __init__(self, windows: Sequence[int | None], num_blocks: int, chunk: int) -> None:
+        geometry = Geometry(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
+        groups = [
+            KvGroup(GroupKind.FULL) if window is None else KvGroup(GroupKind.PAGED_WINDOW, window)
+            for window in windows
+        ]
+        self._chunk = chunk
+        self._requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+        self.kv = KvCache(geometry, groups, [num_blocks] * len(groups), model="m",
+                          options=CacheOptions(cache_generated=True))  # fmt: skip
+
+    def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:
+        """Prefills a request."""
+        request = Request(
+            request_id=request_id, token_ids=list(token_ids), num_prompt_tokens=len(token_ids), sampling=make_sampling(),
+            arrival=next(self._arrivals), arrival_s=0.0, sink=ListSink(), end=MAX_LEN, cache_salt=cache_salt,
+        )  # fmt: skip
+        if not self.kv.admit(request):
+            return None
+        self._run_copies()
+        hit = request.num_computed
+        while request.num_computed < len(token_ids):
+            if not self._prefill(request, min(self._chunk, len(token_ids) - request.num_computed)):
+                return None
+        self._requests[request_id] = request
+        return hit
+
+    def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Generates tokens."""
+        request = self._requests[request_id]
+        for token in token_ids:
+            if request.num_computed < len(request.token_ids):
+                if request.num_computed >= self.kv.capacity(request) and not self._grow(request, 1):
+                    return False
+                request.num_computed += 1
+                if request.num_computed >= self.kv.capacity(request):
+                    self.kv.generated(request)
+            request.token_ids.append(token)
+        return True
+
+    def free(self, request_id: str) -> None:
+        """Ends a request."""
+        request = self._requests.pop(request_id)
+        self.kv.generated(request)
+        self.kv.release(request)
+        self.kv.check_integrity()
+
+    def _prefill(self, request: Request, count: int) -> bool:
+        start, end = request.num_computed, request.num_computed + count
+        if not self._grow(request, count):
+            return False
+        self.kv.computed(request, start, end)
+        request.num_computed = end
+        self._run_copies()
+        return True
+
+    def _grow(self, request: Request, count: int) -> bool:
+        return self.kv.grow(request, request.num_computed + count) is not None
+
+    def _run_copies(self) -> None:
+        copies = self.kv.copies.take()
+        if copies is not None:
+            self.kv.copied(copies)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a conversation.
+
+    Attributes:
+        conversation: whose history goes before it; conversations share three system prompts.
+        keep: how many tokens of the history; less than all is an edited earlier message.
+        user: new tokens of the prompt.
+        generated: tokens of the answer, which become history.
+        lingers: whether the request is still alive while the next one runs.
+        tenant: 0 or 1; tenants share nothing.
+    """
+
+    conversation: int
+    keep: int
+    user: int
+    generated: int
+    lingers: bool
+    tenant: int
+
+
+TURNS = st.lists(
+    st.builds(
+        Turn, conversation=st.integers(0, 5), keep=st.integers(0, MAX_LEN) | st.just(MAX_LEN), user=st.integers(0, 40),
+        generated=st.integers(2, 24), lingers=st.booleans(), tenant=st.sampled_from((0, 0, 0, 1)),
+    ),
+    min_size=4, max_size=24,
+)  # fmt: skip
+SYSTEM_PROMPTS = ([11] * 21, [12] * 32, [11] * 16 + [13] * 24)
+
+
+def play(turns: Sequence[Turn], *caches: Cache) -> list[tuple[int, ...]]:
+    """Runs the same requests through all caches; for each request, the tokens that each cache found."""
+    hits: list[tuple[int, ...]] = []
+    histories: dict[tuple[int, int], list[int]] = {}
+    alive: list[str] = []
+    fresh = itertools.count(100)
+    for index, turn in enumerate(turns):
+        key = (turn.tenant, turn.conversation)
+        history = histories.get(key) or SYSTEM_PROMPTS[turn.conversation % 3]
+        prompt = [*history[: turn.keep], *itertools.islice(fresh, turn.user)][: MAX_LEN - turn.generated] or [
+            1
+        ]
+        answer = list(itertools.islice(fresh, turn.generated))
+        request_id = f"r{index}"
+        found = [cache.admit(request_id, prompt, "ab"[turn.tenant]) for cache in caches]
+        assert all(hit is not None for hit in found), f"{request_id} fits, and was not admitted: {found}"
+        hits.append(tuple(hit or 0 for hit in found))
+        assert all(cache.append(request_id, answer) for cache in caches), "its tokens fit"
+        histories[key] = prompt + answer
+        alive.append(request_id)
+        while len(alive) > (MAX_LIVE - 1 if turn.lingers else 0):
+            for cache in caches:
+                cache.free(alive[0])
+            del alive[0]
+    for request_id in alive:
+        for cache in caches:
+            cache.free(request_id)
+    return hits
+
+
+def compare(
+    turns: Sequence[Turn], windows: Sequence[int | None], *, chunk: int = BLOCK, blocks: int = AMPLE
+) -> list[tuple[int, ...]]:
+    """(ours, vLLM's) for each request, with ``blocks`` blocks for each of our groups and for vLLM's shared pool."""
+    theirs = vllm_peer.KvCachePeer(
+        windows, num_blocks=blocks, block_size=BLOCK, max_model_len=MAX_LEN, chunk=chunk
+    )
+    return play(turns, OurCache(windows, blocks, chunk), theirs)
+
+
+def random_turns(seed: int, count: int) -> list[Turn]:
+    """A long trace, always the same for a seed."""
+    dice = random.Random(seed)
+    return [
+        Turn(
+            conversation=dice.randrange(6), keep=dice.choice((MAX_LEN, MAX_LEN, dice.randrange(MAX_LEN))),
+            user=dice.randrange(41), generated=dice.randrange(2, 25), lingers=dice.random() < 0.5,
+            tenant=dice.choice((0, 0, 0, 1)),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def first_difference(hits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The first pair of hits that are not the same; (0, 0) if all are."""
+    return next(((ours, theirs) for ours, theirs in hits if ours != theirs), (0, 0))
+
+
+# vLLM's objects are built anew for each example.
+examples = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+WINDOWS = st.sampled_from((2, 5, BLOCK, 9, 12, 24, 33))
+# Windows of which blocks fall out at the moment at which the next one is needed.
+EVEN_WINDOWS = st.sampled_from((BLOCK + 1, 2 * BLOCK + 1, 4 * BLOCK + 1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _vllm() -> None:
+    vllm_peer.prepare()
+
+
+@examples
+@given(turns=TURNS)
+def test_full_attention_finds_what_vllm_finds(turns: list[Turn]) -> None:
+    """One group, room for everything: each hit is equal."""
+    assert all(ours == theirs for ours, theirs in compare(turns, FULL))
+
+
+@examples
+@given(turns=TURNS, window=WINDOWS)
+def test_windows_find_what_vllm_finds(turns: list[Turn], window: int) -> None:
+    """Sliding windows only, room for everything: each hit is equal."""
+    assert all(ours == theirs for ours, theirs in compare(turns, (window,)))
+
+
+@examples
+@given(turns=TURNS, windows=st.lists(WINDOWS, min_size=1, max_size=2, unique=True))
+def test_hybrids_find_what_vllm_finds(turns: list[Turn], windows: list[int]) -> None:
+    """Full attention beside sliding windows, room for everything: the longest prefix that all groups have is one number."""
+    assert all(ours == theirs for ours, theirs in compare(turns, (None, *windows)))
+
+
+@examples
+@given(turns=TURNS, window=st.none() | EVEN_WINDOWS, spare=st.integers(1, 30))
+def test_one_group_evicts_what_vllm_evicts(turns: list[Turn], window: int | None, spare: int) -> None:
+    """One group, a pool that holds little more than the live requests: the same blocks go first, so each hit is equal."""
+    assert all(ours == theirs for ours, theirs in compare(turns, (window,), blocks=LIVE_BLOCKS + spare))
+
+
+@pytest.mark.parametrize("spare", [2, 40])
+@pytest.mark.parametrize("window", [None, 9, 33])
+def test_one_group_evicts_what_vllm_evicts_for_long(window: int | None, spare: int) -> None:
+    """The same over hundreds of requests and thousands of evictions."""
+    hits = compare(random_turns(spare, 400), (window,), blocks=LIVE_BLOCKS + spare)
+    assert all(ours == theirs for ours, theirs in hits)
+    assert sum(ours > 0 for ours, _ in hits) > 200
+
+
+@examples
+@given(turns=TURNS, window=EVEN_WINDOWS, spare=st.integers(1, 30))
+def test_hybrids_evict_no_more_than_vllm(turns: list[Turn], window: int, spare: int) -> None:
+    """Full attention beside a sliding window in small pools: where they part, ours has kept more."""
+    ours, theirs = first_difference(compare(turns, (None, window), blocks=2 * LIVE_BLOCKS + spare))
+    assert ours >= theirs
+
+
+@pytest.mark.parametrize("windows", [(None, 9), (None, 33), (None, 12, 33)])
+def test_hybrids_evict_no_more_than_vllm_for_long(windows: tuple[int | None, ...]) -> None:
+    """The same over hundreds of requests and thousands of evictions, and in sum."""
+    hits = compare(random_turns(1, 400), windows, blocks=len(windows) * LIVE_BLOCKS + 20)
+    ours, theirs = first_difference(hits)
+    assert ours > theirs
+    assert sum(ours for ours, _ in hits) > sum(theirs for _, theirs in hits)
+
+
+@examples
+@given(
+    turns=TURNS,
+    chunk=st.sampled_from((1, 2, 4)),
+    windows=st.sampled_from(((None,), (9,), (None, 12), (None, 5, 33))),
+)
+def test_chunks_smaller_than_blocks_find_more(
+    turns: list[Turn], chunk: int, windows: tuple[int | None, ...]
+) -> None:
+    """Chunks that divide a block, room for everything: each hit is at least vLLM's and shorter than vLLM's and a block."""
+    assert all(theirs <= ours < theirs + BLOCK for ours, theirs in compare(turns, windows, chunk=chunk))
+
+
+@examples
+@given(
+    turns=TURNS, chunk=st.sampled_from((1, 2, 4)), window=st.none() | EVEN_WINDOWS, spare=st.integers(1, 30)
+)
+def test_chunks_smaller_than_blocks_evict_no_more(
+    turns: list[Turn], chunk: int, window: int | None, spare: int
+) -> None:
+    """Chunks that divide a block in a small pool: where they part, ours has found more."""
+    ours, theirs = first_difference(compare(turns, (window,), chunk=chunk, blocks=LIVE_BLOCKS + spare))
+    assert ours >= theirs
+
+
+@pytest.mark.parametrize("chunk", [2, 4])
+@pytest.mark.parametrize("window", [None, 9, 33])
+def test_chunks_smaller_than_blocks_find_more_for_long(window: int | None, chunk: int) -> None:
+    """Hundreds of requests in a small pool: what is kept of unfinished blocks never costs more than it gives."""
+    hits = compare(random_turns(1, 400), (window,), chunk=chunk, blocks=LIVE_BLOCKS + 20)
+    assert sum(ours for ours, _ in hits) > sum(theirs for _, theirs in hits)

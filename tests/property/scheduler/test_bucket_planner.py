@@ -1,0 +1,51 @@
+"""The planned buckets are the best ones, against trying them all."""
+
+from itertools import combinations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from scheduler_svc.shapes.bucket_planner import best_buckets, work_of
+
+pytestmark = pytest.mark.property
+
+
+@given(
+    max_batch=st.integers(1, 11),
+    graphs=st.integers(1, 12),
+    data=st.data(),
+)
+@settings(max_examples=400, deadline=None)
+def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObject) -> None:
+    """Of all sets of at most that many sizes that end with the largest batch, observed or not."""
+    counts = data.draw(st.dictionaries(st.integers(1, max_batch), st.integers(0, 50) | st.just(10**12)))
+    best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
+    assert list(best) == sorted(set(best))
+    assert best[-1] == max_batch
+    assert len(best) <= graphs
+    least = min(
+        work_of(counts, (*chosen, max_batch)).padded_rows
+        for others in range(min(graphs, max_batch))
+        for chosen in combinations(range(1, max_batch), others)
+    )
+    assert work_of(counts, best).padded_rows == least
+
+
+@given(st.dictionaries(st.integers(1, 300), st.integers(1, 10**6), min_size=1), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_the_quick_way_finds_what_the_plain_one_finds(counts: dict[int, int], graphs: int) -> None:
+    """Against the same recursion without the convex hull, on larger histograms."""
+    sizes = sorted({*counts, 300})
+    upto = [0]
+    for size in sizes:
+        upto.append(upto[-1] + counts.get(size, 0))
+    costs: list[float] = [0.0] + [float("inf")] * len(sizes)
+    least = float("inf")
+    for _ in range(graphs):
+        costs = [float("inf")] + [
+            min(costs[i] + (upto[j] - upto[i]) * sizes[j - 1] for i in range(j)) for j in range(1, len(upto))
+        ]
+        least = min(least, costs[-1])
+    work = work_of(counts, best_buckets(counts, max_batch=300, graphs=graphs))
+    assert work.num_rows + work.padded_rows == least

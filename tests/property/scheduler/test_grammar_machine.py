@@ -1,0 +1,220 @@
+"""Random lives of requests with and without grammars on two replicas that compile, refuse, evict and are lost."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.step_plan import Decode, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.requests.request import FinishReason
+from scheduler_svc.requests.sampling import Grammar
+from tests.support.property_settings import machine
+from tests.support.scheduler.factories import (
+    FULL,
+    Rig,
+    SimulatedDevice,
+    expected_tokens,
+    make_geometry,
+    make_rig,
+    make_submission,
+)
+
+pytestmark = pytest.mark.property
+
+GRAMMARS = (Grammar(b"a"), Grammar(b"b"), None, None)
+NAMES = ("one", "two")
+
+
+def without(plan: StepPlan, slots: set[int]) -> StepPlan:
+    """What a worker runs of a plan if it cannot admit some slots."""
+    admit = tuple(admission for admission in plan.admit if admission.slot not in slots)
+    match plan.work:
+        case Prefill(slot) if slot in slots:
+            return replace(plan, work=None, admit=admit)
+        case Decode(rows, positions, bucket):
+            kept = [
+                (slot, position) for slot, position in zip(rows, positions, strict=True) if slot not in slots
+            ]
+            left = tuple(slot for slot, _ in kept)
+            work = Decode(left, tuple(position for _, position in kept), bucket) if left else None
+            return replace(plan, work=work, admit=admit)
+        case _:
+            return replace(plan, admit=admit)
+
+
+class GrammarMachine(RuleBasedStateMachine):
+    """Whatever replicas say of grammars, and when: every request ends, once, with its tokens or an error, and nobody waits for nothing."""
+
+    @initialize(
+        slots=st.sampled_from([1, 2, 4]),
+        # Replicas on which everything fits, or one on which some do not.
+        blocks=st.one_of(
+            st.lists(st.integers(12, 30), min_size=1, max_size=2),
+            st.tuples(st.integers(3, 4), st.integers(6, 12)).flatmap(st.permutations),
+        ),
+    )
+    def start(self, slots: int, blocks: list[int]) -> None:
+        buckets = tuple(bucket for bucket in (1, 2, 4) if bucket <= slots)
+        self.geometry = make_geometry(max_model_len=40, max_num_seqs=slots, buckets=buckets)
+        self.rig: Rig = make_rig(self.geometry)
+        self.engine = self.rig.engine
+        self.engine.detach("replica-0")
+        self.blocks = dict(zip(NAMES, blocks, strict=False))
+        self.replicas: dict[str, tuple[ReplicaScheduler, SimulatedDevice]] = {}
+        # What each replica was asked and has not answered, in order.
+        self.asked: list[tuple[str, Grammar]] = []
+        # Tokens by request and sequence.
+        self.wanted: dict[str, list[list[int]]] = {}
+        # Requests that fit the larger replica alone: its loss is their end.
+        self.large: set[str] = set()
+        for name in self.blocks:
+            self.attach(name)
+
+    def attach(self, name: str) -> None:
+        kv = KvCache(self.geometry, (FULL,), [self.blocks[name]], model="m", options=CacheOptions())
+        scheduler = ReplicaScheduler(self.geometry, kv, self.engine, Interleave(1), clock=lambda: 0.0)
+        self.replicas[name] = scheduler, SimulatedDevice(self.geometry, (FULL,))
+
+        def ask(grammar: Grammar) -> None:
+            assert (name, grammar) not in self.asked, "asked twice"
+            self.asked.append((name, grammar))
+
+        def withdraw(grammar: Grammar) -> None:
+            self.asked.remove((name, grammar))
+
+        self.engine.attach(name, AttachedReplica(scheduler, lambda: None, ask, withdraw))
+
+    def run_step(self, name: str, evicted: bool = False) -> bool:
+        """One step of a replica, which has evicted the grammars of those that are admitted or not."""
+        if name not in self.replicas:
+            return False
+        self.engine.dispatch()
+        scheduler, device = self.replicas[name]
+        plan = scheduler.step()
+        if plan is None:
+            return False
+        lost = {one.slot for one in plan.admit if one.sampling.grammar is not None} if evicted else set()
+        if not lost:
+            scheduler.update(device.run(plan))
+            return True
+        kept = without(plan, lost)
+        result = device.run(kept)
+        rows = kept.work.slots if isinstance(kept.work, Decode) else ()
+        if isinstance(kept.work, Prefill) and kept.work.sample:
+            rows = (kept.work.slot,)
+        outputs = [SlotOutput(slot, (), error=Unavailable("evicted")) for slot in lost]
+        outputs += [SlotOutput(slot, (token,)) for slot, token in zip(rows, result.token_ids, strict=True)]
+        scheduler.update(StepResult(plan.step, outputs=tuple(outputs)))
+        return True
+
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=12), max_tokens=st.integers(1, 8),
+        n=st.sampled_from([1, 1, 2, 3]), priority=st.integers(0, 1), grammar=st.sampled_from(GRAMMARS),
+        tenant=st.sampled_from(["", "t"]),
+    )  # fmt: skip
+    def submit(
+        self, prompt: list[int], max_tokens: int, n: int, priority: int, grammar: Grammar | None, tenant: str
+    ) -> None:
+        sizes = [each.kv.max_tokens(40) for each, _ in self.replicas.values()]
+        if len(prompt) + max_tokens > max(sizes):
+            return
+        name = f"r{len(self.wanted)}"
+        if len(prompt) + max_tokens > min(sizes):
+            self.large.add(name)
+        plain = make_submission(
+            prompt, request_id=name, max_tokens=max_tokens, n=n, priority=priority, tenant=tenant
+        )
+        self.wanted[name] = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+        self.rig.submit(replace(plain, sampling=replace(plain.sampling, grammar=grammar)))
+
+    @rule(name=st.sampled_from(NAMES), steps=st.integers(1, 4), evicted=st.sampled_from([False, False, True]))
+    def step(self, name: str, steps: int, evicted: bool) -> None:
+        for _ in range(steps):
+            self.run_step(name, evicted)
+
+    @precondition(lambda self: self.asked)
+    @rule(
+        data=st.data(), error=st.sampled_from([None, None, None, Overloaded("busy"), InvalidArgument("bad")])
+    )
+    def answer(self, data: st.DataObject, error: Overloaded | InvalidArgument | None) -> None:
+        asked = data.draw(st.sampled_from(self.asked))
+        self.asked.remove(asked)
+        if error is None:
+            self.engine.grammar_compiled(*asked)
+        else:
+            self.engine.grammar_refused(*asked, error)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.wanted))))
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose(self, name: str) -> None:
+        if name not in self.replicas:
+            return
+        self.asked = [asked for asked in self.asked if asked[0] != name]
+        self.engine.detach(name)
+        self.attach(name)
+
+    @invariant()
+    def nobody_stands_still(self) -> None:
+        if not hasattr(self, "replicas"):
+            return
+        desk = self.engine.grammars
+        for one in self.engine.waiting:
+            assert any(desk.may_run(one, name) for name in self.replicas), (
+                "its turn, but nobody has its grammar"
+            )
+        for known in desk._known.values():
+            assert known.ready or known.asked or not known.waiting, "it waits, but nobody was asked"
+        self.engine.dispatch()
+        for name, (scheduler, _) in self.replicas.items():
+            if scheduler.idle:
+                able = [
+                    one
+                    for one in self.engine.waiting
+                    if desk.may_run(one, name) and scheduler.kv.fits(one.end)
+                ]
+                assert not able, "an idle replica"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "replicas"):
+            return
+        while sum(self.run_step(name) for name in NAMES) or self.asked:
+            if self.asked:
+                self.engine.grammar_compiled(*self.asked.pop(0))
+        for name, sequences in self.wanted.items():
+            events = self.rig.sinks[name].events
+            assert self.engine.find(name) is None, "it waits for nothing"
+            if errors := [event.error for event in events if event.error]:
+                assert len(errors) == 1
+                assert events[-1].error is errors[0]
+                assert name in self.large or not isinstance(errors[0], ContextExceeded)
+                continue
+            for sequence, wanted in enumerate(sequences):
+                mine = [event for event in events if event.sequence == sequence]
+                tokens = [token for event in mine for token in event.token_ids]
+                assert tokens == wanted[: len(tokens)]
+                assert sum(event.finish_reason is not None for event in mine) == 1
+                assert mine[-1].finish_reason is FinishReason.ABORT or tokens == wanted
+        assert not self.engine._live
+        assert not self.engine._families
+        assert not self.engine.grammars._known
+        assert not self.engine.num_waiting
+        for line in self.engine.grammars._lines.values():
+            assert not line._under_way
+            assert not line._next
+        for scheduler, _ in self.replicas.values():
+            for group in scheduler.kv.groups:
+                assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
+
+
+TestGrammars = GrammarMachine.TestCase
+TestGrammars.settings = machine(max_examples=120, stateful_step_count=50)

@@ -1,0 +1,423 @@
+"""Random lives of a KV cache, checked after every step against a naive memory (``tests/support/scheduler/kv_cache_model.py``).
+
+The machine stands for the scheduler and for the device: it plans a step (grow, take the copies, work), lets anything else happen while the
+step runs, and takes its result in; the model does what the plans say.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_svc.kv.cache import CacheOptions, KvCache, PinnedPrefix
+from scheduler_svc.kv.copies import Copies
+from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
+from scheduler_svc.requests.request import Request
+from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
+from tests.support.property_settings import machine
+from tests.support.scheduler.factories import FULL, make_geometry, make_request, make_sampling
+from tests.support.scheduler.kv_cache_model import KvModel, contexts_of
+
+pytestmark = pytest.mark.property
+
+MAX_LEN = 40
+PINNED_SHARE = 0.5
+
+# Windows below, at and above a block of 4 or 8, multiples of it and not.
+GROUPS = (
+    FULL,
+    *(KvGroup(GroupKind.PAGED_WINDOW, window) for window in (1, 2, 3, 4, 5, 8, 9, 14)),
+    *(KvGroup(GroupKind.IN_PLACE_WINDOW, window) for window in (1, 2, 4)),
+)
+MIXES = st.one_of(
+    st.sampled_from(GROUPS).map(lambda group: (group,)),
+    st.lists(st.sampled_from(GROUPS), min_size=1, max_size=2).map(lambda groups: (FULL, *groups)),
+    st.lists(st.sampled_from(GROUPS), min_size=2, max_size=3).map(tuple),
+)
+# A trunk and branches off it: prefixes repeat, and leave one another at any place.
+TOKENS = st.builds(lambda trunk, branch: [3] * trunk + [4] * branch, st.integers(1, 24), st.integers(0, 6))
+
+
+@dataclass
+class Flight:
+    """A step that runs: its request, what it computes, and the copies that travel with it."""
+
+    request: Request | None
+    start: int
+    end: int
+    chunk: bool
+    copies: Copies | None
+    windows: list[tuple[int, int, bytes, int]]
+
+
+class KvCacheMachine(RuleBasedStateMachine):
+    """Waiting and running requests, forks, pins, crashes and failed steps on one cache."""
+
+    @initialize(
+        chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), groups=MIXES, room=st.integers(0, 14),
+        sub_block=st.booleans(), generated=st.booleans(), ends=st.booleans(),
+    )  # fmt: skip
+    def start(
+        self, chunk: int, block: int, groups: tuple[KvGroup, ...], room: int, sub_block: bool, generated: bool, ends: bool,
+    ) -> None:  # fmt: skip
+        self.geometry: Geometry = make_geometry(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
+        self.geometry.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
+        self.groups = groups
+        self.options = CacheOptions(True, sub_block, generated)
+        self.keep = KeepEnds if ends else KeepJunctions
+        # Room for the longest request and a little more: memory is short.
+        self.num_blocks = [MAX_LEN // block + 1 + room] * len(groups)
+        self.room = room
+        self.waiting: list[Request] = []
+        self.boot()
+
+    def boot(self) -> None:
+        self.kv = KvCache(
+            self.geometry, self.groups, self.num_blocks, model="m", options=self.options, keep=self.keep()
+        )
+        granule = self.geometry.granule
+        unit = (
+            self.geometry.chunk
+            if self.options.sub_block
+            else max(self.geometry.chunk, self.geometry.block_size)
+        )
+        self.model = KvModel(self.geometry, self.groups, unit // granule)
+        self.running: list[Request] = []
+        self.decoding: set[str] = set()
+        self.fresh: list[Request] = []
+        self.grown: list[tuple[int, tuple[int, ...]]] = []
+        self.pins: list[tuple[Request, PinnedPrefix, int]] = []
+        self.unsent: dict[int, tuple[bytes, int]] = {}
+        self.flight: Flight | None = None
+        self.resets = 0
+        # What a request computes on top of what was forgotten is not to be found either.
+        self.born: dict[str, int] = {}
+
+    # ---- requests come and go ------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.waiting) < 6)
+    @rule(prompt=TOKENS, salt=st.sampled_from(["", "", "", "a"]))
+    def arrive(self, prompt: list[int], salt: str) -> None:
+        sampling = make_sampling(max_tokens=MAX_LEN - len(prompt))
+        self.waiting.append(make_request(prompt, cache_salt=salt, sampling=sampling))
+        self.admit(self.waiting[-1])
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def admit_waiting(self, data: st.DataObject) -> None:
+        self.admit(self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))])
+
+    def admit(self, request: Request) -> None:
+        hit = self.model.longest_hit(request)
+        granule, per_block = self.geometry.granule, self.geometry.block_size // self.geometry.granule
+        assert self.kv.peek(request) == hit * granule, "the longest hit of all groups"
+        free = [group.pool.num_free for group in self.kv.groups]
+        if not self.kv.admit(request):
+            assert not request.tables
+            busy = self.running or self.pins or self.flight or self.kv.copies
+            assert busy, "an idle cache must take any request that fits it"
+            return
+        if request.num_cached != hit * granule:
+            # Without room for a block to copy from, a hit ends at a whole block.
+            tight = [
+                count <= group.most_blocks(len(request.token_ids) + 1)
+                for group, count in zip(self.kv.groups, free, strict=True)
+            ]
+            assert any(tight)
+            while hit % per_block and hit * granule > request.num_cached:
+                hit = self.model.longest_hit(
+                    request, (hit - hit % per_block) // self.model.unit * self.model.unit
+                )
+        assert request.num_cached == request.num_computed == hit * granule
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.born[request.request_id] = self.resets
+        self.fresh.append(request)
+        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else hit // per_block
+            self.model.handed_out(group_id, [block.block_id for block in table.blocks[shared:]])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), comes_back=st.booleans())
+    def leave(self, data: st.DataObject, comes_back: bool) -> None:
+        """Finished, aborted or preempted, at any time."""
+        self.release(self.running[data.draw(st.integers(0, len(self.running) - 1))], comes_back=comes_back)
+
+    def release(self, request: Request, *, comes_back: bool) -> None:
+        if request.request_id in self.decoding:
+            self.generated(request)
+            self.decoding.remove(request.request_id)
+        self.kv.release(request)
+        assert not request.tables
+        self.running.remove(request)
+        if request in self.fresh:
+            self.fresh.remove(request)
+        if self.flight is not None and self.flight.request is request:
+            self.flight.request = None
+        if comes_back:
+            self.waiting.append(request)
+
+    def generated(self, request: Request) -> None:
+        """As the scheduler: at the end of blocks and when a decoding request leaves."""
+        self.kv.generated(request)
+        copied = not self.kv.copies.waits_for(request)
+        if self.options.cache_generated and copied and self.born[request.request_id] == self.resets:
+            self.model.publish(
+                request, max(0, request.num_computed - self.geometry.block_size), request.num_computed
+            )
+
+    @precondition(lambda self: self.running and len(self.running) < 6)
+    @rule(data=st.data(), token=st.integers(3, 4))
+    def fork(self, data: st.DataObject, token: int) -> None:
+        parent = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+        flight = self.flight
+        if flight is not None and (
+            flight.request is parent or (flight.copies and parent in flight.copies.owners)
+        ):
+            return  # forks are made between a request's steps
+        child = make_request(
+            parent.token_ids, cache_salt=parent.cache_salt, sampling=make_sampling(max_tokens=MAX_LEN)
+        )
+        child.end = MAX_LEN
+        if parent.request_id in self.decoding and len(child.token_ids) == parent.num_computed + 1:
+            child.token_ids[-1] = token
+        if not self.kv.fork(parent, child, parent.num_computed):
+            assert not child.tables
+            return
+        assert child.num_computed == parent.num_computed
+        whole = child.num_computed // self.geometry.block_size
+        for group_id, (group, table) in enumerate(zip(self.groups, child.tables, strict=True)):
+            shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else whole
+            self.model.handed_out(group_id, [block.block_id for block in table.blocks[shared:]])
+        # What the child shares may have been decoded by its parent: nothing of it is a hit.
+        child.num_cached = 0
+        self.running.append(child)
+        self.born[child.request_id] = self.born[parent.request_id]
+        self.fresh.append(child)
+        if parent.request_id in self.decoding:
+            self.decoding.add(child.request_id)
+
+    @rule(really=st.sampled_from([False] * 5 + [True]))
+    def crash(self, really: bool) -> None:
+        """The replica is lost with everything in its memory."""
+        if not really:
+            return
+        for request in self.running:
+            request.tables, request.num_computed = [], 0
+        self.waiting = [*self.waiting, *self.running][:6]
+        self.boot()
+
+    # ---- pins and resets -----------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.pins) < 3)
+    @rule(prompt=TOKENS)
+    def pin(self, prompt: list[int]) -> None:
+        probe = make_request(prompt)
+        pinned = self.kv.pin(probe, [pin for _, pin, _ in self.pins], PINNED_SHARE)
+        if pinned is None:
+            return
+        assert pinned.num_tokens == self.model.longest_hit(probe) * self.geometry.granule
+        self.pins.append((probe, pinned, self.resets))
+        for group_id, group in enumerate(self.kv.groups):
+            held = {id(block) for _, pin, _ in self.pins for block in pin.blocks(group_id)}
+            assert len(held) <= PINNED_SHARE * group.pool.num_blocks
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.kv.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[1])
+
+    @rule(really=st.sampled_from([False] * 3 + [True]))
+    def reset(self, really: bool) -> None:
+        if not really:
+            return
+        self.kv.reset_prefixes()
+        self.model.findable.clear()
+        self.resets += 1
+
+    # ---- steps ---------------------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.flight is None and self.running)
+    @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]), at_once=st.booleans())
+    def step(self, data: st.DataObject, fails: bool, at_once: bool) -> None:
+        """A chunk or a token of some request; its result comes at once or later."""
+        self.plan(self.running[data.draw(st.integers(0, len(self.running) - 1))], fails=fails)
+        if at_once:
+            self.update()
+
+    @precondition(lambda self: self.flight is None and self.running)
+    @rule(data=st.data(), count=st.integers(2, 12))
+    def steps(self, data: st.DataObject, count: int) -> None:
+        """The same request for a while."""
+        request = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+        for _ in range(count):
+            if request not in self.running:
+                return
+            self.plan(request, fails=False)
+            self.update()
+
+    @precondition(lambda self: self.flight is not None)
+    @rule()
+    def update(self) -> None:
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        if flight.copies is not None:
+            self.kv.copied(flight.copies)
+            for group_id, block_id, context, resets in flight.windows:
+                if resets == self.resets:
+                    self.model.publish_window(group_id, block_id, context)
+        request = flight.request
+        if request is None:
+            return
+        start, end = flight.start, flight.end
+        whole = flight.chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
+        if flight.chunk:
+            self.kv.computed(request, start, end)
+            if (whole or self.options.cache_generated) and self.born[request.request_id] == self.resets:
+                self.model.publish(request, start, end)
+            self.note_windows(request, end)
+        request.num_computed = end
+        if end == len(request.token_ids):
+            self.decoding.add(request.request_id)
+            # The sampled token depends on nothing here; equal ones make generated prefixes repeat.
+            request.token_ids.append(3)
+            if len(request.token_ids) >= request.end:
+                self.release(request, comes_back=False)
+
+    def note_windows(self, request: Request, end: int) -> None:
+        """What was queued to be kept is the request's window, and the blocks for it are nobody else's any more."""
+        context = contexts_of(request)[end - 1]
+        for entry in self.kv.copies.entries:
+            if entry.key is not None and id(entry) not in self.unsent:
+                assert entry.order.source_block == request.tables[entry.order.group_id].blocks[0].block_id
+                assert end % (self.model.unit * self.geometry.granule) == 0, (
+                    "windows are kept where hits may end"
+                )
+                self.unsent[id(entry)] = context, self.resets
+                self.model.handed_out(entry.order.group_id, [entry.order.target_block])
+
+    def plan(self, request: Request, *, fails: bool) -> None:
+        decode = request.request_id in self.decoding
+        start = request.num_computed
+        end = start + 1 if decode else min(start + self.geometry.chunk, len(request.token_ids))
+        if decode and self.kv.capacity(request) <= start:
+            self.generated(request)
+        while (grown := self.kv.grow(request, end)) is None:
+            if len(self.running) > 1:
+                victim = next(other for other in reversed(self.running) if other is not request)
+                self.release(victim, comes_back=len(self.waiting) < 6)
+            elif not self.kv.copies.drop_windows():
+                assert self.pins, "the whole life of a request that was admitted fits"
+                self.kv.unpin(self.pins.pop()[1])
+        for group_id, block_ids in grown:
+            self.model.handed_out(group_id, block_ids)
+        self.grown += grown
+        copies = self.kv.copies.take()
+        assert not self.kv.copies
+        windows = [
+            (entry.order.group_id, entry.order.target_block, *self.unsent[id(entry)])
+            for entry in (copies.entries if copies else ())
+            if entry.key is not None
+        ]
+        self.unsent.clear()
+        if fails:
+            self.fail(request, start, end, copies)
+            return
+        for order in copies.orders if copies else ():
+            self.model.copy(order)
+        self.grant()
+        for other in self.running:
+            self.model.check_request(other, exact=not self.options.cache_generated)
+        self.check_alone(request, start, end)
+        self.model.write(request, start, end, chunk=not decode)
+        self.flight = Flight(request, start, end, not decode, copies, windows)
+
+    def grant(self) -> None:
+        """The worker clears what was granted since the last plan, but for what hits and copies brought."""
+        for request in self.fresh:
+            written = -(-request.num_computed // self.geometry.block_size)
+            for group_id, table in enumerate(request.tables):
+                self.model.clear(group_id, [block.block_id for block in table.blocks[written:]])
+        for group_id, block_ids in self.grown:
+            self.model.clear(group_id, block_ids)
+        self.fresh.clear()
+        self.grown.clear()
+
+    def fail(self, request: Request, start: int, end: int, copies: Copies | None) -> None:
+        """The step fails: what it was to write is unknown, its request ends, and who resumes from its copies goes back."""
+        for order in copies.orders if copies else ():
+            self.model.spoil(order)
+        self.grant()
+        self.model.write(request, start, end, chunk=False, spoil=True)
+        owners = copies.owners if copies else []
+        if copies is not None:
+            self.kv.copied(copies, done=False)
+        # Nothing that they decoded may be looked for in what was not copied.
+        self.decoding.difference_update(owner.request_id for owner in owners)
+        self.release(request, comes_back=False)
+        for owner in owners:
+            if owner in self.running:
+                self.release(owner, comes_back=True)
+
+    def check_alone(self, request: Request, start: int, end: int) -> None:
+        """Blocks that are about to be written are in one table and in no pin."""
+        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            size = self.geometry.block_size
+            paged = group.kind is not GroupKind.IN_PLACE_WINDOW
+            written = table.blocks[start // size : (end - 1) // size + 1] if paged else table.blocks
+            for block in written:
+                assert block is not self.kv.groups[group_id].pool.null
+                tables = [other for other in self.running if block in other.tables[group_id].blocks]
+                assert tables == [request], f"block {block.block_id} is written while others use it"
+
+    # ---- always --------------------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check_integrity()
+        self.model.check_findable()
+        copies = [*self.kv.copies.entries]
+        if self.flight is not None and self.flight.copies is not None:
+            copies += self.flight.copies.entries
+        for group_id, group in enumerate(self.kv.groups):
+            users: Counter[int] = Counter()
+            for request in self.running:
+                users.update(block.block_id for block in request.tables[group_id].live)
+            users.update(entry.held.block_id for entry in copies if entry.order.group_id == group_id)
+            for _, pin, _ in self.pins:
+                users.update(block.block_id for block in pin.blocks(group_id))
+            for block in group.pool._blocks[1:]:
+                assert block.ref_count == users[block.block_id], f"references of block {block.block_id}"
+            found = {
+                context
+                for (other, _), all_ in self.model.findable.items()
+                if other == group_id
+                for context in all_
+            }
+            assert group.pool.num_cached == len(found), f"what can be found in group {group_id}"
+        for probe, pinned, resets in self.pins:
+            assert resets != self.resets or self.kv.peek(probe) >= pinned.num_tokens, "pinned prefixes stay"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.update()
+        for request in [*self.running]:
+            self.release(request, comes_back=False)
+        for _, pinned, _ in self.pins:
+            self.kv.unpin(pinned)
+        if (copies := self.kv.copies.take()) is not None:
+            self.kv.copied(copies, done=False)
+        self.kv.check_integrity()
+        for group in self.kv.groups:
+            assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
+
+
+TestKvCache = KvCacheMachine.TestCase
+# With test_scheduler_machines.py: (250 + 60 + 120) x 60 = 25,800 steps; one step of a machine is often several of the cache.
+TestKvCache.settings = machine(max_examples=250, stateful_step_count=60)

@@ -1,0 +1,331 @@
+"""Random lives of pools and schedulers, checked against naive models after every step."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from protos.errors import Overloaded
+from scheduler_svc.kv.block_pool import Block, BlockPool
+from scheduler_svc.requests.request import FinishReason
+from scheduler_svc.shapes.geometry import DeviceLimits, GroupKind, KvGroup
+from tests.support.property_settings import machine
+from tests.support.scheduler.factories import (
+    EOS,
+    FULL,
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_request,
+    make_rig,
+    make_submission,
+)
+
+pytestmark = pytest.mark.property
+
+NUM_BLOCKS = 8
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool against three lists of free ids and a dict from content to the blocks that have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[bytes] = []
+        self.pool = BlockPool(NUM_BLOCKS + 1, on_evict=self.evicted.append)
+        # In the order in which they are handed out: without content, with cheap content, with other content.
+        self.free: tuple[list[int], list[int], list[int]] = (list(range(1, NUM_BLOCKS + 1)), [], [])
+        self.content: dict[int, list[bytes]] = {}
+        self.cheap: set[int] = set()
+        self.tables: list[list[Block]] = []
+
+    @property
+    def all_free(self) -> list[int]:
+        return [*self.free[0], *self.free[1], *self.free[2]]
+
+    def give(self, ids: list[int]) -> None:
+        """What the pool does with blocks that have no references any more."""
+        for block_id in ids:
+            if not self.content.get(block_id):
+                self.free[0].insert(0, block_id)
+            else:
+                self.free[1 if block_id in self.cheap else 2].append(block_id)
+
+    def take(self, ids: list[int]) -> None:
+        for queue in self.free:
+            queue[:] = [block_id for block_id in queue if block_id not in ids]
+
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def allocate(self, count: int) -> None:
+        blocks = self.pool.allocate(count)
+        if count > len(self.all_free):
+            assert blocks is None
+            return
+        assert blocks is not None
+        expected = self.all_free[:count]
+        assert [block.block_id for block in blocks] == expected, "the block that is worth least first"
+        self.take(expected)
+        for block_id in expected:
+            self.content.pop(block_id, None)
+            self.cheap.discard(block_id)
+        self.tables.append(blocks)
+
+    @precondition(lambda self: any(self.tables))
+    @rule(
+        data=st.data(),
+        keys=st.lists(st.binary(min_size=1, max_size=1), min_size=1, max_size=3, unique=True),
+        cheap=st.booleans(),
+    )
+    def index(self, data: st.DataObject, keys: list[bytes], cheap: bool) -> None:
+        block = data.draw(st.sampled_from([block for table in self.tables for block in table]))
+        mine = self.content.setdefault(block.block_id, [])
+        keys = [key for key in keys if key not in mine]
+        known = {key for content in self.content.values() for key in content}
+        assert self.pool.index_block(block, keys, cheap=cheap) == [key for key in keys if key not in known]
+        mine += keys
+        (self.cheap.add if cheap else self.cheap.discard)(block.block_id)
+
+    @rule(key=st.binary(min_size=1, max_size=1))
+    def revive(self, key: bytes) -> None:
+        block = self.pool.lookup(key)
+        holders = [block_id for block_id, content in self.content.items() if key in content]
+        assert (block is not None) == bool(holders), "found exactly as long as some block has it"
+        if block is None:
+            return
+        assert block.block_id in holders
+        self.pool.touch([block])
+        self.take([block.block_id])
+        self.cheap.discard(block.block_id)
+        self.tables.append([block])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(reversed(table))
+        in_use = {block.block_id for other in self.tables for block in other}
+        self.give([block.block_id for block in reversed(table) if block.block_id not in in_use])
+
+    @rule()
+    def spare(self) -> None:
+        """A spare block costs nothing but cheap content."""
+        block = self.pool.allocate_for_cheap()
+        assert (block is None) == (not self.free[0] and not self.free[1])
+        if block is None:
+            return
+        assert block.block_id == self.all_free[0]
+        self.take([block.block_id])
+        self.content.pop(block.block_id, None)
+        self.cheap.discard(block.block_id)
+        self.tables.append([block])
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset_index()
+        # In the order of their ids, each to the front.
+        with_content = sorted(block_id for block_id in [*self.free[1], *self.free[2]])
+        self.content.clear()
+        self.cheap.clear()
+        self.take(with_content)
+        self.give(with_content)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_free == len(self.all_free)
+        assert set(self.pool.keys) == {key for content in self.content.values() for key in content}
+
+
+KINDS = (
+    FULL,
+    KvGroup(GroupKind.PAGED_WINDOW, 3),
+    KvGroup(GroupKind.PAGED_WINDOW, 8),
+    KvGroup(GroupKind.IN_PLACE_WINDOW, 2),
+    KvGroup(GroupKind.IN_PLACE_WINDOW, 4),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, are aborted, preempted for want of blocks and lose their replica; every one must get exactly its tokens.
+
+    The device behind the scheduler checks before every step that the blocks hold what its queries see.
+    """
+
+    @initialize(
+        chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
+        groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
+        generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 9]), jump=st.sampled_from([0, 1, 3, 7]),
+    )  # fmt: skip
+    def start(
+        self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
+        generated: bool, ratio: int, lease: int, jump: int,
+    ) -> None:  # fmt: skip
+        # Smaller than the longest request on purpose with few blocks: admission must refuse, never deadlock.
+        geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
+        geometry.check(DeviceLimits(40, 1, 4, 8), groups)
+        self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
+                                 sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease)  # fmt: skip
+        self.jump = self.rig.device.jump = jump
+        # Tokens by request and sequence, up to the stop token where there is one.
+        self.stops: dict[str, int | None] = {}
+        self.wanted: dict[str, list[list[int]]] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self.pins: list[str] = []
+        self.count = 0
+
+    # Few distinct tokens and lengths: prefixes repeat.
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12),
+        salt=st.sampled_from(["", "", "a"]), priority=st.integers(0, 1), n=st.sampled_from([1, 1, 1, 2, 3, 6]),
+        stop_at=st.sampled_from([None, None, None, 0, 1, 5]),
+    )  # fmt: skip
+    def submit(
+        self, prompt: list[int], max_tokens: int, salt: str, priority: int, n: int, stop_at: int | None
+    ) -> None:
+        if len(prompt) + max_tokens > self.rig.scheduler.kv.max_tokens(40):
+            return
+        self.count += 1
+        name = f"r{self.count}"
+        wanted = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+        # One of the tokens that the first sequence is about to generate.
+        stop = self.stops[name] = None if stop_at is None else wanted[0][min(stop_at, max_tokens - 1)]
+        self.wanted[name] = [
+            tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in wanted
+        ]
+        self.rig.submit(
+            make_submission(
+                prompt, request_id=name, max_tokens=max_tokens, cache_salt=salt, priority=priority, n=n,
+                stop_token_ids=() if stop is None else (stop,),
+            )
+        )  # fmt: skip
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.rig.step()
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.draw_and_abort(data)
+
+    def draw_and_abort(self, data: st.DataObject) -> None:
+        """A whole request, or one of its sequences."""
+        name = data.draw(st.sampled_from(sorted(self.wanted)))
+        sequences = range(len(self.wanted[name]))
+        one = data.draw(st.sampled_from([None, *sequences]))
+        ended = self.ended(name)
+        if self.rig.engine.abort(name, one):
+            now = [one] if one is not None else [each for each in sequences if each not in ended]
+            assert not ended.intersection(now)
+            self.aborted |= {(name, each) for each in now}
+
+    def ended(self, name: str) -> set[int]:
+        return {event.sequence for event in self.rig.sinks[name].events if event.finish_reason}
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort_while_a_step_runs(self, data: st.DataObject) -> None:
+        after = data.draw(st.integers(0, 3), label="steps")
+
+        def abort() -> None:
+            nonlocal after
+            after -= 1
+            if after == -1:
+                self.draw_and_abort(data)
+
+        self.rig.meanwhile = abort
+        self.rig.step()
+        self.rig.meanwhile = lambda: None
+
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), after=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 3]), stop_at=st.sampled_from([None, 0, 1, 5]),
+    )  # fmt: skip
+    def submit_while_a_step_runs(
+        self, prompt: list[int], max_tokens: int, after: int, n: int, stop_at: int | None
+    ) -> None:
+        def submit() -> None:
+            nonlocal after
+            after -= 1
+            if after == -1:
+                self.submit(prompt, max_tokens, "", 0, n, stop_at)
+
+        self.rig.meanwhile = submit
+        self.rig.step()
+        self.rig.meanwhile = lambda: None
+
+    @rule(in_flight=st.booleans())
+    def crash(self, in_flight: bool) -> None:
+        if in_flight:
+            self.rig.scheduler.step()
+        self.rig.replace_replica()
+        self.rig.device.jump = self.jump
+
+    @rule(prompt=st.lists(st.integers(3, 4), min_size=2, max_size=20))
+    def pin(self, prompt: list[int]) -> None:
+        self.count += 1
+        name = f"pin{self.count}"
+        try:
+            self.rig.engine.pin(name, "replica-0", make_request(prompt))
+        except Overloaded:
+            return
+        self.pins.append(name)
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        self.rig.engine.unpin(self.pins.pop())
+
+    @rule()
+    def reset(self) -> None:
+        self.rig.engine.reset_prefix_cache()
+
+    @invariant()
+    def pools_are_sound(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.scheduler.kv.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.run()
+        for name in self.pins:
+            self.rig.engine.unpin(name)
+        for name, sequences in self.wanted.items():
+            events = self.rig.sinks[name].events
+            assert {event.request_id for event in events} == {name}
+            assert sum(event.first for event in events) <= 1
+            for sequence, wanted in enumerate(sequences):
+                mine = [event for event in events if event.sequence == sequence]
+                tokens = [token for event in mine for token in event.token_ids]
+                if (name, sequence) in self.aborted:
+                    assert tokens == wanted[: len(tokens)]
+                    assert mine[-1].finish_reason is FinishReason.ABORT
+                else:
+                    assert EOS not in wanted
+                    assert tokens == wanted, "no token lost, doubled or changed"
+                    stopped = wanted[-1] == self.stops[name]
+                    assert mine[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+                    assert mine[-1].stop_token_id == (wanted[-1] if stopped else None)
+                assert sum(event.finish_reason is not None for event in mine) == 1
+        for group in self.rig.scheduler.kv.groups:
+            assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
+        self.check_that_nothing_is_left()
+
+    def check_that_nothing_is_left(self) -> None:
+        """No request is known, and nothing is still counted, expected or due of those that were."""
+        scheduler, engine = self.rig.scheduler, self.rig.engine
+        assert scheduler.prefill_backlog == 0
+        assert scheduler.num_running == scheduler.num_deferred == 0
+        running, decoding = scheduler._running, scheduler._running.decoding
+        assert not running.sharing._in_progress._owners
+        assert not decoding._tenants
+        assert not engine._live
+        assert not engine._families
+        assert not [step for step in decoding._calendar if step < decoding._steps]
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = machine(max_examples=60, stateful_step_count=60)
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = machine(max_examples=120, stateful_step_count=60)

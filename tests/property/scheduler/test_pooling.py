@@ -1,0 +1,141 @@
+"""Whatever comes, goes and fails: every pooling request runs once, in the smallest shape that it fits into."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from protos.errors import ContextExceeded
+from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.pooling.batching import PoolShape
+from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica, PoolSubmission
+from scheduler_svc.replica.step_plan import Pool, SlotOutput, StepPlan, StepResult
+from scheduler_svc.requests.request import FinishReason, Pooling, PoolTask
+from tests.support.scheduler.factories import ListSink
+
+pytestmark = pytest.mark.property
+
+SHAPES = st.lists(
+    st.builds(PoolShape, st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=5, unique=True
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """An engine with up to three replicas, driven by hand."""
+
+    @initialize(shapes=SHAPES)
+    def start(self, shapes: list[PoolShape]) -> None:
+        self.shapes = sorted(shapes)
+        self.now = 0.0
+        self.engine = PoolEngine(
+            max_waiting=1000, max_waiting_tokens=100_000, clock=lambda: self.now, make_order=PriorityFairOrder
+        )
+        self.model = PooledModel(100, frozenset({PoolTask.EMBED}), 1)
+        self.engine.serve(self.model, tuple(shapes))
+        self.sinks: dict[str, ListSink] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.replicas: dict[str, PoolReplica] = {}
+        self.plans: dict[str, StepPlan | None] = {}
+        self.woken: set[str] = set()
+        self.count = 0
+
+    @rule(length=st.integers(1, 14), priority=st.integers(-1, 1), tenant=st.sampled_from("ab"))
+    def submit(self, length: int, priority: int, tenant: str) -> None:
+        self.count += 1
+        name, prompt = f"r{self.count}", tuple(range(1, 1 + length))
+        sink = ListSink()
+        submission = PoolSubmission(name, prompt, Pooling(PoolTask.EMBED), priority, tenant)
+        if length > self.shapes[-1].prompt_len:
+            with pytest.raises(ContextExceeded):
+                self.engine.submit(submission, sink)
+            return
+        self.engine.submit(submission, sink)
+        self.sinks[name], self.prompts[name] = sink, prompt
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def abort(self, pick: Any) -> None:
+        live = [name for name, sink in self.sinks.items() if not sink.events]
+        if live:
+            name = pick.choice(live)
+            assert self.engine.abort(name)
+            assert self.sinks[name].events[0].finish_reason is FinishReason.ABORT
+
+    @rule(name=st.sampled_from("xyz"))
+    def attach(self, name: str) -> None:
+        if name in self.replicas:
+            return
+        replica = PoolReplica(self.engine.make_scheduler(name, self.model), lambda: self.woken.add(name))
+        self.replicas[name], self.plans[name] = replica, None
+        self.engine.attach(name, replica)
+
+    @rule(name=st.sampled_from("xyz"))
+    def lose(self, name: str) -> None:
+        if self.replicas.pop(name, None) is not None:
+            plan = self.plans.pop(name)
+            self.woken.discard(name)
+            running = sum(self._is_live(one.request_id) for one in plan.admit) if plan else 0
+            assert self.engine.detach(name) == running
+
+    @rule(name=st.sampled_from("xyz"), seconds=st.floats(0, 10))
+    def drive(self, name: str, seconds: float) -> None:
+        """What a replica's driver does whenever it is woken or its step is answered."""
+        self.now += seconds
+        if name in self.replicas:
+            self._drive(name)
+
+    def _drive(self, name: str) -> None:
+        replica = self.replicas[name]
+        plan = self.plans[name]
+        if plan is not None:
+            outputs = tuple(
+                SlotOutput(one.slot, (), pooled=(float(len(one.token_ids)),)) for one in plan.admit
+            )
+            replica.scheduler.update(StepResult(plan.step, outputs=outputs))
+        elif name not in self.woken:
+            return
+        self.woken.discard(name)
+        self.plans[name] = replica.scheduler.step()
+        if (plan := self.plans[name]) is not None:
+            self._check(plan)
+
+    def _check(self, plan: StepPlan) -> None:
+        assert isinstance(plan.work, Pool)
+        assert plan.work.shape in self.shapes
+        assert plan.work.slots == tuple(one.slot for one in plan.admit)
+        assert 1 <= len(plan.work.slots) <= plan.work.shape.batch
+        for one in plan.admit:
+            assert self._is_live(one.request_id), "who is over runs no more"
+            smallest = min(s.prompt_len for s in self.shapes if s.prompt_len >= len(one.token_ids))
+            assert plan.work.shape.prompt_len == smallest
+
+    def _is_live(self, name: str) -> bool:
+        return not self.sinks[name].events
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        """Whoever is live waits or runs; if somebody waits, no free replica sleeps."""
+        if not hasattr(self, "engine"):
+            return
+        live = {name for name in self.sinks if self._is_live(name)}
+        assert self.engine.num_waiting + self.engine.num_running == len(live)
+        if self.engine.num_waiting:
+            idle = [name for name, plan in self.plans.items() if plan is None]
+            assert not idle or self.woken.intersection(idle)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.attach("x")
+        while self.engine.num_waiting or self.engine.num_running:
+            for name in list(self.replicas):
+                self._drive(name)
+        for name, sink in self.sinks.items():
+            (event,) = sink.events
+            if event.finish_reason is not FinishReason.ABORT:
+                assert list(event.pooled) == [float(len(self.prompts[name]))]
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPooling = Machine.TestCase

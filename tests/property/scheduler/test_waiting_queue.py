@@ -1,0 +1,178 @@
+"""Random lives of a waiting queue, checked against a sorted list after every step."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_svc.dispatch.waiting_queue import WaitingQueue
+from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.requests.request import Request
+from tests.support.scheduler.waiting_requests import waiting_request
+
+pytestmark = pytest.mark.property
+
+# Halves and quarters throughout: floats hold all sums and quotients exactly.
+TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 1.0}
+
+
+class NaiveCounters:
+    """The virtual token counters as the paper states them: every tenant for ever."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, float] = {}
+        self.last: str | None = None
+        self.drained = 0.0
+
+    def floor(self, active: set[str]) -> float:
+        if active:
+            return min(self.counters[tenant] for tenant in active)
+        return self.drained if self.last is None else self.counters[self.last]
+
+
+class WaitingMachine(RuleBasedStateMachine):
+    """A queue against a list that is sorted anew for every look."""
+
+    @initialize(ageing=st.sampled_from([None, 0.25, 1.0, 2.5]))
+    def start(self, ageing: float | None) -> None:
+        self.ageing = ageing
+        self.order = PriorityFairOrder(ageing, TENANTS)
+        self.queue = WaitingQueue(self.order)
+        self.naive = NaiveCounters()
+        self.now = 0.0
+        self.waiting: list[tuple[str, Request]] = []
+        self.running: list[tuple[str, Request]] = []
+        # Those of the waiting ones that have no turn.
+        self.aside: list[tuple[str, Request]] = []
+
+    @property
+    def in_line(self) -> list[tuple[str, Request]]:
+        return [member for member in self.waiting if member not in self.aside]
+
+    @property
+    def active(self) -> set[str]:
+        return {tenant for tenant, _ in self.waiting}
+
+    def key(self, member: tuple[str, Request]) -> tuple[int, float, int]:
+        tenant, request = member
+        waited = 0 if self.ageing is None else math.floor((self.now - request.arrival_s) / self.ageing)
+        return request.priority - waited, self.naive.counters[tenant], request.arrival
+
+    def put(self, member: tuple[str, Request]) -> None:
+        tenant, request = member
+        floor = self.naive.floor(self.active)
+        if tenant not in self.active:
+            self.naive.counters[tenant] = max(self.naive.counters.get(tenant, 0.0), floor)
+        self.waiting.append(member)
+        self.queue.add(request)
+
+    def take(self, member: tuple[str, Request]) -> None:
+        self.waiting.remove(member)
+        self.aside = [other for other in self.aside if other is not member]
+        if not self.waiting:
+            self.naive.last = member[0]
+        assert self.queue.remove(member[1])
+        assert member[1] not in self.queue
+        assert not self.queue.remove(member[1])
+
+    @rule(tenant=st.sampled_from(sorted(TENANTS)), priority=st.integers(-2, 3), tokens=st.integers(1, 9))
+    def arrive(self, tenant: str, priority: int, tokens: int) -> None:
+        request = waiting_request(tenant=tenant, priority=priority, arrival_s=self.now, num_tokens=tokens)
+        request.rank = self.queue.rank(request)
+        self.put((tenant, request))
+
+    @rule(quarters=st.integers(1, 40))
+    def time_passes(self, quarters: int) -> None:
+        self.now += quarters / 4
+
+    @precondition(lambda self: self.in_line)
+    @rule(data=st.data())
+    def step_aside(self, data: st.DataObject) -> None:
+        member = data.draw(st.sampled_from(self.in_line))
+        self.queue.put_aside(member[1], member[0])
+        self.aside.append(member)
+
+    @rule(tenant=st.sampled_from([None, *sorted(TENANTS)]))
+    def bring_back(self, tenant: str | None) -> None:
+        for each in TENANTS if tenant is None else [tenant]:
+            group = [member for member in self.aside if member[0] == each]
+            if group:
+                self.aside.remove(min(group, key=lambda member: member[1].rank))
+        self.queue.bring_back(tenant)
+
+    @precondition(lambda self: self.in_line)
+    @rule()
+    def admit(self) -> None:
+        member = min(self.in_line, key=self.key)
+        self.take(member)
+        self.running.append(member)
+        self.serve(member[0], len(member[1].token_ids))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.take(data.draw(st.sampled_from(self.waiting)))
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def decode(self) -> None:
+        for tenant in sorted({tenant for tenant, _ in self.running}):
+            self.serve(tenant, sum(other == tenant for other, _ in self.running))
+
+    def serve(self, tenant: str, tokens: int) -> None:
+        self.queue.charge(tenant, tokens)
+        self.naive.counters[tenant] += tokens / TENANTS[tenant]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), comes_back=st.booleans())
+    def leave(self, data: st.DataObject, comes_back: bool) -> None:
+        member = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if comes_back:
+            member[1].token_ids.append(5)
+            self.put(member)
+
+    @precondition(lambda self: self.waiting)
+    @rule(keep=st.integers(0, 5))
+    def drain(self, keep: int) -> None:
+        expected = sorted(self.waiting, key=self.key)
+        floor = self.naive.floor(self.active)
+        assert self.queue.drain() == [request for _, request in expected]
+        self.waiting, self.aside = [], []
+        self.naive.last, self.naive.drained = None, floor
+        for member in expected[:keep]:
+            self.put(member)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        head = min(self.in_line, key=self.key)[1] if self.in_line else None
+        assert self.queue.peek(self.now) is head
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.num_tokens == sum(len(request.token_ids) for _, request in self.waiting)
+        assert all(request in self.queue for _, request in self.waiting)
+        assert not any(request in self.queue for _, request in self.running)
+
+    @invariant()
+    def keeps_little(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        assert len(self.order._heap) <= 2 * len(self.waiting) + 20
+        assert len(self.order._promotions) <= 2 * len(self.waiting) + 20
+        for line in self.order._lines.values():
+            assert len(line._heap) <= 2 * len(line.requests) + 20
+
+    def teardown(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        while self.waiting:
+            self.agrees()
+            self.take(min(self.waiting, key=self.key))
+        assert self.queue.peek(self.now) is None
+        assert not self.order._lines
+
+
+TestWaiting = WaitingMachine.TestCase
+TestWaiting.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -1,0 +1,353 @@
+"""The gateway's peer in tests: a small scripted ``Inference`` service with faults at the press of a button.
+
+It answers every prompt with the same tokens, one event a step, all requests of a stream together, as the scheduler does. Run as a
+program (``python -m tests.support.gateway.fake_scheduler --port 50051``) it serves load tests of the gateway.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from protos import wire
+from protos.errors import SchemaMismatch, TriptychError, Unavailable, abort
+from protos.server import Server
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+SCHEDULER_METRICS = (
+    b"# HELP vllm:num_requests_running Requests that have a slot.\n"
+    b"# TYPE vllm:num_requests_running gauge\n"
+    b'vllm:num_requests_running{model_name="smollm2",engine="r0"} 3.0\n'
+)
+GENERATE = inference.GenerateRequest
+
+# The base class answers UNIMPLEMENTED for what is not written here; its type insists on every method.
+if TYPE_CHECKING:
+    _Servicer = Any
+else:
+    _Servicer = InferenceServicer
+
+
+@dataclass
+class Running:
+    """One sequence of a request of a stream."""
+
+    request: GENERATE
+    sequence: int
+    sent: int
+    first: bool = True
+    # Who computes the prompt, if not this one, and of how many of its tokens log-probabilities were told.
+    teller: "Running | None" = None
+    told: int = 0
+
+    @property
+    def telling(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be told, so that no token may come."""
+        missing = len(self.request.prompt_token_ids) - 1 - (self.teller or self).told
+        return self.request.sampling.HasField("prompt_logprobs") and missing > 0
+
+
+def sequences_of(request: GENERATE) -> dict[tuple[str, int], Running]:
+    """What has to run of a request, by id and sequence. The first one tells of the prompt."""
+    running: dict[tuple[str, int], Running] = {}
+    known = {one.sequence: one for one in request.resumed}
+    for sequence in range(request.n or 1):
+        part = known.get(sequence, inference.ResumedSequence())
+        if not part.finished:
+            teller = next(iter(running.values()), None)
+            one = Running(request, sequence, len(part.token_ids), first=teller is None, teller=teller)
+            running[request.request_id, sequence] = one
+    return running
+
+
+def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
+    """What the peer says of a token: it is the second likeliest one, behind token 7."""
+    top = [(7, -0.25), (token_id, -1.0 - position), (9, -20.0)][:count]
+    return pb.TokenLogprobs(
+        logprob=-1.0 - position,
+        rank=2,
+        top_token_ids=[one for one, _ in top],
+        top_logprobs=[one for _, one in top],
+    )
+
+
+@dataclass
+class ScriptedInference(_Servicer):  # type: ignore[misc]
+    """Plays ``reply`` to every request, and to its further sequences ``reply`` without its first so many tokens.
+
+    Attributes:
+        folder: the tokenizer files.
+        reply: tokens of every answer.
+        tokens_per_event: how many of them an event carries.
+        step_s: pause between steps.
+        prompt_logprobs_per_event: in events of how many the log-probabilities of a prompt come; ``None``: all at once.
+        others_first: a prompt's further sequences begin without waiting for its log-probabilities.
+        break_in_prompt: break the stream once, between two of those.
+        pause_after: stop stepping requests after that many tokens until :meth:`resume`; ``None``: never.
+        refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
+        ready: whether a replica is ready.
+        metrics: the answer to GetMetrics; ``None``: unavailable.
+        pooled_size: of a pooling model, values of a result; 0 for one that generates.
+        pool_gate: pooling requests are answered while this is set.
+        refuse_pool: what to answer to pooling requests instead, by their prompts.
+        requests, pooled, aborted: what came in, in order.
+    """
+
+    folder: Path
+    reply: list[int] = field(default_factory=list)
+    model: str = "smollm2"
+    max_model_len: int = 512
+    eos: int = 2
+    tokens_per_event: int = 1
+    prompt_logprobs_per_event: int | None = None
+    others_first: bool = False
+    step_s: float = 0.0
+    pause_after: int | None = None
+    refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
+    ready: bool = True
+    break_after: int | None = None
+    break_in_prompt: bool = False
+    schema_revision: int = wire.SCHEMA_REVISION
+    requests: list[GENERATE] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    sampling_defaults: pb.SamplingParams = field(default_factory=pb.SamplingParams)
+    num_tokenizer_loads: int = 0
+    metrics: bytes | None = SCHEDULER_METRICS
+
+    pooled_size: int = 0
+    pool_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    refuse_pool: Callable[[inference.PoolRequest], TriptychError | None] = lambda _: None
+    pooled: list[inference.PoolRequest] = field(default_factory=list)
+    pooling: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool_gate.set()
+
+    def reset(self) -> None:
+        """Forgets what came in and every fault that was set."""
+        self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
+        self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
+        self.refuse = lambda _: None
+        self.metrics = SCHEDULER_METRICS
+        self.refuse_pool = lambda _: None
+        self.pool_gate.set()
+        self.requests.clear()
+        self.pooled.clear()
+        self.aborted.clear()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until ``condition`` holds; it is looked at after every change."""
+        async with self.changed, asyncio.timeout(20):
+            await self.changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def resume(self) -> None:
+        """Goes on after ``pause_after``."""
+        self.pause_after = None
+        await self._notify()
+
+    async def GetModel(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        if not self.ready:
+            await abort(context, Unavailable("no replica is ready", retry_after_ms=2500))
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+        return pb.ModelInfo(
+            served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
+            eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
+            default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
+            pool_tasks=[pb.POOL_TASK_EMBED] if self.pooled_size else [],
+        )  # fmt: skip
+
+    async def Pool(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        self.pooled.append(request)
+        self.pooling += 1
+        await self._notify()
+        try:
+            await self.pool_gate.wait()
+            if (error := self.refuse_pool(request)) is not None:
+                await abort(context, error)
+        finally:
+            self.pooling -= 1
+        prompt = list(request.prompt_token_ids)
+        return inference.PoolResponse(
+            request_id=request.request_id, values=[len(prompt), prompt[0], *[0.1] * (self.pooled_size - 2)],
+            shape=[self.pooled_size], num_prompt_tokens=len(prompt),
+        )  # fmt: skip
+
+    async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        self.num_tokenizer_loads += 1
+        for path in sorted(self.folder.iterdir()):
+            data = path.read_bytes()
+            for start in range(0, len(data), wire.FILE_CHUNK_BYTES):
+                piece = data[start : start + wire.FILE_CHUNK_BYTES]
+                yield pb.FileChunk(name=path.name, data=piece, last=start + len(piece) >= len(data))
+
+    async def GetLoad(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        state = inference.REPLICA_STATE_READY if self.ready else inference.REPLICA_STATE_CONFIGURING
+        return inference.Load(
+            replicas=[inference.ReplicaLoad(replica_id="r0", state=state, detail="compiling 3 of 7")]
+        )
+
+    async def GetMetrics(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        if self.metrics is None:
+            await abort(context, Unavailable("on purpose"))
+        return inference.GetMetricsResponse(text=self.metrics, content_type=CONTENT_TYPE_LATEST)
+
+    async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        running: dict[tuple[str, int], Running] = {}
+        refused: list[inference.GenerateEvent] = []
+        first = True
+
+        async def read() -> None:
+            nonlocal first
+            async for message in request_iterator:
+                if first and message.schema_revision != self.schema_revision:
+                    await abort(context, SchemaMismatch("the scheduler speaks another revision"))
+                first = False
+                if message.HasField("generate"):
+                    request = message.generate
+                    self.requests.append(request)
+                    if (error := self.refuse(request)) is not None:
+                        refused.append(
+                            inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())
+                        )
+                    else:
+                        running.update(sequences_of(request))
+                elif message.HasField("abort"):
+                    self._abort(message.abort, running)
+                await self._notify()
+
+        reader = asyncio.create_task(read())
+        try:
+            while not reader.done():
+                events = refused + [
+                    event for one in list(running.values()) if (event := self._step(one)) is not None
+                ]
+                refused.clear()
+                for event in events:
+                    if event.finish_reason:
+                        running.pop((event.request_id, event.sequence), None)
+                if events:
+                    yield inference.ConnectResponse(events=events)
+                    await self._notify()
+                    if (
+                        self.break_after is not None
+                        and any(one.sent >= self.break_after for one in running.values())
+                    ) or (self.break_in_prompt and any(one.telling for one in running.values())):
+                        self.break_after, self.break_in_prompt = None, False
+                        await abort(context, Unavailable("the stream was broken on purpose"))
+                    await asyncio.sleep(self.step_s)
+                else:
+                    async with self.changed:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self.changed.wait(), 0.05)
+            await reader
+        finally:
+            reader.cancel()
+            self.aborted.extend(dict.fromkeys(name for name, _ in running))
+            await self._notify()
+
+    def _abort(self, abort: inference.AbortRequest, running: dict[tuple[str, int], Running]) -> None:
+        """Ends a request (noted by its id), or one of its sequences (``id#sequence``)."""
+        name, only = abort.request_id, abort.sequence if abort.HasField("sequence") else None
+        self.aborted.append(name if only is None else f"{name}#{only}")
+        for key in [key for key in running if key[0] == name and only in (None, key[1])]:
+            del running[key]
+
+    def _tell_prompt(self, one: Running, event: inference.GenerateEvent) -> None:
+        """Adds the next of the prompt's log-probabilities."""
+        prompt = one.request.prompt_token_ids
+        end = min(len(prompt), one.told + 1 + (self.prompt_logprobs_per_event or len(prompt)))
+        event.prompt_logprobs.extend(
+            logprobs_of(prompt[position], position, one.request.sampling.prompt_logprobs)
+            for position in range(one.told + 1, end)
+        )
+        one.told = end - 1
+
+    def _step(self, one: Running) -> inference.GenerateEvent | None:
+        limit = min(
+            one.request.sampling.max_tokens or 10**9,
+            self.max_model_len - len(one.request.prompt_token_ids),
+        )
+        if self.pause_after is not None and one.sent >= self.pause_after:
+            return None
+        end = min(one.sent + self.tokens_per_event, limit)
+        reply = self.reply[one.sequence :]
+        tokens = [reply[i % len(reply)] for i in range(one.sent, end)]
+        event = inference.GenerateEvent(request_id=one.request.request_id, sequence=one.sequence)
+        sampling = one.request.sampling
+        if one.first:
+            one.first = False
+            event.prompt.num_tokens = len(one.request.prompt_token_ids)
+            event.prompt.num_cached_tokens = 3
+        if one.teller is None and one.telling:
+            self._tell_prompt(one, event)
+        if one.telling and not (self.others_first and one.teller is not None):
+            return event if event.prompt_logprobs else None
+        stops = set(one.request.sampling.stop_token_ids) | (
+            set() if one.request.sampling.ignore_eos else {self.eos}
+        )
+        for position, token in enumerate(tokens):
+            if token in stops:
+                del tokens[position + 1 :]
+                event.finish_reason = pb.FINISH_REASON_STOP
+                event.stop_token_id = token
+                break
+        else:
+            if end >= limit:
+                event.finish_reason = pb.FINISH_REASON_LENGTH
+        event.token_ids.extend(tokens)
+        if sampling.HasField("logprobs"):
+            event.logprobs.extend(
+                logprobs_of(token, position, sampling.logprobs)
+                for position, token in enumerate(tokens, start=one.sent)
+            )
+        one.sent += len(tokens)
+        return event
+
+
+@contextlib.asynccontextmanager
+async def serving(peer: ScriptedInference, port: int = 0) -> AsyncIterator[Server]:
+    """Serves ``peer`` on a real port."""
+    server = Server(
+        ["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(peer, grpc_server)
+    )
+    await server.start("127.0.0.1", port)
+    await server.set_serving(True)
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    reply = [504 + n for n in range(100)]
+    peer = ScriptedInference(
+        arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0
+    )
+    async with serving(peer, arguments.port):
+        print("ready", time.time(), file=sys.stderr, flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    asyncio.run(_main(parser.parse_args()))

@@ -1,0 +1,120 @@
+"""What several of the gateway's tests need: SmolLM2's tokenizer files, and a gateway that listens."""
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from tokenizers import Tokenizer
+
+from gateway.__main__ import HttpServer, listen
+from gateway.app import create_app
+from gateway.scheduler_link.client import InferenceClient
+from gateway.settings import Settings
+from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from worker_svc.model_files import demo_models as models
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@functools.cache
+def smollm2_folder() -> Path:
+    """A folder with SmolLM2's tokenizer files and nothing else: what a scheduler would send."""
+    source = models.fetch("smollm2")
+    folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
+    atexit.register(folder.cleanup)
+    for name in FILES:
+        shutil.copy(source / name, folder.name)
+    return Path(folder.name)
+
+
+@dataclass
+class Gateway:
+    """A gateway that listens in this process."""
+
+    base_url: str
+    port: int
+    client: InferenceClient
+    app: Any
+
+
+@dataclass
+class Stack:
+    """A gateway, its scripted scheduler, and an HTTP client for it."""
+
+    peer: ScriptedInference
+    gateway: Gateway
+    http: httpx.AsyncClient
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Posts ``body`` and returns the objects of the event stream; the last one is the text "[DONE]"."""
+        found: list[Any] = []
+        async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+            async for line in response.aiter_lines():
+                if line:
+                    assert line.startswith("data: ")
+                    data = line.removeprefix("data: ")
+                    found.append(data if data == "[DONE]" else json.loads(data))
+        return found
+
+
+@contextlib.asynccontextmanager
+async def running_stack(text: str, *, folder: Path | None = None, **changes: Any) -> AsyncIterator[Stack]:
+    """A gateway whose scheduler answers everything with ``text``; the tokenizer files are SmolLM2's unless there is a ``folder``."""
+    folder = folder or smollm2_folder()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    peer = ScriptedInference(folder, [*tokenizer.encode(text).ids, 2])
+    async with (
+        serving(peer) as server,
+        running_gateway(server.port, **changes) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        yield Stack(peer, gateway, http)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    scheduler_port: int, *, wait: bool = True, **changes: Any
+) -> AsyncIterator[Gateway]:
+    """Serves a real gateway on a free port; by default waits until it knows its model."""
+    settings = Settings.model_construct(
+        **{
+            **{name: field.default for name, field in Settings.model_fields.items()},
+            "port": 0,
+            "scheduler_address": f"127.0.0.1:{scheduler_port}",
+            "drain_timeout_s": 0.2,
+            **changes,
+        }
+    )
+    client = InferenceClient(
+        settings.scheduler_address,
+        resume_timeout_s=settings.resume_timeout_s,
+        call_timeout_s=settings.call_timeout_s,
+    )
+    app = create_app(settings, client)
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="on", access_log=False, log_config=None
+    )
+    server = HttpServer(config, client, settings.drain_timeout_s)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        async with asyncio.timeout(10):
+            while not server.started or (wait and not app.state.context.watcher.model_name):
+                await asyncio.sleep(0.01)
+        yield Gateway(f"http://127.0.0.1:{port}", port, client, app)
+    finally:
+        server.should_exit = True
+        await task

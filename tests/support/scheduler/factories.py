@@ -1,0 +1,376 @@
+"""Small real objects for scheduler tests, and a simulated device that checks every plan it is given."""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.step_plan import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.request import Event, Request
+from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sequence_group import Resumed
+from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+
+EOS = 2
+FULL = KvGroup(GroupKind.FULL)
+_ARRIVALS = itertools.count()
+
+
+class ListSink:
+    """Keeps the events of one or many requests."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def push(self, event: Event) -> None:
+        self.events.append(event)
+
+    def push_token(self, request_id: str, token_id: int) -> None:
+        self.events.append(Event(request_id, (token_id,)))
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens received, in order."""
+        return [token for event in self.events for token in event.token_ids]
+
+    def tokens_of(self, sequence: int) -> list[int]:
+        """Those of one of a request's sequences."""
+        return [token for event in self.events if event.sequence == sequence for token in event.token_ids]
+
+
+def make_pool(num_blocks: int = 9) -> BlockPool:
+    return BlockPool(num_blocks)
+
+
+def make_geometry(
+    *, max_model_len: int = 64, max_num_seqs: int = 4, chunk: int = 4, block_size: int = 4,
+    buckets: tuple[int, ...] = (1, 2, 4),
+) -> Geometry:  # fmt: skip
+    return Geometry(max_model_len, max_num_seqs, chunk, block_size, buckets)
+
+
+def make_sampling(
+    *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False, min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:  # fmt: skip
+    return SamplingParams(
+        temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens,
+        stop_token_ids=frozenset(stop_token_ids), ignore_eos=ignore_eos, logprobs=None, min_tokens=min_tokens,
+        prompt_logprobs=prompt_logprobs,
+    )  # fmt: skip
+
+
+def make_request(
+    prompt: Sequence[int] = (5, 6, 7), *, request_id: str | None = None, sampling: SamplingParams | None = None,
+    priority: int = 0, tenant: str = "", arrival_s: float = 0.0, cache_salt: str = "",
+) -> Request:  # fmt: skip
+    arrival = next(_ARRIVALS)
+    sampling = sampling or make_sampling()
+    return Request(
+        request_id=request_id or f"r{arrival}", token_ids=list(prompt), num_prompt_tokens=len(prompt),
+        sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), end=len(prompt) + sampling.max_tokens,
+        stop_ids=sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else {EOS}),
+        priority=priority, tenant=tenant, cache_salt=cache_salt,
+    )  # fmt: skip
+
+
+def make_submission(
+    prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
+    cache_salt: str = "", resumed: Sequence[int] = (), fields: frozenset[str] = frozenset(),
+    stop_token_ids: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: SamplingParams | None = None,
+    resumed_sequences: Sequence[Resumed] = (),
+) -> Submission:  # fmt: skip
+    if resumed:
+        resumed_sequences = (Resumed(0, tuple(resumed)),)
+    return Submission(
+        request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, priority=priority, tenant=tenant,
+        sampling=sampling or make_sampling(stop_token_ids=stop_token_ids), cache_salt=cache_salt,
+        n=n, resumed=tuple(resumed_sequences), sampling_fields=fields,
+    )  # fmt: skip
+
+
+def next_token(context: Sequence[int], sequence: int = 0, vocab_size: int = 97) -> int:
+    """A deterministic "model": the next token is a function of the whole context and of which of a request's sequences it is."""
+    digest = hashlib.blake2b(repr((sequence, *context)).encode(), digest_size=4).digest()
+    return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
+
+
+def expected_tokens(prompt: Sequence[int], max_tokens: int, sequence: int = 0) -> list[int]:
+    """What the simulated model generates, alone and undisturbed."""
+    context = list(prompt)
+    for _ in range(max_tokens):
+        context.append(next_token(context, sequence))
+    return context[len(prompt) :]
+
+
+def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
+    """Extends ``contexts`` to the tokens: what the KV of each position depends on, all tokens up to it."""
+    for position in range(len(contexts), len(tokens)):
+        contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
+
+
+def next_leased(plan: StepPlan) -> StepPlan:
+    """A leasing plan's next step: one position on, and nothing to be done before it."""
+    assert isinstance(plan.work, Decode)
+    positions = tuple(position + 1 for position in plan.work.positions)
+    return StepPlan(plan.step, replace(plan.work, positions=positions))
+
+
+@dataclass
+class _Slot:
+    admission: Admission
+    tokens: list[int]
+    computed: int
+    tables: list[list[int]]
+    contexts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class SimulatedDevice:
+    """Executes plans as a worker does and keeps, per block, what the KV in it was computed from.
+
+    Before each step it checks that the blocks hold exactly the contexts that the step's queries see, so a wrong block table, a block
+    that is shared while written, a missing copy, or a stale prefix hit is an error at once.
+    """
+
+    geometry: Geometry
+    groups: Sequence[KvGroup] = (FULL,)
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    prefilled: int = 0
+    copied: int = 0
+    shapes: set[tuple[str, int]] = field(default_factory=set)
+    jump: int = 0
+    """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
+    passes: int = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for slot in plan.release:
+            self.slots.pop(slot, None)
+        for copy in plan.copies:
+            self.copied += 1
+            assert copy.source_block != NULL_BLOCK_ID != copy.target_block
+            self.memory[copy.group_id, copy.target_block] = list(
+                self.memory[copy.group_id, copy.source_block]
+            )
+        for admission in plan.admit:
+            self._admit(admission)
+        for growth in plan.grow:
+            self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
+            for block in growth.block_ids:
+                self.memory.pop((growth.group_id, block), None)
+        match plan.work:
+            case Prefill(slot, start, num_tokens, sample):
+                state = self.slots[slot]
+                assert start == state.computed
+                assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
+                assert 1 <= num_tokens <= self.geometry.chunk
+                self.shapes.add(("prefill", self.geometry.chunk))
+                self.prefilled += num_tokens
+                self._compute(state, start + num_tokens)
+                assert sample == (state.computed == len(state.tokens))
+                self.passes += 1
+                return self._result(plan.step, (slot,) if sample else ())
+            case Decode(slots, positions, bucket):
+                assert len(set(slots)) == len(slots) <= bucket
+                assert bucket in self.geometry.buckets
+                self.shapes.add(("decode", bucket))
+                for slot, position in zip(slots, positions, strict=True):
+                    state = self.slots[slot]
+                    assert position == state.computed == len(state.tokens) - 1
+                    self._compute(state, position + 1)
+                self.passes += 1
+                return self._result(plan.step, slots)
+            case None:
+                return StepResult(plan.step)
+            case Pool():
+                raise AssertionError("this device generates")
+
+    def _admit(self, admission: Admission) -> None:
+        assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
+        assert 0 <= admission.slot < self.geometry.max_num_seqs
+        assert admission.num_computed < len(admission.token_ids)
+        tables = [list(table) for table in admission.block_ids]
+        state = _Slot(admission, list(admission.token_ids), admission.num_computed, tables)
+        self.slots[admission.slot] = state
+        written = -(-admission.num_computed // self.geometry.block_size)
+        for group, table in enumerate(tables):
+            for block in table[written:]:
+                self.memory.pop((group, block), None)
+
+    def _compute(self, state: _Slot, end: int) -> None:
+        """One graph execution for one row: reads what is visible, writes positions up to ``end``."""
+        _contexts(state.tokens, state.contexts)
+        start = state.computed
+        for group_id, group in enumerate(self.groups):
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                (block,) = state.tables[group_id]
+                self._check_alone(group_id, block)
+                held = self.memory.get((group_id, block), [])
+                first = max(0, start - group.window)
+                assert held == state.contexts[first:start], f"window of group {group_id} at {start}"
+                self.memory[group_id, block] = [*held, *state.contexts[start:end]][-group.window :]
+                continue
+            first = max(0, start - group.window + 1) if group.window else 0
+            for position in range(first, start):
+                cells = self.memory.get(
+                    (group_id, state.tables[group_id][position // self.geometry.block_size]), []
+                )
+                offset = position % self.geometry.block_size
+                assert offset < len(cells), f"position {position} of group {group_id} was never written"
+                assert cells[offset] == state.contexts[position], f"position {position} of group {group_id}"
+            for position in range(start, end):
+                index, offset = divmod(position, self.geometry.block_size)
+                block = state.tables[group_id][index]
+                self._check_alone(group_id, block)
+                cells = self.memory.setdefault((group_id, block), [None] * self.geometry.block_size)
+                cells[offset] = state.contexts[position]
+        state.computed = end
+
+    def _check_alone(self, group_id: int, block: int) -> None:
+        assert block != NULL_BLOCK_ID
+        sharers = [other for other in self.slots.values() if block in other.tables[group_id]]
+        # Tables here are never told of blocks behind a window, which others may have by now.
+        if self.groups[group_id].window:
+            sharers = [other for other in sharers if block in self._live(other, group_id)]
+        assert len(sharers) == 1, (
+            f"block {block} of group {group_id} is written while {len(sharers)} slots use it"
+        )
+
+    def _live(self, state: _Slot, group_id: int) -> list[int]:
+        group, table = self.groups[group_id], state.tables[group_id]
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            return table
+        return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
+
+    def _result(self, step: int, slots: Sequence[int]) -> StepResult:
+        tokens = [self._sample(self.slots[slot]) for slot in slots]
+        if not self.jump:
+            return StepResult(step, tuple(tokens))
+        outputs = []
+        for slot, token in zip(slots, tokens, strict=True):
+            state = self.slots[slot]
+            room = self.geometry.max_model_len - len(state.tokens)
+            forced = [self._sample(state) for _ in range(min(self.jump, room) if token % 2 == 0 else 0)]
+            outputs.append(SlotOutput(slot, (token, *forced)))
+        if all(len(output.token_ids) == 1 for output in outputs):
+            return StepResult(step, tuple(tokens))
+        return StepResult(step, outputs=tuple(outputs))
+
+    def _sample(self, state: _Slot) -> int:
+        token = next_token(state.tokens, state.admission.sequence)
+        state.tokens.append(token)
+        return token
+
+
+@dataclass
+class Rig:
+    """An engine with one replica on a simulated device, stepped by hand.
+
+    Attributes:
+        now: what the clock says.
+        max_lease: decode steps that a plan may allow.
+        meanwhile: called while each step runs.
+    """
+
+    groups: Sequence[KvGroup]
+    num_blocks: int | Sequence[int]
+    options: CacheOptions
+    geometry: Geometry
+    ratio: int
+    engine: Engine = field(init=False)
+    scheduler: ReplicaScheduler = field(init=False)
+    device: SimulatedDevice = field(init=False)
+    sinks: dict[str, ListSink] = field(default_factory=dict)
+    now: float = 0.0
+    max_lease: int = 1
+    meanwhile: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Attaches an empty replica."""
+        blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
+        kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
+        self.device = SimulatedDevice(self.geometry, self.groups)
+        self.scheduler = ReplicaScheduler(
+            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
+            max_lease=self.max_lease,
+        )  # fmt: skip
+        self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
+
+    def replace_replica(self, num_blocks: int | None = None) -> int:
+        """Loses the replica with everything in its memory and attaches an empty one; returns how many requests came back."""
+        self.num_blocks = num_blocks or self.num_blocks
+        back = self.engine.detach("replica-0")
+        self.start()
+        return back
+
+    def submit(self, submission: Submission) -> ListSink:
+        sink = self.sinks.setdefault(submission.request_id, ListSink())
+        self.engine.submit(submission, sink)
+        return sink
+
+    def step(self) -> StepPlan | None:
+        self.engine.dispatch()
+        plan = self.scheduler.step()
+        if plan is not None:
+            self.answer(plan)
+        return plan
+
+    def answer(self, plan: StepPlan) -> int:
+        """Runs a plan to its last result, as a worker and its driver do: what comes meanwhile cuts a lease short.
+
+        Returns:
+            How many steps were run.
+        """
+        lease = plan.work.lease if isinstance(plan.work, Decode) else 1
+        for index in range(lease):
+            self.meanwhile()
+            self.engine.dispatch()
+            newer = self.scheduler.interrupt()
+            result = self.device.run(plan)
+            last = newer is not None or index + 1 == lease or bool(result.outputs)
+            self.scheduler.update(replace(result, last=last))
+            if newer is not None:
+                self.scheduler.update(self.device.run(newer))
+            if last:
+                return index + 1
+            plan = next_leased(plan)
+        raise AssertionError("a lease of no steps")
+
+    def run(self, limit: int = 10_000) -> list[StepPlan]:
+        """Steps until there is nothing to do."""
+        plans = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+            assert len(plans) < limit, "the scheduler does not come to an end"
+        return plans
+
+
+def make_rig(
+    geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
+    prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
+    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
+) -> Rig:  # fmt: skip
+    options = CacheOptions(prefix_caching, sub_block, cache_generated)
+    rig = Rig(
+        groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease
+    )
+    rig.engine = Engine(
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        clock=lambda: rig.now,
+        order=order or PriorityFairOrder(),
+    )
+    rig.engine.model = ServedModel(
+        rig.geometry.max_model_len, 97, frozenset({"temperature"}), 5, frozenset({EOS})
+    )
+    rig.start()
+    return rig

@@ -1,0 +1,191 @@
+"""A naive KV memory: what every block physically holds, and by brute force the longest prefix that every group could hand over.
+
+It knows nothing of free lists, indices or searches. It is told what was decided and what was written, and remembers, per block, what may be
+found in it until the block is handed out again.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_svc.kv.groups.base import Table
+from scheduler_svc.replica.step_plan import BlockCopy
+from scheduler_svc.requests.request import Request
+from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+
+Cell = tuple[bytes, bool]
+"""KV of one position: what it was computed from (all tokens up to it), and whether a whole chunk at its own boundaries computed it."""
+
+
+def contexts_of(request: Request) -> list[bytes]:
+    """Per position, the identity of everything that its KV depends on."""
+    context, contexts = hashlib.blake2b(request.cache_salt.encode(), digest_size=8).digest(), []
+    for token in request.token_ids:
+        context = hashlib.blake2b(context + bytes([token]), digest_size=8).digest()
+        contexts.append(context)
+    return contexts
+
+
+@dataclass
+class KvModel:
+    """Blocks by (group id, block id).
+
+    Attributes:
+        unit: granules between two lengths that a hit may have.
+        memory: what is in a block: its cells from the block's start on (paged) or the last ``window`` ones (in place).
+        findable: the contexts under which a block may be found, shortest first; content that must not change.
+    """
+
+    geometry: Geometry
+    groups: Sequence[KvGroup]
+    unit: int
+    memory: dict[tuple[int, int], list[Cell | None]] = field(default_factory=dict)
+    findable: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
+
+    # ---- what the device does ------------------------------------------------------------------------------------------------------
+
+    def copy(self, order: BlockCopy) -> None:
+        """Copies the leading cells; the target holds nothing else then."""
+        source = self.memory.get((order.group_id, order.source_block), [])
+        assert len(source) >= order.num_tokens, f"{order} copies what was never written"
+        self.memory[order.group_id, order.target_block] = source[: order.num_tokens]
+
+    def spoil(self, order: BlockCopy) -> None:
+        """What a copy was to write is unknown now."""
+        self.memory[order.group_id, order.target_block] = []
+
+    def clear(self, group_id: int, block_ids: Iterable[int]) -> None:
+        """Blocks were granted: the worker clears them."""
+        for block_id in block_ids:
+            self.memory.pop((group_id, block_id), None)
+
+    def write(self, request: Request, start: int, end: int, *, chunk: bool, spoil: bool = False) -> None:
+        """Positions ``start`` .. ``end`` of a request are computed, or (``spoil``) something else is written there."""
+        contexts = contexts_of(request)
+        exact = chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
+        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                where = (group_id, table.blocks[0].block_id)
+                assert where not in self.findable, f"block {where} is written on and can be found"
+                old = self.memory.get(where, [])
+                new: list[Cell | None] = [None if spoil else (contexts[p], exact) for p in range(start, end)]
+                self.memory[where] = [*old, *new][-group.window :]
+                continue
+            for position in range(start, end):
+                index, offset = divmod(position, self.geometry.block_size)
+                where = (group_id, table.blocks[index].block_id)
+                fixed = len(self.findable.get(where, ())) * self.geometry.granule
+                assert offset >= fixed, f"position {position} of block {where} is written on and can be found"
+                cells = self.memory.setdefault(where, [])
+                cells += [None] * (offset + 1 - len(cells))
+                cells[offset] = None if spoil else (contexts[position], exact)
+
+    # ---- what the cache decides ----------------------------------------------------------------------------------------------------
+
+    def handed_out(self, group_id: int, block_ids: Iterable[int]) -> None:
+        """Blocks have a new owner: their old content cannot be found any more."""
+        for block_id in block_ids:
+            self.findable.pop((group_id, block_id), None)
+
+    def publish(self, request: Request, start: int, end: int) -> None:
+        """Whatever lies in a request's blocks from ``start`` up to ``end`` may be found from now on, whole granules only."""
+        size, granule = self.geometry.block_size, self.geometry.granule
+        if start // granule == end // granule:
+            return
+        contexts = contexts_of(request)
+        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                continue
+            for index in range(start // granule * granule // size, -(-(end // granule * granule) // size)):
+                if index < table.first:
+                    continue
+                first, last = index * size, min((index + 1) * size, end // granule * granule)
+                keys = [contexts[stop - 1] for stop in range(first + granule, last + 1, granule)]
+                self.findable[group_id, table.blocks[index].block_id] = keys
+
+    def publish_window(self, group_id: int, block_id: int, context: bytes) -> None:
+        """A window was kept."""
+        self.findable[group_id, block_id] = [context]
+
+    # ---- what must hold ------------------------------------------------------------------------------------------------------------
+
+    def limit(self, request: Request) -> int:
+        """Granules that a hit may have at the most: up to the last boundary before the last token."""
+        return (len(request.token_ids) - 1) // (self.unit * self.geometry.granule) * self.unit
+
+    def longest_hit(self, request: Request, limit: int | None = None) -> int:
+        """Granules of the longest prefix that all groups can serve: tries every length."""
+        limit = self.limit(request) if limit is None else limit
+        found = [
+            {context for (group, _), contexts in self.findable.items() if group == group_id for context in contexts}
+            for group_id in range(len(self.groups))
+        ]  # fmt: skip
+        contexts = contexts_of(request)
+        return max(
+            (hit for hit in range(0, limit + 1, self.unit)
+             if all(self._serves(group_id, found[group_id], contexts, hit) for group_id in range(len(self.groups)))),
+        )  # fmt: skip
+
+    def _serves(self, group_id: int, found: set[bytes], contexts: list[bytes], hit: int) -> bool:
+        if not hit:
+            return True
+        group, size = self.groups[group_id], self.geometry.block_size
+        end = hit * self.geometry.granule
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            return contexts[end - 1] in found
+        if end % size and contexts[end - 1] not in found:
+            return False
+        first_seen = max(0, end - group.window + 1) if group.window else 0
+        return all(
+            contexts[stop - 1] in found
+            for stop in range(size, end + 1, size)
+            if stop > first_seen  # the block's last position, stop - 1, is at or behind the first one seen
+        )
+
+    def check_request(self, request: Request, *, exact: bool) -> None:
+        """Every computed position that a later query sees is where the tables say; ``exact``: with the bits of a miss.
+
+        Decoded positions of the request itself are never exact.
+        """
+        contexts, end = contexts_of(request), request.num_computed
+        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            for position, cell in self._visible(group_id, group, table, end):
+                assert cell is not None, f"position {position} of group {group_id} was never written"
+                assert cell[0] == contexts[position], f"position {position} of group {group_id} is another's"
+                if exact and position < request.num_cached:
+                    assert cell[1], f"position {position} of group {group_id} would have other bits in a miss"
+
+    def _visible(
+        self, group_id: int, group: KvGroup, table: Table, end: int
+    ) -> Iterable[tuple[int, Cell | None]]:
+        size = self.geometry.block_size
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            if end:
+                cells = self.memory.get((group_id, table.blocks[0].block_id), [])
+                first = max(0, end - group.window)
+                assert len(cells) == end - first, (
+                    f"the window of group {group_id} holds {len(cells)} tokens at {end}"
+                )
+                yield from zip(range(first, end), cells, strict=True)
+            return
+        for position in range(max(0, end - group.window + 1) if group.window else 0, end):
+            index, offset = divmod(position, size)
+            assert index >= table.first, f"position {position} of group {group_id} is seen and was given up"
+            cells = self.memory.get((group_id, table.blocks[index].block_id), [])
+            yield position, cells[offset] if offset < len(cells) else None
+
+    def check_findable(self) -> None:
+        """What can be found is still there."""
+        granule = self.geometry.granule
+        for (group_id, block_id), contexts in self.findable.items():
+            cells = self.memory.get((group_id, block_id), [])
+            if self.groups[group_id].kind is GroupKind.IN_PLACE_WINDOW:
+                ends = [cells[-1] if cells else None]
+            else:
+                ends = [
+                    cells[i] if i < len(cells) else None
+                    for i in range(granule - 1, len(contexts) * granule, granule)
+                ]
+            assert [cell and cell[0] for cell in ends] == contexts, (
+                f"block {block_id} of group {group_id} has changed"
+            )

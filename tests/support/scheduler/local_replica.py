@@ -1,0 +1,87 @@
+"""A scheduler and a worker's runner in one process, joined by their real messages: what a replica does, without the wire."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.convert.plans import plan_to_proto, result_from_proto
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import ArrivalOrder
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.step_plan import StepPlan
+from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.request import Sink
+from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.shapes.geometry import Geometry as SchedulerGeometry
+from scheduler_svc.shapes.geometry import GroupKind as SchedulerKind
+from scheduler_svc.shapes.geometry import KvGroup
+from worker_svc.api import convert as worker_convert
+from worker_svc.devices import open_device
+from worker_svc.execution.kv_cache import count_blocks
+from worker_svc.execution.runner import Runner
+from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
+from worker_svc.sampling import Vocabulary
+from worker_svc.vllm_adapter.engine import VllmModel
+
+
+class LocalReplica:
+    """One worker's runner driven by an engine of its own."""
+
+    def __init__(
+        self, model: VllmModel, *, window: GroupKind = GroupKind.PAGED_WINDOW, max_model_len: int = 2048, slots: int = 4,
+        chunk: int = 128, block_size: int = 128, buckets: tuple[int, ...] = (1, 2, 4), caching: bool = True,
+        decode_steps_per_chunk: int = 1, kv_bytes: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        layers = group_layers(model.description.layers, window)
+        kept = 4 if caching else 0
+        blocks = count_blocks(
+            layers, Geometry(max_model_len, slots, chunk, block_size, buckets, (), kept), kv_bytes
+        )
+        sizes = Geometry(max_model_len, slots, chunk, block_size, buckets, blocks, kept)
+        self.runner = Runner(
+            model,
+            open_device("cpu"),
+            layers,
+            sizes,
+            vocabulary=Vocabulary(model.description.vocab_size, model.description.eos_token_ids),
+        )
+        groups = [KvGroup(SchedulerKind[group.kind.name], group.window) for group in layers]
+        geometry = SchedulerGeometry(max_model_len, slots, chunk, block_size, buckets)
+        self.engine = Engine(
+            max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()
+        )
+        self.engine.model = ServedModel(
+            max_model_len, model.description.vocab_size, frozenset({"logprobs"}), 5, frozenset()
+        )
+        kv = KvCache(geometry, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
+        interleave = Interleave(decode_steps_per_chunk)
+        self.scheduler = ReplicaScheduler(geometry, kv, self.engine, interleave, clock=time.monotonic)
+        self.engine.attach("r", AttachedReplica(self.scheduler, lambda: None))
+        self._count = 0
+
+    def submit(
+        self, prompt: Sequence[int], sink: Sink, *, num_tokens: int, logprobs: int | None = None
+    ) -> None:
+        """Queues a greedy request for exactly ``num_tokens`` tokens."""
+        self._count += 1
+        sampling = SamplingParams(
+            temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=num_tokens,
+            stop_token_ids=frozenset(), ignore_eos=True, logprobs=logprobs,
+        )  # fmt: skip
+        self.engine.submit(Submission(f"r{self._count}", tuple(prompt), sampling, num_tokens), sink)
+
+    def step(self, ran: Callable[[StepPlan, float], None] = lambda _plan, _seconds: None) -> bool:
+        """One step; False if there was nothing to do. ``ran`` is told the plan and how long the device took, before its tokens leave."""
+        self.engine.dispatch()
+        if (plan := self.scheduler.step()) is None:
+            return False
+        message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
+        started = time.perf_counter()
+        received = worker_convert.plan_from_proto(message)
+        result = worker_convert.result_to_proto(received, self.runner.execute(received), 0)
+        ran(plan, time.perf_counter() - started)
+        self.scheduler.update(result_from_proto(result))
+        return True

@@ -1,0 +1,93 @@
+"""A worker of a simulated pooling model for contract tests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from protos.errors import Internal
+from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from protos.wire import Context
+from tests.support.scheduler.running_scheduler import ScriptedWorker
+
+POISON = 66
+"""A prompt with this token has no finite result."""
+
+
+def embedding_of(prompt: Sequence[int]) -> list[float]:
+    """What the simulated model makes of a prompt."""
+    return [float(len(prompt)), float(sum(prompt)), float(prompt[0]), float(prompt[-1])]
+
+
+def pool_request(
+    prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "", model: str = "", priority: int = 0
+) -> inference_pb2.PoolRequest:
+    return inference_pb2.PoolRequest(
+        request_id=request_id, prompt_token_ids=prompt, task=common_pb2.POOL_TASK_EMBED, model=model,
+        priority=priority,
+    )  # fmt: skip
+
+
+@dataclass
+class ScriptedPoolWorker(ScriptedWorker):
+    """Speaks the Worker service for a pooling model, and checks every plan as a device would.
+
+    Attributes:
+        batches: rows and shape of every step, in order: (requests, batch, prompt length).
+        received: set whenever a plan has come in.
+    """
+
+    fail_step: int | None = None
+    max_batch: int = 8
+    pooled_size: int = 4
+    batches: list[tuple[int, int, int]] = field(default_factory=list)
+    received: asyncio.Event = field(default_factory=asyncio.Event)
+    normalize: list[bool | None] = field(default_factory=list)
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(
+            schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
+            model=common_pb2.ModelInfo(source=self.source, architecture="Sum", vocab_size=97, max_model_len=64,
+                                       dtype="float32", pooled_size=self.pooled_size),
+            max_batch=self.max_batch, graph_kinds=[common_pb2.GRAPH_KIND_POOL], pool_tasks=[common_pb2.POOL_TASK_EMBED],
+        )  # fmt: skip
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        assert self.configured is not None
+        shapes = {(shape.batch, shape.query_len) for shape in self.configured.pool_shapes}
+        slots: dict[int, worker_pb2.SlotRequest] = {}
+        async for plan in request_iterator:
+            for slot in plan.release:
+                del slots[slot]
+            for request in plan.admit:
+                assert request.slot not in slots
+                assert not request.blocks
+                slots[request.slot] = request
+                asked = request.pooling.normalize if request.pooling.HasField("normalize") else None
+                self.normalize.append(asked)
+            shape = plan.pool.shape
+            assert (shape.batch, shape.query_len) in shapes
+            assert len(plan.pool.slots) <= shape.batch
+            assert all(len(slots[slot].token_ids) <= shape.query_len for slot in plan.pool.slots)
+            self.batches.append((len(plan.pool.slots), shape.batch, shape.query_len))
+            self.received.set()
+            await self.gate.wait()
+            self.steps += 1
+            if self.steps == self.die_at_step:
+                return
+            if self.steps == self.fail_step:
+                yield worker_pb2.StepResult(
+                    step=plan.step, last=True, error=Internal("the device failed").to_proto()
+                )
+                continue
+            outputs = [_output(slot, slots[slot].token_ids) for slot in plan.pool.slots]
+            yield worker_pb2.StepResult(step=plan.step, last=True, outputs=outputs)
+
+
+def _output(slot: int, prompt: Sequence[int]) -> worker_pb2.SlotOutput:
+    if POISON in prompt:
+        return worker_pb2.SlotOutput(slot=slot, error=Internal("not finite").to_proto())
+    return worker_pb2.SlotOutput(slot=slot, pooled=embedding_of(prompt))

@@ -1,0 +1,187 @@
+"""Drives a worker's runner without a scheduler: hands out blocks in order, prefills in chunks, decodes all sequences together."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from worker_svc.devices import Device, DeviceName, open_device
+from worker_svc.execution.kv_cache import count_blocks
+from worker_svc.execution.runner import Runner
+from worker_svc.grammars.constraints import Constraints
+from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
+from worker_svc.plans.step_plan import (
+    Admission,
+    DecodeWork,
+    Growth,
+    Logprobs,
+    Output,
+    Plan,
+    PrefillWork,
+    Sampling,
+)
+from worker_svc.sampling import Vocabulary
+from worker_svc.settings import Backend
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.configuration import Dtype
+from worker_svc.vllm_adapter.engine import VllmModel
+
+GREEDY = Sampling(temperature=0.0)
+FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
+"""Whether to run the long form of the tests on real models: every model, type and mode instead of those most likely to differ."""
+_MODELS: dict[tuple[Path, Dtype, bool], VllmModel] = {}
+
+
+def load(
+    folder: Path,
+    dtype: Dtype,
+    device_name: DeviceName = "cpu",
+    device: Device | None = None,
+    *,
+    compiled: bool = True,
+) -> VllmModel:
+    """The model with its weights, once per process.
+
+    On one thread: teams of threads that wait for one another crawl where other processes compete for the cores, as in a test run.
+    """
+    torch.set_num_threads(1)
+    device = device or open_device(device_name)
+    key = folder, dtype, compiled
+    if key not in _MODELS:
+        startup.prepare(device)
+        model = VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0, compiled=compiled)
+        model.load_weights()
+        _MODELS[key] = model
+    return _MODELS[key]
+
+
+class Harness:
+    """A runner and a trivial allocator: blocks are handed out once and never come back."""
+
+    def __init__(
+        self,
+        model: VllmModel,
+        *,
+        max_model_len: int = 1024,
+        max_num_seqs: int = 32,
+        chunk: int = 128,
+        block_size: int = 128,
+        decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+        device_name: DeviceName = "cpu",
+        device: Device | None = None,
+        window_kind: GroupKind = GroupKind.PAGED_WINDOW,
+        backend: Backend = "compiled",
+        level: int | None = None,
+        warm: bool = True,
+        constraints: Constraints | None = None,
+    ) -> None:
+        device = device or open_device(device_name)
+        self.groups = group_layers(model.description.layers, window_kind)
+        sizes = Geometry(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
+        blocks = 1 + max_num_seqs * sizes.table_width
+        self.geometry = Geometry(
+            max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
+        )
+        assert count_blocks(self.groups, self.geometry, 1 << 34)
+        chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
+        options = GraphOptions(level=chosen, required=True, strict=warm)
+        vocabulary = Vocabulary(model.description.vocab_size, model.description.eos_token_ids)
+        self.runner = Runner(
+            model,
+            device,
+            self.groups,
+            self.geometry,
+            vocabulary=vocabulary,
+            options=options,
+            constraints=constraints,
+        )
+        if warm:
+            self.runner.make_graphs(lambda *_: None)
+        self.runner.graphs.finish()
+        self._next_block = 1
+        self._step = 0
+        self.lengths: dict[int, int] = {}
+        """Computed tokens by slot."""
+
+    def run(self, **fields: object) -> list[Output]:
+        """Executes one plan."""
+        self._step += 1
+        return self.runner.execute(Plan(self._step, **fields))  # type: ignore[arg-type]
+
+    def admit(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        sampling: Sampling = GREEDY,
+        computed: int = 0,
+        **fields: Any,
+    ) -> Admission:
+        """A request with blocks for the whole of ``max_model_len``; to be put into a plan. Slots in place have a block of their number."""
+        width = self.geometry.table_width
+        ids = range(self._next_block, self._next_block + width)
+        assert ids.stop <= self.geometry.num_blocks[0]
+        self._next_block += width
+        self.lengths[slot] = computed
+        blocks = {
+            group.group_id: (1 + slot,) if group.kind is GroupKind.IN_PLACE_WINDOW else ids
+            for group in self.groups
+        }
+        return Admission(slot, token_ids, computed, sampling, blocks, **fields)
+
+    def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
+        """Admits a request and runs all of its chunks; returns the first sampled token, with what all of them say of the prompt."""
+        admission = [self.admit(slot, token_ids, sampling)]
+        chunk = self.geometry.chunk
+        outputs: list[Output] = []
+        told: list[Logprobs] = []
+        for start in range(0, len(token_ids), chunk):
+            count = min(chunk, len(token_ids) - start)
+            last = start + count == len(token_ids)
+            outputs = self.run(admit=admission, work=PrefillWork(slot, start, count, last))
+            admission = []
+            told += [entry for each in outputs for entry in each.prompt_logprobs]
+        self.lengths[slot] = len(token_ids)
+        (output,) = outputs
+        return replace(output, prompt_logprobs=told)
+
+    def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[Output]:
+        """One token for each slot."""
+        positions = [self.lengths[slot] for slot in slots]
+        size = bucket or next(size for size in self.geometry.decode_buckets if size >= len(slots))
+        outputs = self.run(work=DecodeWork(slots, positions, size))
+        for slot in slots:
+            self.lengths[slot] += 1
+        return outputs
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+    ) -> list[list[Output]]:
+        """``num_tokens`` new tokens for each prompt, all of them decoded in one batch; frees the slots."""
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        results = [[self.prefill(slot, prompt, each[slot])] for slot, prompt in enumerate(prompts)]
+        slots = range(len(prompts))
+        for _ in range(num_tokens - 1):
+            for result, output in zip(results, self.decode(slots), strict=True):
+                result.append(output)
+        self.release(slots)
+        return results
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees slots, which must be all that are in use: all blocks are free again."""
+        self.run(release=slots)
+        self._next_block = 1
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    """All token ids, in order."""
+    return [token for output in outputs for token in output.token_ids]
+
+
+__all__ = ["GREEDY", "Growth", "Harness", "load", "tokens_of"]

@@ -1,0 +1,140 @@
+"""Runs models through every decode bucket with garbage in all that is padding, and reports what they said.
+
+A function for the process that asks, and a program for a device that needs a process of its own: vLLM serves one platform a process.
+The program is called with a JSON list of :class:`Job` and prints one of :class:`Answer` lists.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.support.paths import ROOT
+from tests.support.reference import Reference
+from tests.support.worker.harness import Harness, load
+from worker_svc.devices import Device, DeviceOptions, open_device
+from worker_svc.devices.rbln import RblnDevice
+from worker_svc.plans.geometry import GroupKind
+from worker_svc.plans.step_plan import Output, Sampling
+from worker_svc.settings import Backend
+
+BUCKETS = (1, 2, 4, 8)
+ROWS = {1: 1, 2: 1, 4: 3, 8: 5}
+"""Real rows of each bucket's steps; but for the first one, some of every bucket are padding."""
+STEPS = 2
+REPORTED = Sampling(temperature=0.0, logprobs=20)
+# Between float32 results of two orders of summation.
+TOLERANCE = 1e-3
+_ROOT = ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One model on one device."""
+
+    folder: str
+    prompts: list[list[int]]
+    """One for each slot; as many as the largest bucket has real rows."""
+    device: str = "cpu"
+    backend: Backend = "auto"
+    window_kind: str = "paged_window"
+    block_size: int = 128
+    max_model_len: int = 512
+    triton: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one slot's request was given."""
+
+    tokens: list[int]
+    top: list[dict[str, float]]
+    """For each token the likeliest ones by id, with their log-probabilities."""
+
+
+def run(job: Job) -> list[Answer]:
+    """Prefills every prompt, then takes a few decode steps in every bucket. All memory holds NaN before."""
+    device = _open(job)
+    harness = Harness(
+        load(Path(job.folder), "float32", device=device, compiled=job.device == "cpu" or job.backend != "eager"),
+        max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
+        decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
+    )  # fmt: skip
+    for cache in harness.runner.cache.by_layer().values():
+        memory = device.memory.resolve(cache) if isinstance(device, RblnDevice) else cache
+        memory.fill_(torch.nan)
+    # The row that padding reads, and those of slots that nobody has: some token of the vocabulary, whichever.
+    harness.runner._batch._tokens.fill_(77)
+    outputs: dict[int, list[Output]] = {}
+    # Not side by side, so that rows and slots differ.
+    slots = [slot % max(BUCKETS) for slot in range(1, 3 * len(job.prompts), 3)]
+    for slot, prompt in zip(slots, job.prompts, strict=True):
+        outputs[slot] = [harness.prefill(slot, prompt, REPORTED)]
+    for bucket in BUCKETS:
+        for _ in range(STEPS):
+            active = slots[-ROWS[bucket] :]
+            for slot, output in zip(active, harness.decode(active, bucket), strict=True):
+                outputs[slot].append(output)
+    assert harness.runner.graphs.num_late == 0
+    if isinstance(device, RblnDevice):
+        assert bool(device.backend.graphs) == (job.backend != "eager")
+    return [_answer(outputs[slot]) for slot in slots]
+
+
+def differences(
+    reference: Reference, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]
+) -> list[str]:
+    """What is not as the reference says."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if mismatch := reference.greedy_mismatch(prompt, answer.tokens):
+            found.append(mismatch)
+        expected = reference.logprobs(prompt, answer.tokens)
+        assert len(answer.top) == len(answer.tokens)
+        for row, top in zip(expected, answer.top, strict=True):
+            ours = torch.tensor(list(top.values()))
+            worst = float((row[list(map(int, top))] - ours).abs().max())
+            if not worst <= TOLERANCE:  # true of NaN
+                found.append(f"log-probabilities after {len(prompt)} differ by {worst:.2g}")
+    return found
+
+
+def run_apart(jobs: Sequence[Job]) -> list[list[Answer]]:
+    """:func:`run` for each job in a process of its own, on one thread."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.worker.parity_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
+        check=False, capture_output=True, text=True, cwd=_ROOT, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [[Answer(**answer) for answer in answers] for answers in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _open(job: Job) -> Device:
+    assert job.device in ("cpu", "rbln")
+    return open_device(
+        "rbln" if job.device == "rbln" else "cpu",
+        DeviceOptions("rbln-check", rbln_use_custom_kernel=job.triton),
+    )
+
+
+def _answer(outputs: Sequence[Output]) -> Answer:
+    tokens = [token for output in outputs for token in output.token_ids]
+    reports = [report for output in outputs for report in output.logprobs]
+    top = [dict(zip(map(str, report.top_token_ids), report.top_logprobs, strict=True)) for report in reports]
+    return Answer(tokens, top)
+
+
+def main() -> None:
+    """The command."""
+    answers = [run(Job(**job)) for job in json.loads(sys.argv[1])]
+    print(json.dumps([[dataclasses.asdict(answer) for answer in each] for each in answers]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What the wheels of vllm-rbln say about attention operators: their sources are parsed, never imported."""
+
+import ast
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+CACHE = ROOT / ".cache" / "rbln-wheels"
+WHEELS = {
+    "0.12.0": "0af77bcf84421b15ffbb9625b880ce2184f6afa4cc720e91dd2c904d19ee2263",
+    "0.11.2": "8d2a336776e7ae15011f4f0d928195ee1fb0fdb3d6cec5e7e6796c91278dd8b1",
+}
+"""By version, the SHA-256 of the wheel on PyPI."""
+_UNREACHABLE = (
+    "NewConnectionError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "ProxyError",
+    "NameResolutionError",
+    "SSLError",
+)
+
+
+class IndexUnreachable(Exception):  # noqa: N818 - says what it is
+    """The package index does not answer."""
+
+
+def fetch(version: str) -> Path:
+    """The wheel, from an earlier run or from the index.
+
+    Raises:
+        IndexUnreachable: if it is neither here nor to be had.
+        AssertionError: if it is another one than we know.
+    """
+    wheel = CACHE / f"vllm_rbln-{version}-py3-none-any.whl"
+    if not wheel.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            done = subprocess.run(
+                [
+                    sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1",
+                    "--timeout", "20", "--disable-pip-version-check", "--dest", folder, f"vllm-rbln=={version}",
+                ],
+                check=False, capture_output=True, text=True, timeout=100,
+            )  # fmt: skip
+            if done.returncode and any(word in done.stderr for word in _UNREACHABLE):
+                raise IndexUnreachable(done.stderr.strip().splitlines()[-1])
+            assert done.returncode == 0, done.stderr
+            (Path(folder) / wheel.name).replace(wheel)
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEELS[version], f"{wheel} is damaged"
+    return wheel
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call ``torch.ops.NAMESPACE.OPERATOR(...)``."""
+
+    namespace: str
+    operator: str
+    arguments: tuple[str, ...]
+    """The source of each positional argument."""
+    keywords: tuple[str, ...] = ()
+    """Names of those that are passed by name."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One operator that the wheel itself declares."""
+
+    namespace: str
+    operator: str
+    names: tuple[str, ...]
+    annotations: tuple[str, ...]
+
+
+class Wheel:
+    """The parsed modules of a wheel, by path."""
+
+    def __init__(self, version: str) -> None:
+        with zipfile.ZipFile(fetch(version)) as archive:
+            self.modules = {
+                name: ast.parse(archive.read(name)) for name in archive.namelist() if name.endswith(".py")
+            }
+        self._calls = [call for tree in self.modules.values() for call in _calls(tree)]
+
+    def calls(self, namespace: str) -> list[Call]:
+        """Every call of an operator of that namespace, wherever it is."""
+        return [call for call in self._calls if call.namespace == namespace]
+
+    def declarations(self, namespace: str) -> list[Declaration]:
+        """Every function that a decorator makes an operator, or a fake of one, of that namespace."""
+        return [
+            found
+            for tree in self.modules.values()
+            for found in _declarations(tree)
+            if found.namespace == namespace
+        ]
+
+    def function(self, path: str, name: str) -> ast.FunctionDef:
+        """A function or method of a module, by name."""
+        (found,) = (
+            node
+            for node in ast.walk(self.modules[path])
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        )
+        return found
+
+    def returned(self, path: str, name: str) -> str:
+        """The source of what a function returns last."""
+        *_, last = (node for node in ast.walk(self.function(path, name)) if isinstance(node, ast.Return))
+        assert last.value is not None
+        return ast.unparse(last.value)
+
+
+def _calls(tree: ast.AST) -> Iterator[Call]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        parts = ast.unparse(node.func).split(".")
+        if parts[:2] == ["torch", "ops"] and len(parts) == 4:
+            keywords = tuple(keyword.arg or "**" for keyword in node.keywords)
+            yield Call(parts[2], parts[3], tuple(ast.unparse(argument) for argument in node.args), keywords)
+
+
+def _declarations(tree: ast.AST) -> Iterator[Declaration]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for decorator in node.decorator_list:
+            if not isinstance(decorator, ast.Call) or not decorator.args:
+                continue
+            kind = ast.unparse(decorator.func).rpartition(".")[2]
+            name = decorator.args[0]
+            if kind not in ("triton_op", "custom_op", "register_fake") or not isinstance(name, ast.Constant):
+                continue
+            namespace, _, operator = str(name.value).partition("::")
+            arguments = node.args.args
+            yield Declaration(
+                namespace,
+                operator,
+                tuple(argument.arg for argument in arguments),
+                tuple(
+                    ast.unparse(argument.annotation) if argument.annotation else "" for argument in arguments
+                ),
+            )

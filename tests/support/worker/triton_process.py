@@ -1,0 +1,90 @@
+"""Compiles the Triton kernels for a GPU that need not be there, as the interpreter takes what the compiler would refuse.
+
+``python -m tests.support.worker.triton_process``: prints a line of JSON with the bytes of shared memory of each kernel.
+"""
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from worker_svc.devices import triton_attention, triton_kernels
+from worker_svc.devices.base import AttentionShape
+
+HOPPER = GPUTarget("cuda", 90, 32)
+PROCESSORS = 132
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+STRIDES = ("_token", "_head", "_block", "_half")
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """A kernel for Hopper; pointers and strides are multiples of 16, and what has no type is a stride."""
+    signature, given, attributes = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], given[place,] = "constexpr", constants[name]
+            continue
+        signature[name] = types.get(name, "i32")
+        if signature[name].startswith("*") or name.endswith(STRIDES):
+            attributes[place,] = [["tt.divisibility", 16]]
+    return triton.compile(ASTSource(kernel, signature, given, attributes), target=HOPPER, options=options)
+
+
+def attention(
+    shape: AttentionShape, dtype: torch.dtype, block_size: int, rows: int, query_len: int
+) -> tuple[Any, triton_attention._Launch]:
+    """The kernel for a step over up to 4,096 tokens."""
+    launch = triton_attention._launch(
+        shape, rows, query_len, block_size, 4096 // block_size, dtype.itemsize, PROCESSORS
+    )
+    states, sums = TYPES[dtype], "*fp32" if launch.splits > 1 else TYPES[dtype]
+    types = dict.fromkeys(("query", "key", "value", "cache", "output"), states)
+    types |= dict.fromkeys(("partial", "maxima", "sums"), sums)
+    types |= dict.fromkeys(("seq_lens", "query_start", "table"), "*i32")
+    types |= {"slots": "*i64", "sinks": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    constants: dict[str, Any] = {
+        "HEADS": shape.num_heads, "GROUP": shape.num_heads // shape.num_kv_heads, "HEAD_SIZE": shape.head_size,
+        "BLOCK_SIZE": block_size, "QUERY_LEN": query_len, "WINDOW": shape.window, "SOFTCAP": shape.softcap > 0,
+        "SINKS": shape.sinks, "WRITES": query_len == 1, "QUERIES": launch.queries, "M": launch.tile_rows,
+        "N": launch.keys, "D": launch.head_elements, "SPLITS": launch.splits,
+    }  # fmt: skip
+    if not shape.sinks:
+        constants["sinks"] = None
+    if query_len > 1:
+        constants |= {"key": None, "value": None}
+    options = {"num_warps": launch.warps, "num_stages": triton_attention.STAGES}
+    return compiled(triton_kernels.attend_kernel, types, constants, **options), launch
+
+
+def main() -> None:
+    """Prints what was compiled."""
+    llama = AttentionShape(32, 8, 64, 0.125, 0, 0.0, writes=True)
+    gemma = AttentionShape(8, 4, 256, 0.06, 512, 50.0, writes=True)
+    gpt_oss = AttentionShape(64, 8, 64, 0.125, 128, 0.0, writes=True, sinks=True)
+    odd = AttentionShape(9, 3, 80, 0.1, 0, 0.0, writes=True)
+    steps: dict[str, tuple[AttentionShape, torch.dtype, int, int, int]] = {
+        "decode, split": (llama, torch.bfloat16, 128, 1, 1),
+        "decode, whole": (llama, torch.bfloat16, 128, 128, 1),
+        "decode, sinks, small blocks": (gpt_oss, torch.bfloat16, 16, 8, 1),
+        "chunk": (llama, torch.bfloat16, 128, 1, 512),
+        "chunk, window, soft cap": (gemma, torch.bfloat16, 128, 1, 512),
+        "chunk, float32, odd sizes": (odd, torch.float32, 48, 1, 128),
+    }
+    kernels = {}
+    for name, step in steps.items():
+        kernels[name], launch = attention(*step)
+        if name == "decode, split":
+            constants = {"HEAD_SIZE": 64, "D": 64, "SPLITS": launch.splits, "PARTS": launch.splits}
+            types = dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | {"output": "*bf16"}
+            kernels["combine"] = compiled(triton_kernels.combine_kernel, types, constants)
+    types = dict.fromkeys(("key", "value", "cache"), "*bf16") | {"slots": "*i64"}
+    constants = {"HEAD_SIZE": 64, "KV_HEADS": 8, "BLOCK_SIZE": 128, "ELEMENTS": 512}
+    kernels["write"] = compiled(triton_kernels.write_kernel, types, constants)
+    print(json.dumps({name: kernel.metadata.shared for name, kernel in kernels.items()}))
+
+
+if __name__ == "__main__":
+    main()

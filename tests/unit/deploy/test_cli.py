@@ -1,0 +1,76 @@
+"""The command `triptych`."""
+
+import importlib.util
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments the command explains itself."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("up", "gateway", "scheduler", "worker", "plan", "models", "version"):
+        assert f"\n    {command}" in text
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error exits with 2 and lists what there is."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["serve"])
+    assert stopped.value.code == 2
+    assert "'up'" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`triptych version` prints the distribution's version."""
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"triptych {version('triptych')}\n"
+
+
+@pytest.mark.parametrize("command", ["up", "gateway", "scheduler", "plan"])
+def test_help_of_services_loads_no_torch(command: str) -> None:
+    """Commands that run without a device import neither torch nor vLLM."""
+    code = (
+        "import sys; from deploy import cli\n"
+        f"try: cli.main([{command!r}, '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: triptych" in done.stdout
+
+
+def test_a_worker_without_torch_names_the_extra() -> None:
+    """Where torch is not installed, the worker says in one line which extra brings it."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
+        "from deploy import cli\n"
+        "sys.exit(cli.main(['worker', '--model', 'smollm2', '--device', 'cpu']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'triptych[worker]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_fetching_without_torch_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A demo model cannot be converted without torch; the command says what to install instead of how it failed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "deploy.commands.models.find_spec", lambda name: None if name == "torch" else real(name)
+    )
+    unwritable = tmp_path / "file"
+    unwritable.touch()
+    assert cli.main(["models", "fetch", "smollm2", "--cache-dir", str(unwritable)]) == 1
+    assert "pip install 'triptych[worker]'" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""Chunks, byte for byte."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gateway.answers.answer_reader import AnswerReader
+from gateway.answers.chat_stream_writer import ReadStream
+from gateway.answers.generation import Delta
+from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.sse import DONE, ChatChunks, Chunks, CompletionChunks, error_event
+from gateway.parsers.reasoning import Thinking, ThinkParser
+from protos.errors import Unavailable
+
+
+def read(data: bytes) -> list[dict[str, Any]]:
+    """The objects of some events; checks the framing."""
+    events = data.decode().split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def make(cls: type[Chunks], *, with_usage: bool = False) -> Chunks:
+    return cls("id-1", 1_700_000_000, "smol", with_usage=with_usage)
+
+
+@pytest.mark.parametrize(
+    "text", ["a", 'quote " backslash \\', "line\nbreak", "日本 🇫🇷", "\u2028", "\x00", "data: x\n\n"]
+)
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_text_survives_the_framing(cls: type[Chunks], text: str) -> None:
+    """No text can break out of its event."""
+    (chunk,) = read(make(cls).write(Delta(0, text)))
+    choice = chunk["choices"][0]
+    assert (choice["delta"]["content"] if cls is ChatChunks else choice["text"]) == text
+
+
+def test_chat_chunks() -> None:
+    """Role first, then text, then the reason with an empty delta."""
+    chunks = make(ChatChunks)
+    (opening,) = read(chunks.opening(0))
+    assert opening == {
+        "id": "id-1", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "smol",
+        "choices": [{
+            "index": 0, "delta": {"role": "assistant", "content": "", "refusal": None},
+            "logprobs": None, "finish_reason": None,
+        }],
+    }  # fmt: skip
+    last_text, end = read(chunks.write(Delta(0, "bye", "length")))
+    assert last_text["choices"][0]["delta"] == {"content": "bye"}
+    assert last_text["choices"][0]["finish_reason"] is None
+    assert end["choices"][0]["delta"] == {}
+    assert end["choices"][0]["finish_reason"] == "length"
+    assert len(read(chunks.write(Delta(0, "", "stop")))) == 1
+
+
+def test_completion_chunks() -> None:
+    """No role, and the reason comes with the last text."""
+    chunks = make(CompletionChunks)
+    assert chunks.opening(0) == b""
+    (end,) = read(chunks.write(Delta(3, "bye", "stop", "END")))
+    assert end["object"] == "text_completion"
+    assert end["choices"] == [
+        {"index": 3, "text": "bye", "logprobs": None, "finish_reason": "stop", "stop_reason": "END"}
+    ]
+
+
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_nothing_new_is_nothing_written(cls: type[Chunks]) -> None:
+    """Text may be held back."""
+    assert make(cls).write(Delta(0, "")) == b""
+
+
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_usage_is_null_until_its_chunk(cls: type[Chunks]) -> None:
+    """With usage asked for, every chunk says null, and the last one has no choices."""
+    chunks = make(cls, with_usage=True)
+    assert read(chunks.write(Delta(0, "a")))[0]["usage"] is None
+    (last,) = read(chunks.usage({"total_tokens": 3}))
+    assert last["choices"] == []
+    assert last["usage"] == {"total_tokens": 3}
+    assert "usage" not in read(make(cls).write(Delta(0, "a")))[0]
+
+
+@pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
+def test_usage_may_come_with_every_chunk(cls: type[Chunks]) -> None:
+    """continuous_usage_stats."""
+    chunks = make(cls, with_usage=True)
+    chunks.tell({"total_tokens": 2})
+    chunks.tell({"total_tokens": 3})
+    (chunk,) = read(chunks.write(Delta(1, "a")))
+    assert chunk["usage"] == {"total_tokens": 3}
+    assert chunk["choices"][0]["index"] == 1
+
+
+def test_errors_and_the_end() -> None:
+    """An error in mid-stream is OpenAI's error object."""
+    assert read(error_event(Unavailable("gone")))[0]["error"]["message"] == "gone"
+    assert DONE == b"data: [DONE]\n\n"
+
+
+def test_chunks_that_are_read_report_every_token_once() -> None:
+    """Log-probabilities of tokens whose text is held back, or is no text at all, come with what is told next."""
+    reading = partial(AnswerReader, ThinkParser(Thinking.POSSIBLE), None, one_call=False, show_thinking=True)
+    chunks = ChatChunks(
+        "id-1", 1, "smol", with_usage=False, reporter=Reporter(lambda token_id: bytes([token_id]))
+    )
+    stream = ReadStream(chunks, reading, named=False)
+    text = "<think>a</think>b"
+    events: list[dict[str, Any]] = []
+    for index, letter in enumerate(text):
+        reason = "stop" if index == len(text) - 1 else None
+        reports = (TokenReport(ord(letter), index, -0.5),)
+        events += read(stream.write(Delta(0, letter, reason, None, reports)))
+    choices = [event["choices"][0] for event in events]
+    reported = [
+        entry["token"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]
+    ]
+    assert "".join(reported) == text
+    assert "".join(choice["delta"].get("reasoning", "") for choice in choices) == "a"
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "b"
+    assert choices[-1]["finish_reason"] == "stop"

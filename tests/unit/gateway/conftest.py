@@ -1,0 +1,22 @@
+"""Models as a gateway serves them, one without tools and thinking and one with both; read once a module that needs them."""
+
+import pytest
+
+from gateway.scheduler_link.served_model import Served
+from tests.support.gateway.serving import smollm2_folder
+from tests.support.gateway.tool_requests import served_with
+from tests.support.gateway.tool_templates import THINKING, folder_with
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Calls tools as Qwen does, and thinks between special tokens."""
+    return served_with(
+        folder_with(tmp_path_factory.mktemp("qwen"), THINKING, ["<tool_call>", "<think>", "</think>"])
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Served:
+    """Does neither."""
+    return served_with(smollm2_folder())

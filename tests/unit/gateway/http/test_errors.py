@@ -1,0 +1,70 @@
+"""The table from our errors to HTTP."""
+
+import json
+
+import pytest
+
+from gateway.http.errors import (
+    ClientGone,
+    PayloadTooLarge,
+    UnknownModel,
+    UnknownRoute,
+    WrongMethod,
+    error_response,
+    internal,
+    row_of,
+)
+from protos import errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (errors.InvalidArgument("m", param="p"), 400, "invalid_request_error", "invalid_value"),
+        (errors.Unsupported("m"), 400, "invalid_request_error", "unsupported_parameter"),
+        (errors.ContextExceeded("m"), 400, "invalid_request_error", "context_length_exceeded"),
+        (PayloadTooLarge("m"), 413, "invalid_request_error", "payload_too_large"),
+        (errors.NotFound("m"), 404, "invalid_request_error", "not_found"),
+        (errors.NotFound("m", param="model"), 404, "invalid_request_error", "model_not_found"),
+        (UnknownModel("m", param="model"), 404, "invalid_request_error", "model_not_found"),
+        (UnknownRoute("m"), 404, "invalid_request_error", "not_found"),
+        (WrongMethod("m"), 405, "invalid_request_error", "method_not_allowed"),
+        (errors.Overloaded("m"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (errors.Unavailable("m"), 503, "service_unavailable_error", "service_unavailable"),
+        (errors.Unimplemented("m"), 501, "invalid_request_error", "not_implemented"),
+        (ClientGone("m"), 499, "aborted_error", "request_aborted"),
+        (errors.SchemaMismatch("m"), 500, "server_error", "internal_error"),
+        (errors.ConfigurationRefused("m"), 500, "server_error", "internal_error"),
+        (errors.Internal("m"), 500, "server_error", "internal_error"),
+    ],
+)
+def test_each_error_has_its_status_and_body(
+    error: errors.TriptychError, status: int, kind: str, code: str
+) -> None:
+    """Status, type and code of every class."""
+    response = error_response(error)
+    assert response.status_code == status
+    body = json.loads(bytes(response.body))
+    assert body == {"error": {"message": "m", "type": kind, "param": error.param or None, "code": code}}
+
+
+def test_every_error_of_the_tree_has_a_row() -> None:
+    """A class that is added to the tree is never without an answer."""
+    for cls in errors._BY_CODE.values():
+        assert row_of(cls("m")).type
+
+
+@pytest.mark.parametrize(("after_ms", "header"), [(0, "1"), (1, "1"), (1000, "1"), (2500, "3")])
+def test_retry_after_is_in_whole_seconds(after_ms: int, header: str) -> None:
+    """Rounded up, at least one."""
+    assert error_response(errors.Overloaded("m", retry_after_ms=after_ms)).headers["retry-after"] == header
+
+
+def test_only_retryable_errors_say_when_to_retry() -> None:
+    """A request that is wrong stays wrong."""
+    assert "retry-after" not in error_response(errors.InvalidArgument("m")).headers
+
+
+def test_an_unexpected_exception_tells_nothing_of_its_text() -> None:
+    """Messages of unexpected exceptions may hold secrets."""
+    assert "secret" not in internal(ValueError("secret")).message

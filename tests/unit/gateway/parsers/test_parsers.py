@@ -1,0 +1,378 @@
+"""What each format's documents show is read as its authors meant it; what is malformed is content."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from gateway.answers.answer_reader import AnswerReader, Message, finish_reason
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from gateway.parsers.json_scan import MAX_DEPTH
+from gateway.parsers.named_tool import NamedParser
+from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
+from gateway.tools.formats import FORMATS, LIST
+
+NAMES = frozenset({"get_weather", "get_time", "from_to"})
+PARIS = '{"city": "Paris"}'
+
+
+FORMATS_AND_LIST = {**FORMATS, "list": LIST}
+
+
+def reader(name: str, **options: Any) -> AnswerReader:
+    return AnswerReader(None, FORMATS_AND_LIST[name].make(NAMES), **options)
+
+
+def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
+    """Content and calls of a whole text; streamed letter by letter it must be the same."""
+    whole = Message.of(reader(name).whole(text))
+    streaming = reader(name)
+    streamed = Message.of([*(event for char in text for event in streaming.feed(char)), *streaming.finish()])
+    found = [_without_ids(message.body(with_reasoning=False)) for message in (whole, streamed)]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]]]:
+    calls = [call["function"] for call in body.get("tool_calls", [])]
+    return body["content"], [(call["name"], call["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        # Qwen's and Hermes' own layout, with and without line breaks, text before, between and behind.
+        ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', None, [("get_weather", PARIS)]),
+        ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>', None, [("get_weather", PARIS)]),
+        (
+            "hermes",
+            'Let me look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n',
+            "Let me look.",
+            [("get_weather", PARIS), ("get_time", "{}")],
+        ),
+        # An end marker within a string is a string; a missing one is forgiven.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"q": "</tool_call>"}}</tool_call> Done.', "Done.", [("f", '{"q": "</tool_call>"}')]),
+        ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}', None, [("get_time", "{}")]),
+        ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_', None, [("get_time", "{}")]),
+        # Llama: parameters or arguments, several by semicolon or line, with and without the marker.
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", PARIS)]),
+        ("llama3_json", '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", PARIS)]),
+        ("llama3_json", '<|python_tag|>{"name": "elsewhere", "arguments": {}}', None, [("elsewhere", "{}")]),
+        (
+            "llama3_json",
+            '{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}};',
+            None,
+            [("get_weather", PARIS), ("get_time", "{}")],
+        ),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}\n{"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
+        ("llama3_json", '{"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}, and so on', ", and so on", [("get_time", "{}")]),
+        # What looks like the beginning of another call's marker and is the answer's end is text.
+        ("llama3_json", '{"name": "get_time", "parameters": {}} <', "<", [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}, <|pyth', ", <|pyth", [("get_time", "{}")]),
+        ("llama3_json", '<|python_tag|>{"name": "get_time", "parameters": {}}\n<|python_tag|', "<|python_tag|", [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}} ; ', None, [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}};;{}', ";;{}", [("get_time", "{}")]),
+        ("llama3_json", 'Sure: <|python_tag|>{"name": "get_time", "parameters": {}}', "Sure:", [("get_time", "{}")]),
+        # Mistral: the list of old tokenizers, names in front of arguments in newer ones.
+        ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]', None, [("get_weather", PARIS)]),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, {"arguments": {}, "name": "get_time"}]',
+            None,
+            [("get_weather", PARIS), ("get_time", "{}")],
+        ),
+        ("mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]get_time{}', None, [("get_weather", PARIS), ("get_time", "{}")]),
+        ("mistral", 'Well.[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}', "Well.", [("get_weather", PARIS)]),
+        # Pythonic: literals by name, also where Python has no such name.
+        ("pythonic", "[get_weather(city='Paris')]", None, [("get_weather", PARIS)]),
+        ("pythonic", '[get_weather(city="Paris"), get_time()]', None, [("get_weather", PARIS), ("get_time", "{}")]),
+        ("pythonic", "<|python_start|>[get_time()]<|python_end|>", None, [("get_time", "{}")]),
+        (
+            "pythonic",
+            "[from_to(from='a(b', to=[1, -2.5, {'x': (True, None, false, null)}], why=\"it's\",)]",
+            None,
+            [("from_to", '{"from": "a(b", "to": [1, -2.5, {"x": [true, null, false, null]}], "why": "it\'s"}')],
+        ),
+        # Arguments as a text that holds an object, in front of the name or behind it.
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"b\\n\"}"}</tool_call>', None, [("f", r'{"a": "b\n"}')]),
+        ("hermes", r'<tool_call>{"arguments": " {} ", "name": "f"}</tool_call>', None, [("f", " {} ")]),
+        ("llama3_json", r'{"name": "get_time", "parameters": "{\"a\": 1}"}', None, [("get_time", '{"a": 1}')]),
+        ("mistral", r'[TOOL_CALLS][{"name": "f", "arguments": "{}"}]', None, [("f", "{}")]),
+        # The generic list.
+        ("list", '[{"name": "get_weather", "parameters": {"city": "Paris"}}]', None, [("get_weather", PARIS)]),
+        ("list", ' [ {"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}} ] ', None, [("get_time", "{}")] * 2),
+    ],
+)  # fmt: skip
+def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    """Names and arguments come out as the model wrote them; white space around calls is no content."""
+    assert read(name, text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "The sign < is less, <tool is nothing, <tool_call too"),
+        ("hermes", "<tool_call>not JSON</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "text"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{} {}"}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": NaN}"}</tool_call>'),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{'),
+        ("hermes", 'Look:\n\n<tool_call>{"name": "f", "arguments": {bad}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>\n<tool_call>{"name": "f", "arguments": {}}</tool_call> tail'),
+        ("mistral", '[TOOL_CALLS]f{bad}[TOOL_CALLS]f{}'),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {bad}}<|python_tag|>{"name": "f", "parameters": {}}'),
+        ("list", '[{"name": "f", "parameters": {bad}}, {"name": "f", "parameters": {}}]'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arg'),
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "line\nbreak"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}</tool_call>'),
+        ("llama3_json", '{"answer": 42}'),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}'),
+        ("llama3_json", 'Use {"name": "get_time", "parameters": {}} for it.'),
+        ("llama3_json", "<|python_tag|>print(1)"),
+        ("llama3_json", " <|python_tag|>"),
+        ("llama3_json", '{"name": "get_time", "parameters": {}, "and": 1}'),
+        ("mistral", "[TOOL_CALLS]I have no idea"),
+        ("mistral", "[TOOL_CALLS]" + "x" * 300 + "{}"),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("mistral", "[TOOL_CALLS"),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[unknown(a=1)]"),
+        ("pythonic", "[get_time(1)]"),
+        ("pythonic", "[get_time(a=)]"),
+        ("pythonic", "[get_time(a=1, a=2)]"),
+        ("pythonic", "[get_time(a=open('/etc/passwd').read())]"),
+        ("pythonic", "[get_time(a=__import__('os'))]"),
+        ("pythonic", "[get_time(a=1e999)]"),
+        ("pythonic", "[get_time(a=b'x')]"),
+        ("pythonic", "[get_time(a={1: 2})]"),
+        ("pythonic", "[get_time(**{})]"),
+        ("pythonic", "[get_time(a=[)]"),
+        ("pythonic", "[get_time(a='"),
+        ("pythonic", "[get_time(a='\\ud800')]"),
+        ("pythonic", f"[get_time(a={'[' * 100}{']' * 100})]"),
+        ("pythonic", "[get_time for get_time in x]"),
+        ("list", "I will not call."),
+        ("list", "[]"),
+        ("list", '[{"name": "get_time"}]'),
+    ],
+)  # fmt: skip
+def test_malformed_calls_are_content(name: str, text: str) -> None:
+    """A collected answer shows them as they are, to the last character; so does one that may have no more than one call."""
+    assert read(name, text) == (text, [])
+    assert _without_ids(Message.of(reader(name, one_call=True).whole(text)).body(with_reasoning=False)) == (
+        text,
+        [],
+    )
+
+
+def test_arguments_too_deep_are_no_arguments() -> None:
+    """They would break those who read them."""
+    deep = '{"a": ' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)
+    text = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
+    assert read("hermes", text) == (text, [])
+    fine = '{"a": ' * MAX_DEPTH + "1" + "}" * MAX_DEPTH
+    assert read("hermes", f'<tool_call>{{"name": "f", "arguments": {fine}}}</tool_call>') == (
+        None,
+        [("f", fine)],
+    )
+
+
+def test_deltas() -> None:
+    """A call is announced as soon as its arguments begin; they follow as they come."""
+    streaming = reader("hermes")
+    assert streaming.feed("Well.\n<tool") == [Text("Well.")]
+    assert streaming.feed('_call>\n{"name": "get_w') == []
+    (start, arguments) = streaming.feed('eather", "arguments": {"ci')
+    assert isinstance(start, CallStart)
+    assert (start.number, start.name, arguments) == (0, "get_weather", CallArguments(0, '{"ci'))
+    assert start.id.startswith("call_")
+    assert streaming.feed('ty": "Paris"}') == [CallArguments(0, 'ty": "Paris"}')]
+    assert streaming.feed("}\n</tool_call>") == streaming.finish() == []
+    assert streaming.num_calls == 1
+
+
+def test_what_was_announced_and_turns_out_malformed_is_revoked() -> None:
+    """A stream has shown it by then; the end says that no call stands."""
+    streaming = reader("hermes")
+    events: list[Event] = streaming.feed('<tool_call>{"name": "f", "arguments": {"a": oops')
+    revoked = events[-2]
+    assert isinstance(revoked, CallRevoked)
+    assert revoked.source == '<tool_call>{"name": "f", "arguments": {"a": '
+    assert events[-1] == Text("oops")
+    assert streaming.num_calls == 0
+
+
+def test_a_call_that_is_cut_off_stays_a_call() -> None:
+    """max_tokens may end a call's arguments anywhere; finish_reason says so."""
+    content, calls = read("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, 2')
+    assert (content, calls) == (None, [("f", '{"a": [1, 2')])
+    assert finish_reason("length", 1, named=False) == "length"
+
+
+@pytest.mark.parametrize(
+    ("num", "named", "word"), [(0, False, "stop"), (1, False, "tool_calls"), (1, True, "stop")]
+)
+def test_finish_reasons(num: int, named: bool, word: str) -> None:
+    """An answer that calls ends in tool_calls, except that a named tool's is an ordinary stop."""
+    assert finish_reason("stop", num, named=named) == word
+
+
+def test_one_call_only() -> None:
+    """Without parallel calls, those behind the first are left out."""
+    text = '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Paris"}}'
+    only = reader("llama3_json", one_call=True)
+    assert _without_ids(Message.of(only.whole(text)).body(with_reasoning=False)) == (
+        None,
+        [("get_time", "{}")],
+    )
+    assert only.num_calls == 1
+
+
+def test_a_further_call_that_is_none_is_content() -> None:
+    """Without parallel calls nobody saw it begin, so that a stream shows all of it."""
+    good, bad = (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {bad}}',
+    )
+    only = reader("hermes", one_call=True)
+    events = [event for char in good + bad for event in only.feed(char)]
+    assert "".join(event.text for event in [*events, *only.finish()] if isinstance(event, Text)) == bad
+    assert only.num_calls == 1
+
+
+def test_a_named_tools_answer_is_its_arguments() -> None:
+    """Everything but white space in front."""
+    parser = NamedParser(lambda: "call_1", "f")
+    assert parser.feed("\n ") == []
+    assert parser.feed(' {"a"') == [CallStart(0, "call_1", "f"), CallArguments(0, '{"a"')]
+    assert parser.feed(": 1}") == [CallArguments(0, ": 1}")]
+    assert parser.finish() == []
+
+
+def test_mistrals_ids() -> None:
+    """Its templates take nine letters and digits; a model's own id is kept."""
+    for text, expected in (
+        ("[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}", "a1b2c3d4e"),
+        ("[TOOL_CALLS]f{}", None),
+    ):
+        ((_, call),) = Message.of(reader("mistral").whole(text)).calls.items()
+        assert call["id"] == expected or (expected is None and len(call["id"]) == 9 and call["id"].isalnum())
+
+
+@pytest.mark.parametrize(
+    ("at", "text", "reasoning", "content"),
+    [
+        (Thinking.POSSIBLE, "<think>\nHm.\n</think>\n\nParis.", "Hm.", "Paris."),
+        (Thinking.POSSIBLE, "\n<think>Hm.</think>Paris. ", "Hm.", "Paris. "),
+        (Thinking.POSSIBLE, "Paris.\n", None, "Paris.\n"),
+        (Thinking.POSSIBLE, "Paris, not <think>x</think>.", None, "Paris, not <think>x</think>."),
+        (Thinking.POSSIBLE, "<think>\n\n</think>\n\nParis.", None, "Paris."),
+        (Thinking.POSSIBLE, "<thin", None, "<thin"),
+        (Thinking.OPEN, "\nHm.\n</think>\n\nParis.", "Hm.", "Paris."),
+        (Thinking.OPEN, "<think>\nHm.\n</think>\n\nParis.", "Hm.", "Paris."),
+        (Thinking.OPEN, "Hm. I wonder </thi", "Hm. I wonder </thi", None),
+        (Thinking.OPEN, "Hm.\n\nWell.", "Hm.\n\nWell.", None),
+        (Thinking.OPEN, "Hm.</think>", "Hm.", None),
+        (Thinking.OPEN, "a</think>b</think>c", "a", "b</think>c"),
+        (Thinking.OVER, "Paris</think>", None, "Paris</think>"),
+    ],
+)  # fmt: skip
+def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str | None) -> None:
+    """Thinking and answer apart, without the white space between them; what ends within the thinking has no answer."""
+    body = Message.of(AnswerReader(ThinkParser(at), None).whole(text)).body(with_reasoning=True)
+    assert (body["reasoning"], body["content"]) == (reasoning, content)
+    assert body["reasoning"] == body["reasoning_content"]
+
+
+def test_calls_behind_thinking() -> None:
+    """Only what comes behind the thinking is searched for calls."""
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    both = AnswerReader(ThinkParser(Thinking.OPEN), FORMATS["hermes"].make(NAMES))
+    body = Message.of(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(with_reasoning=True)
+    assert body["reasoning"] == f"I could {call}."
+    assert (body["content"], len(body["tool_calls"])) == (None, 1)
+
+
+def test_thinking_may_be_hidden() -> None:
+    """include_reasoning=false leaves it out, not the answer."""
+    hidden = AnswerReader(ThinkParser(Thinking.OPEN), None, show_thinking=False)
+    assert hidden.feed("Hm.</think>Paris") == [Text("Paris")]
+    shown = AnswerReader(ThinkParser(Thinking.OPEN), None)
+    assert shown.feed("Hm.</think>Paris") == [Reasoning("Hm."), Text("Paris")]
+
+
+@pytest.mark.parametrize(
+    ("tail", "always", "at"),
+    [
+        ("<|im_start|>assistant\n", False, Thinking.POSSIBLE),
+        ("<|im_start|>assistant\n", True, Thinking.OPEN),
+        ("<|im_start|>assistant\n<think>\n", False, Thinking.OPEN),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, Thinking.OVER),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", True, Thinking.OVER),
+        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", False, Thinking.POSSIBLE),
+    ],
+)  # fmt: skip
+def test_where_an_answer_begins(tail: str, always: bool, at: Thinking) -> None:
+    """The end of the prompt says whether the model is thinking already."""
+    assert thinking_at(tail, always=always) is at
+
+
+NESTED = '<tool_call>{"name": "f", "arguments": {"a": "'
+LONG: dict[str, tuple[str, str, str]] = {
+    # In front of what is repeated, that, and behind it.
+    "nested beginnings": ("hermes", "", NESTED),
+    "arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "x"),
+    "quoted arguments": ("hermes", '<tool_call>{"name": "f", "arguments": "{', " "),
+    "a number": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "1"),
+    "blank content": ("hermes", "a", " "),
+    "blanks behind a call": ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "\n"),
+    "blanks in front of an object": ("hermes", "<tool_call>", " "),
+    "a blank beginning": ("llama3_json", "", "\n"),
+    "blanks in front of thinking": ("thinking", "", "\n"),
+    "blanks within thinking": ("thinking", "<think>a", "\n"),
+    "blanks between objects": ("llama3_json", '{"name": "get_time", "parameters": {}};', "\n"),
+    "blanks in front of a list": ("list", "", "\n"),
+    "blanks within a list": ("list", '[{"name": "f", "parameters": {}}', "\n"),
+    "blanks behind a marker": ("mistral", "[TOOL_CALLS]", "\n"),
+    "blanks in front of python": ("pythonic", "", "\n"),
+    "blanks between python's calls": ("pythonic", "[get_time()", "\n"),
+    "blanks in front of python's name": ("pythonic", "[", " "),
+    "python's arguments": ("pythonic", '[get_time(a="', "x"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
+    """Letter by letter, where that is dearest: eight times the text takes nowhere near 64 times the time."""
+    name, before, repeated = LONG[case]
+
+    def seconds(count: int) -> float:
+        text = before + repeated * (count // len(repeated))
+        one = AnswerReader(ThinkParser(Thinking.POSSIBLE), None) if name == "thinking" else reader(name)
+        started = time.process_time()
+        for char in text:
+            one.feed(char)
+        one.finish()
+        return time.process_time() - started
+
+    count = 10_000
+    assert min(seconds(8 * count) for _ in range(2)) < 20 * min(seconds(count) for _ in range(2))
+
+
+def test_a_long_answer_comes_through() -> None:
+    """A million letters of arguments are no more than that."""
+    long = json.dumps({"text": "x" * 1_000_000})
+    whole = reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')
+    assert _without_ids(Message.of(whole).body(with_reasoning=False)) == (None, [("f", long)])

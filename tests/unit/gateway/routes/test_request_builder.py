@@ -1,0 +1,205 @@
+"""From a body to wire requests."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from gateway.routes.request_builder import (
+    check_length,
+    encode_chat,
+    encode_prompts,
+    generate_requests,
+    sampling_of,
+)
+from gateway.scheduler_link.served_model import Served
+from gateway.schemas.base import parse
+from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.completions import CompletionRequest
+from gateway.text.tokenization import TextCodec, TextWorker
+from protos.errors import ContextExceeded, InvalidArgument
+from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.serving import smollm2_folder
+
+
+def body_of(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **fields}).encode())
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(smollm2_folder())
+
+
+@pytest.fixture
+def served(codec: TextCodec) -> Served:
+    return Served(pb.ModelInfo(served_name="smol", vocab_size=49152, max_model_len=64), codec)
+
+
+def test_silence_asks_for_nothing() -> None:
+    """A body without sampling parameters leaves them to the model and the scheduler."""
+    params = sampling_of(body_of(), pb.ModelInfo())
+    assert params == pb.SamplingParams(max_tokens=16)
+
+
+def test_everything_arrives() -> None:
+    """Each parameter has its field on the wire."""
+    body = body_of(
+        temperature=0, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[5],
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={"3": -1.0},
+        allowed_token_ids=[3, 4],
+    )  # fmt: skip
+    assert sampling_of(body, pb.ModelInfo()) == pb.SamplingParams(
+        temperature=0, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[5],
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={3: -1.0},
+        allowed_token_ids=[3, 4],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 1},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"min_p": 0},
+        {"repetition_penalty": 1},
+        {"presence_penalty": 0},
+    ],
+)
+def test_what_switches_a_filter_off_stays_unset(fields: dict[str, Any]) -> None:
+    """A worker that lacks the filter has nothing to refuse."""
+    assert sampling_of(body_of(**fields), pb.ModelInfo()) == pb.SamplingParams(max_tokens=16)
+
+
+def test_the_models_own_defaults_fill_the_gaps() -> None:
+    """generation_config.json speaks where the body is silent, and yields where it is not."""
+    model = pb.ModelInfo(default_sampling=pb.SamplingParams(temperature=0.5, top_p=0.75, top_k=20))
+    params = sampling_of(body_of(temperature=0.25, top_k=-1), model)
+    assert (params.temperature, params.top_p) == (0.25, 0.75)
+    assert not params.HasField("top_k")
+    assert not sampling_of(body_of(top_p=1.0), model).HasField("top_p")
+
+
+@pytest.mark.parametrize(("seed", "wire"), [(0, 0), (7, 7), (-1, 2**64 - 1)])
+def test_seeds_fit_64_bits(seed: int, wire: int) -> None:
+    """Negative seeds are legal."""
+    assert sampling_of(body_of(seed=seed), pb.ModelInfo()).seed == wire
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop_token_ids": [49152]}, {"allowed_token_ids": [5, 49152]}, {"logit_bias": {"49152": 1}}]
+)
+def test_token_ids_must_be_in_the_vocabulary(served: Served, fields: dict[str, Any]) -> None:
+    """The message says where the vocabulary ends."""
+    with pytest.raises(InvalidArgument, match="49151") as caught:
+        sampling_of(body_of(**fields), served.model)
+    assert caught.value.param in fields
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "words"),
+    [
+        (64, None, "64 tokens, which leaves no room"), (65, 1, "65 tokens"), (60, 5, "at most 4 tokens"),
+        (1, 64, "at most 63"), (1000, 1000, "shorten the prompt"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_context_is_refused_in_numbers(
+    served: Served, count: int, limit: int | None, words: str
+) -> None:
+    """The message has the numbers and what to change."""
+    with pytest.raises(ContextExceeded, match="context is 64 tokens") as caught:
+        check_length(served, [1] * count, limit, param="prompt")
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(("count", "limit"), [(63, None), (63, 1), (1, 63), (32, 32)])
+def test_what_fits_passes(served: Served, count: int, limit: int | None) -> None:
+    """Prompt and output may fill the context exactly."""
+    check_length(served, [1] * count, limit, param="prompt")
+
+
+def test_no_tokens_no_request(served: Served) -> None:
+    """A prompt that encodes to nothing is empty."""
+    with pytest.raises(InvalidArgument, match="is empty"):
+        check_length(served, [], 1, param="prompt")
+
+
+def test_wire_requests_have_ids_of_their_own(served: Served) -> None:
+    """Several prompts of one body are told apart by their index."""
+    body = body_of(prompt=["a", "b"], priority=-3, cache_salt="s")
+    one, two = generate_requests(served, body, [[1], [2, 3]], "id")
+    assert (one.request_id, two.request_id) == ("id-0", "id-1")
+    assert (one.priority, one.cache_salt, one.model) == (-3, "s", "smol")
+    assert list(two.prompt_token_ids) == [2, 3]
+    assert generate_requests(served, body, [[1]], "id")[0].request_id == "id"
+
+
+def test_errors_name_the_clients_parameter(served: Served) -> None:
+    """A chat has messages, not a prompt."""
+    body = parse(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "x"}]}')
+    with pytest.raises(ContextExceeded) as caught:
+        generate_requests(served, body, [[1] * 100], "id")
+    assert caught.value.param == "messages"
+
+
+async def test_prompts_are_encoded_or_taken(served: Served) -> None:
+    """Text is encoded; ids are taken as they are, within the vocabulary."""
+    worker = TextWorker()
+    options: dict[str, Any] = {"special": True, "size": 30, "param": "prompt"}
+    try:
+        assert await encode_prompts(served, worker, ["hello world"], **options) == [[28120, 905]]
+        assert await encode_prompts(served, worker, [[5, 6]], **options) == [[5, 6]]
+        with pytest.raises(InvalidArgument, match="49151"):
+            await encode_prompts(served, worker, [[49152]], **options)
+    finally:
+        worker.close()
+
+
+async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None:
+    """Base models are told apart, with the endpoint that does work."""
+    worker, messages = TextWorker(), [Message(role="user", content="hi")]
+    options: dict[str, Any] = {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "variables": {},
+        "size": 50,
+    }
+    try:
+        ids = await encode_chat(served, worker, messages, **options)
+        assert codec.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        base = Served(served.model, TextCodec(codec.tokenizer, None, {}))
+        with pytest.raises(InvalidArgument, match="no chat template; use /v1/completions"):
+            await encode_chat(base, worker, messages, **options)
+    finally:
+        worker.close()
+
+
+async def test_thousands_of_short_messages_leave_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template's effort grows with the whole body, not with the text in it: what is long runs in a thread."""
+    threads: list[str] = []
+
+    def encode(_codec: TextCodec, _text: str, **_: object) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [1]
+
+    monkeypatch.setattr(TextCodec, "encode", encode)
+    worker, messages = TextWorker(), [Message(role="user", content="")] * 100
+    try:
+        for size in (50, 5000):
+            await encode_chat(
+                served,
+                worker,
+                messages,
+                add_generation_prompt=True,
+                add_special_tokens=False,
+                variables={},
+                size=size,
+            )
+    finally:
+        worker.close()
+    assert threads[0] == threading.current_thread().name
+    assert threads[1].startswith("text")

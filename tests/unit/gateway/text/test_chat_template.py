@@ -1,0 +1,140 @@
+"""Chat templates, compared with transformers' own rendering."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenization import TextCodec
+from protos.errors import Internal, InvalidArgument
+from tests.support.gateway.serving import smollm2_folder
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "<c> & 'd'\n"},
+    ],
+    [{"role": "user", "content": ""}],
+]
+
+TEMPLATES = {
+    "llama": "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m.content | trim }}{{ eos_token }}{% endfor %}",
+    "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "loop": "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "blocks": "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "prompt": "{% if add_generation_prompt %}GO{% endif %}{% if tools %}T{% endif %}{% if documents is defined %}D{% endif %}",
+}
+
+
+def reference(source: str, messages: list[dict[str, str]], **variables: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template([messages], chat_template=source, **variables)
+    text: str = rendered[0]
+    return text
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("name", ["smollm2", *TEMPLATES])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_renders_as_transformers_does(name: str, messages: Any, add_generation_prompt: bool) -> None:
+    """The prompt is, character for character, what the model was trained on."""
+    source = TEMPLATES.get(name) or (smollm2_folder() / "chat_template.jinja").read_text()
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = ChatTemplate(source, special).render(messages, add_generation_prompt=add_generation_prompt)
+    assert ours == reference(source, messages, add_generation_prompt=add_generation_prompt, **special)
+
+
+def test_a_template_may_refuse() -> None:
+    """raise_exception becomes a 400 with the template's own words."""
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidArgument, match="roles must alternate") as caught:
+        template.render([], add_generation_prompt=True)
+    assert caught.value.param == "messages"
+
+
+def test_templates_cannot_reach_into_python() -> None:
+    """They run in a sandbox: a model's files are not code of ours."""
+    template = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
+    with pytest.raises(InvalidArgument, match="unsafe"):
+        template.render([], add_generation_prompt=True)
+
+
+def test_variables_must_be_known() -> None:
+    """A variable that the template would ignore is refused."""
+    template = ChatTemplate("{% if enable_thinking %}T{% endif %}", {"bos_token": "<s>"})
+    assert template.render([], add_generation_prompt=True, variables={"enable_thinking": True}) == "T"
+    for name in ("thinking", "messages", "bos_token"):
+        with pytest.raises(InvalidArgument, match=f"no variable '{name}'"):
+            template.render([], add_generation_prompt=True, variables={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [("{{ messages[0].role }}", "system"), ("{# developer #}{{ messages[0].role }}", "developer")],
+)
+def test_developers_are_the_system_where_the_template_does_not_know_them(source: str, role: str) -> None:
+    """OpenAI renamed the role; most models were trained before."""
+    text = ChatTemplate(source, {}).render(
+        [{"role": "developer", "content": "x"}], add_generation_prompt=False
+    )
+    assert text == role
+
+
+def folder_with(tmp_path: Path, config: dict[str, Any], template: str | None = None) -> Path:
+    (tmp_path / "tokenizer.json").write_bytes((smollm2_folder() / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "text"),
+    [
+        ({"chat_template": "C"}, None, "C"),
+        ({"chat_template": "C"}, "F", "F"),
+        (
+            {"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]},
+            None,
+            "D",
+        ),
+        ({"chat_template": "{{ bos_token }}", "bos_token": {"content": "<b>"}}, None, "<b>"),
+    ],
+)
+def test_a_template_is_found_wherever_models_keep_it(
+    tmp_path: Path, config: Any, file: str | None, text: str
+) -> None:
+    """In a file of its own, in the configuration, or there by name."""
+    codec = TextCodec.load(folder_with(tmp_path, config, file))
+    assert codec.chat_template is not None
+    assert codec.chat_template.render([], add_generation_prompt=True) == text
+
+
+def test_base_models_have_none(tmp_path: Path) -> None:
+    """Without a template there is none; nothing is made up."""
+    assert TextCodec.load(folder_with(tmp_path, {})).chat_template is None
+
+
+def test_a_broken_template_is_reported(tmp_path: Path) -> None:
+    """A template that cannot be compiled is named when the model is loaded."""
+    with pytest.raises(Internal, match="chat template cannot be compiled"):
+        TextCodec.load(folder_with(tmp_path, {}, "{% if %}"))
+    with pytest.raises(jinja2.TemplateSyntaxError):
+        ChatTemplate("{% if %}", {})
+
+
+def test_variables_too_deep_for_the_template_are_the_clients_fault() -> None:
+    """JSON may nest deeper than a template's filters can write; that is no fault of the gateway."""
+    value: Any = []
+    for _ in range(1000):
+        value = [value]
+    with pytest.raises(InvalidArgument, match="chat template refuses"):
+        ChatTemplate("{{ x | tojson }}", {}).render([], add_generation_prompt=True, variables={"x": value})

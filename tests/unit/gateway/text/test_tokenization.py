@@ -1,0 +1,105 @@
+"""Encoding, compared with transformers' tokenizer on the same files."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from gateway.text.tokenization import TextCodec, TextWorker
+from protos.errors import Internal
+from tests.support.gateway.serving import smollm2_folder
+
+TEXTS = [
+    "Hello world",
+    "  spaces  ",
+    "日本語",
+    "<|im_start|>user\nhi<|im_end|>",
+    "a\r\n\tb",
+    "🇫🇷é",
+    "x" * 5000,
+]
+
+
+def copy_with(tmp_path: Path, **config: Any) -> Path:
+    target = tmp_path / "model"
+    shutil.copytree(smollm2_folder(), target)
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return target
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": True, "add_eos_token": True, "eos_token": "<|im_end|>"},
+        {"add_bos_token": False},
+    ],
+)
+def test_encodes_as_transformers_does(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Same ids with and without special tokens, whatever the configuration says about BOS and EOS."""
+    from transformers import AutoTokenizer
+
+    folder = copy_with(tmp_path, **config)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), TextCodec.load(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            assert ours.encode(text, add_special_tokens=special) == theirs.encode(
+                text, add_special_tokens=special
+            )
+
+
+def test_bos_comes_from_the_post_processor_and_chats_get_no_second_one(tmp_path: Path) -> None:
+    """Completions begin with BOS; a template that writes BOS itself is encoded without special tokens."""
+    folder = copy_with(tmp_path)
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", pair=None, special_tokens=[("<|im_start|>", 1)]
+    )
+    tokenizer.save(path)
+    codec = TextCodec.load(folder)
+    assert codec.encode("hi", add_special_tokens=True) == [1, *codec.encode("hi", add_special_tokens=False)]
+    assert codec.chat_template is not None
+    text = codec.chat_template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert codec.encode(text, add_special_tokens=False)[:2] == [1, 9690]
+
+
+def test_decodes_and_names_tokens() -> None:
+    """The way back, and the vocabulary's own spelling."""
+    codec = TextCodec.load(smollm2_folder())
+    ids = codec.encode("hello world", add_special_tokens=False)
+    assert codec.decode(ids) == "hello world"
+    assert codec.tokens([*ids, 10**6]) == ["hello", "Ġworld", ""]
+
+
+def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
+    """The message says what to do about it."""
+    with pytest.raises(Internal, match=r"no tokenizer\.json; convert"):
+        TextCodec.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+    """So is one that cannot be read."""
+    folder = copy_with(tmp_path)
+    (folder / name).write_text("{")
+    with pytest.raises(Internal, match=name.replace(".", r"\.")):
+        TextCodec.load(folder)
+
+
+async def test_long_work_leaves_the_event_loop_alone() -> None:
+    """Short work runs where it is called, long work in a thread."""
+    worker = TextWorker()
+    try:
+        here = threading.get_ident()
+        assert await worker.run(10, threading.get_ident) == here
+        assert await worker.run(10**6, threading.get_ident) != here
+    finally:
+        worker.close()

@@ -1,0 +1,310 @@
+"""Parsers of an installed vLLM, by name."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.__main__ import main
+from gateway.answers.answer_reader import AnswerReader, Message
+from gateway.scheduler_link.served_model import Served
+from gateway.text.tokenization import TextCodec
+from gateway.tools import vllm_parsers
+from gateway.tools.answer_plan import plan
+from gateway.tools.formats import FORMATS
+from protos.errors import ConfigurationRefused, Unsupported
+from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.tool_requests import accepts, byte_compiler, chat, served_with, settings
+from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.usefixtures("shared_vllm")
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    special = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+    return TextCodec.load(folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special))
+
+
+def body_of(reader: AnswerReader, pieces: list[str] | str) -> dict[str, Any]:
+    if isinstance(pieces, str):
+        return Message.of(reader.whole(pieces)).body(with_reasoning=True)
+    events = [event for piece in pieces for event in reader.feed(piece)]
+    return Message.of([*events, *reader.finish()]).body(with_reasoning=True)
+
+
+def pieces_of(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
+    """Its calls come out as our own parsers' do, streamed and whole."""
+    text = f"Let me look.\n{CALL}\n{CALL}"
+    reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:hermes", codec, [WEATHER, TIME])())
+    body = body_of(reader, pieces_of(text, size) if size else text)
+    assert body["content"] == "Let me look."
+    assert [call["function"] for call in body["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    ] * 2
+    assert len({call["id"] for call in body["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"Let me look.\n{CALL}\n{CALL}"),
+        ("hermes", CALL.removesuffix("\n</tool_call>")),
+        ("hermes", "No calls < here <tool_call"),
+        ("hermes", "<tool_call>not JSON</tool_call>"),
+        ("hermes", '<tool_call>{"name": "get_time"}</tool_call>'),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "é"}}'),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}, {"name": "get_time", "parameters": {}}'),
+        ("llama3_json", '<|python_tag|>{"name": "get_time", "arguments": {"a": [1, {"b": null}]}}'),
+        ("hermes", '<tool_call>{"name": "get_time", "arguments": {bad}}</tool_call><tool_call>{"name": "get_time", "arguments": {}}</tool_call>'),
+        ("llama3_json", '{"answer": 42}'),
+        ("pythonic", "[get_time(), get_weather(city='Paris', days=[1, -2.5, {'x': None}], really=True)]"),
+        ("pythonic", "[get_time(1)]"),
+        ("pythonic", "It is [1, 2]."),
+    ],
+)  # fmt: skip
+def test_our_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) -> None:
+    """On whole texts, right and malformed ones: the same calls, the same content."""
+    tools = [WEATHER, TIME]
+    mine = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
+    other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, tools)())
+    assert _meaning(body_of(mine, text)) == _meaning(body_of(other, text))
+
+
+def _meaning(body: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
+    calls = [call["function"] for call in body.get("tool_calls", [])]
+    return body["content"], [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+NOON = ("get_time", "{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "mine", "theirs"),
+    [
+        # What was announced in a stream and stands is a call here, whatever follows; there, all of a text is calls or none of it is.
+        (
+            "hermes",
+            '<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
+            ('<tool_call>{"name": "f", "arguments": {bad}}</tool_call>', [NOON]),
+            ('<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>', []),
+        ),
+        ("pythonic", "[get_time(), 5]", (", 5]", [NOON]), ("[get_time(), 5]", [])),
+        ("pythonic", "[get_time()] and", ("and", [NOON]), ("[get_time()] and", [])),
+        ("pythonic", "[get_time()", (None, [NOON]), ("[get_time()", [])),
+        # A call that was cut off stays one.
+        (
+            "llama3_json",
+            '{"name": "get_time", "parameters": {"a": 1',
+            (None, [("get_time", '{"a": 1')]),
+            ('{"name": "get_time", "parameters": {"a": 1', []),
+        ),
+        # Text behind calls is not lost.
+        ("hermes", '<tool_call>{"name": "get_time", "arguments": {}}</tool_call> and', ("and", [NOON]), (None, [NOON])),
+        ("llama3_json", '{"name": "get_time", "parameters": {}} and', ("and", [NOON]), (None, [NOON])),
+        # Without a marker, JSON within or as an answer is an answer, unless it begins it and names a tool.
+        (
+            "llama3_json",
+            'Sure: {"name": "get_time", "parameters": {}}',
+            ('Sure: {"name": "get_time", "parameters": {}}', []),
+            (None, [NOON]),
+        ),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}', ('{"name": "Ada", "parameters": {}}', []), (None, [("Ada", "{}")])),
+        ("pythonic", "[unknown()]", ("[unknown()]", []), (None, [("unknown", "{}")])),
+        # Arguments as a text: what it holds, not the text as JSON once more.
+        (
+            "hermes",
+            r'<tool_call>{"name": "get_time", "arguments": "{\"a\": 1}"}</tool_call>',
+            (None, [("get_time", '{"a": 1}')]),
+            (None, [("get_time", r'"{\"a\": 1}"')]),
+        ),
+    ],
+)  # fmt: skip
+def test_where_our_parsers_differ_on_purpose(
+    codec: TextCodec, name: str, text: str, mine: tuple[Any, Any], theirs: tuple[Any, Any]
+) -> None:
+    """These, and no others that we know of."""
+    own = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
+    other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, [WEATHER, TIME])())
+    assert _as_written(body_of(own, text)) == mine
+    assert _as_written(body_of(other, text)) == theirs
+
+
+def _as_written(body: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
+    calls = [call["function"] for call in body.get("tool_calls", [])]
+    return body["content"], [(call["name"], call["arguments"]) for call in calls]
+
+
+@pytest.fixture
+def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of vLLM's engine parsers import Mistral's, which imports a library that is not installed here; another's tests need neither."""
+    stand_in = types.ModuleType("vllm.parser.mistral")
+    stand_in.MistralParser = type("MistralParser", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.parser.mistral", stand_in)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+@pytest.mark.usefixtures("without_mistral")
+def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
+    """A format that we have no parser for."""
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+    reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:qwen3_coder", codec, [WEATHER])())
+    (call,) = body_of(reader, pieces_of(text, size) if size else text)["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert '"Paris"' in call["function"]["arguments"]
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.usefixtures("without_mistral")
+def test_a_reasoning_parser_of_vllm(codec: TextCodec, name: str, streamed: bool) -> None:
+    """Thinking and answer apart; markers come as tokens of their own, as they do from a model."""
+    prompt = codec.encode("<|im_start|>assistant\n<think>\n", add_special_tokens=False)
+    reader = AnswerReader(vllm_parsers.reasoning_parser(f"vllm:{name}", codec, prompt), None)
+    pieces = ["Hm", ".\n", "</think>", "\n\n", "Par", "is."]
+    body = body_of(reader, pieces if streamed else "".join(pieces))
+    assert (body["reasoning"], body["content"]) == ("Hm.", "Paris.")
+
+
+def test_the_tokenizer_is_wrapped_once_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a copy of all of it: not a thing to make for each sequence, nor on the event loop."""
+    import transformers
+
+    made: list[Any] = []
+    wrap = transformers.PreTrainedTokenizerFast
+
+    def counted(**given: Any) -> Any:
+        made.append(wrap(**given))
+        return made[-1]
+
+    monkeypatch.setattr(transformers, "PreTrainedTokenizerFast", counted)
+    text = TextCodec.load(folder_with(tmp_path, THINKING, ["<tool_call>", "<think>", "</think>"]))
+    vllm_parsers.prepare(text)
+    assert len(made) == 1
+    make = vllm_parsers.tool_parsers("vllm:hermes", text, [WEATHER])
+    one, two = make(), make()
+    assert one._request is two._request  # type: ignore[attr-defined]
+    assert one._parser is not two._parser  # type: ignore[attr-defined]
+    assert one._parser.model_tokenizer.get_vocab() is two._parser.model_tokenizer.get_vocab()  # type: ignore[attr-defined]
+    for _ in range(3):
+        vllm_parsers.reasoning_parser("vllm:deepseek_r1", text, [1])
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "passing", "failing"),
+    [
+        # It takes everything in front of the end marker for thinking, so that an answer must stand behind one.
+        ("deepseek_r1", "<|im_start|>assistant\n", ["Hm.</think>{}", "<think>Hm.</think>\n{}"], ["{}"]),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", ["{}"], ["Hm.</think>{}"]),
+        ("olmo3", "<|im_start|>assistant\n", ["<think>Hm.</think>{}", "{}"], ["Hm.</think>{}"]),
+        ("seed_oss", "<|im_start|>assistant\n", ["Hm.</seed:think>{}"], ["{}", "Hm.</think>{}"]),
+        ("openai_gptoss", "<|im_start|>assistant\n", ["{}"], ["Hm.</think>{}"]),
+    ],
+)
+@pytest.mark.usefixtures("without_mistral")
+def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
+    tmp_path: Path, name: str, prompt: str, passing: list[str], failing: list[str]
+) -> None:
+    """What the grammar lets pass, the parser reads as an answer; it is asked, not known by its name."""
+    special = ["<tool_call>", "<think>", "</think>", "<seed:think>", "</seed:think>"]
+    served = served_with(folder_with(tmp_path, THINKING, special))
+    compiler, ids = byte_compiler(), served.text.encode(prompt, add_special_tokens=False)
+    reading = plan(
+        settings(reasoning_parser=f"vllm:{name}"), served, chat(structured_outputs={"regex": "[{][}]"}), ids
+    )
+    assert reading.constraint is not None
+    for text in passing:
+        assert _accepted(compiler, reading.constraint, text)
+        assert "".join(Message.of(reading.reader().whole(text)).content).strip() == "{}"
+    for text in failing:
+        assert not _accepted(compiler, reading.constraint, text)
+    calls = plan(
+        settings(reasoning_parser=f"vllm:{name}"), served, chat(tools=[TIME], tool_choice="required"), ids
+    )
+    assert calls.constraint is not None
+    for text in passing:
+        assert accepts(
+            compiler,
+            calls.constraint,
+            text.replace("{}", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'),
+        )
+
+
+def _accepted(compiler: Any, constraint: Any, text: str) -> bool:
+    if constraint.WhichOneof("spec") == "regex":
+        return text == "{}"
+    return accepts(compiler, constraint, text)
+
+
+def test_a_parser_of_vllm_without_markers_holds_nothing(codec: TextCodec) -> None:
+    """Nothing says where the answer would begin; without a constraint it reads as ever."""
+    served = Served(pb.ModelInfo(served_name="m"), codec)
+    chosen = settings(reasoning_parser="vllm:granite")
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TIME], "tool_choice": "required"}, "tools"),
+    ]
+    for body, param in bodies:
+        with pytest.raises(Unsupported, match="--reasoning-parser vllm:granite") as caught:
+            plan(chosen, served, chat(**body), [1])
+        assert caught.value.param == param
+    assert plan(chosen, served, chat(), [1]).constraint is None
+
+
+def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with the names that there are."""
+    for flag, known in (("--tool-call-parser", "hermes"), ("--reasoning-parser", "deepseek_r1")):
+        assert main([flag, "vllm:nothing"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1
+        assert f"{flag} vllm:nothing: vLLM has no such parser" in printed
+        assert known in printed
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what is missing and where."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    with pytest.raises(ConfigurationRefused, match="vLLM is not installed in the gateway's environment"):
+        vllm_parsers.check("--tool-call-parser", "vllm:hermes")
+    vllm_parsers.check("--tool-call-parser", "hermes")
+
+
+def test_only_two_places_import_vllm() -> None:
+    """The worker's adapter, and here, by name and on demand."""
+    root = ROOT
+    importing = {
+        str(path.relative_to(root).parent if "vllm_adapter" in path.parts else path.relative_to(root))
+        for package in ("gateway", "scheduler_svc", "worker_svc", "deploy", "protos")
+        for path in (root / package).rglob("*.py")
+        if any(
+            line.strip().startswith(("import vllm", "from vllm")) or 'import_module("vllm' in line
+            for line in path.read_text().splitlines()
+        )
+    }
+    assert importing == {"gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter"}
+
+
+def test_a_gateway_with_parsers_of_its_own_imports_neither_vllm_nor_torch() -> None:
+    """Asking for our own parsers costs nothing of that."""
+    script = (
+        "import sys\nfrom gateway import app\nfrom gateway.tools import answer_plan, vllm_parsers\n"
+        "vllm_parsers.check('--tool-call-parser', 'hermes')\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'xgrammar'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,61 @@
+"""What the benches make of what they measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.bench.decode_step import Floor, weight_bytes
+from tests.bench.support.step_parts import HEAD, StepParts
+from tests.bench.vs_vllm import QUICK_WORKLOADS, ratios, table
+from worker_svc.graphs.replay import ATTENTION
+from worker_svc.plans.geometry import AttentionLayer
+
+MEASURED = {
+    "vllm": {"tok_s_c8": 100.0, "ttft_c8": 400.0, "tpot_c8": 10.0, "start_cold": 90.0},
+    "vllm, all cores": {"tok_s_c8": 200.0, "ttft_c8": 500.0, "tpot_c8": 8.0, "start_cold": 100.0},
+    "triptych": {"tok_s_c8": 300.0, "ttft_c8": 200.0, "tpot_c8": 5.0, "start_cold": 9.0},
+}
+
+
+def test_ratios_are_by_the_better_of_the_others() -> None:
+    """For each figure by itself; what was not measured has no ratio."""
+    assert ratios(MEASURED) == {"tok_s_c8": 1.5, "ttft_c8": 0.5, "start_cold": 0.1}
+
+
+def test_the_table_has_a_line_for_everyone() -> None:
+    """A dash stands for what was not measured."""
+    lines = table(MEASURED, QUICK_WORKLOADS).splitlines()
+    assert [line.split() for line in lines if line.startswith("triptych")] == [
+        ["triptych", "9.0", "-", "-", "-"],
+        ["triptych", "300.0", "200.0", "5.0"],
+    ]
+
+
+def test_a_step_reads_its_weights_once_and_what_its_windows_see() -> None:
+    """Bytes of keys and values count up to a layer's window, for each row."""
+    full = AttentionLayer("a", 4, 2, 8, 0, torch.bfloat16)
+    window = AttentionLayer("b", 4, 2, 8, 16, torch.bfloat16)
+    floor = Floor(bytes_per_s=1e6, weights=1000, layers=(full, window))
+    assert full.bytes_per_token == 64
+    assert floor.milliseconds([10, 100]) == pytest.approx(1.0 + (64 * (10 + 100) + 64 * (10 + 16)) / 1000)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_is_read_whole_only_as_output_head(tied: bool, tmp_path: Path) -> None:
+    """Of one that is not, a step reads a few rows."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(4, 3), "model.layers.0.up.weight": torch.zeros(8)}
+    if not tied:
+        tensors["lm_head.weight"] = torch.zeros(4, 3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * (4 * 3 + 8)
+
+
+def test_the_parts_of_a_step_are_all_of_its_kernels() -> None:
+    """The output head is a linear layer."""
+    parts = StepParts()
+    for operator, seconds in (("_C::onednn_mm", 1.0), (HEAD, 2.0), (ATTENTION, 4.0), ("aten::silu", 8.0)):
+        parts.add(operator, seconds)
+    parts.add("aten::silu", 8.0)
+    assert (parts.linear, parts.attention, parts.other) == (3.0, 4.0, 16.0)

@@ -1,0 +1,210 @@
+"""Between protocol and domain: what arrives is complete and safe, what leaves says what was meant."""
+
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from protos.errors import Internal
+from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from protos.wire import FULL_MESSAGE_BYTES
+from scheduler_svc.convert.events import event_to_proto, events_to_proto
+from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.convert.plans import plan_to_proto
+from scheduler_svc.convert.requests import submission_from_proto
+from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
+from scheduler_svc.replica.step_plan import Admission, Decode, Growth, StepPlan
+from scheduler_svc.requests.request import Event, FinishReason, Logprobs
+from scheduler_svc.workers import model_files
+from scheduler_svc.workers.model_files import ServedFiles, describe_served, receive_files
+
+
+def request(**sampling: object) -> inference_pb2.GenerateRequest:
+    parameters = common_pb2.SamplingParams(**sampling)  # type: ignore[arg-type]
+    return inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=parameters)
+
+
+def test_what_a_client_leaves_open_is_filled_once() -> None:
+    """Temperature 1, no filters, an id and a seed of the scheduler's own."""
+    one, two = submission_from_proto(request()), submission_from_proto(request())
+    assert (one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) == (1.0, 1.0, 0)
+    assert one.request_id != two.request_id
+    assert one.sampling.seed != two.sampling.seed
+    assert one.sampling_fields == frozenset()
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 0.0])
+def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
+    """Logits divided by next to nothing are infinite."""
+    assert submission_from_proto(request(temperature=temperature)).sampling.temperature == 0
+
+
+def test_an_explicit_zero_is_not_a_default() -> None:
+    """Proto3's optional fields are told apart from absent ones."""
+    submission = submission_from_proto(request(temperature=0, seed=0))
+    assert submission.sampling.temperature == 0
+    assert submission.sampling.seed == 0
+    assert submission.sampling_fields == {"temperature", "seed"}
+
+
+def test_an_event_carries_prompt_statistics_only_once() -> None:
+    """In the first event."""
+    first = event_to_proto(
+        Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25)
+    )
+    assert (first.prompt.num_tokens, first.prompt.num_cached_tokens, first.prompt.queue_ms) == (7, 4, 250)
+    assert not event_to_proto(Event("r", (5,))).HasField("prompt")
+
+
+def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
+    """All three survive."""
+    entry = Logprobs(-0.5, 2, ((7, -0.25), (5, -0.5)))
+    message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
+    assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
+    assert list(message.logprobs[0].top_token_ids) == [7, 5]
+
+
+def test_a_step_of_many_events_is_several_messages() -> None:
+    """Each is one that any client takes, however much one of the events says; nothing is lost, doubled or out of order."""
+    entry = Logprobs(-0.5, 70_000, tuple((150_000 + token, -0.25) for token in range(20)))
+    prompt = tuple(replace(entry, rank=rank) for rank in range(1, 9000))
+    events: list[Event | tuple[str, int]] = [(f"{'t' * 120}{number}", number) for number in range(9000)]
+    events[4000:4000] = [
+        Event("r", prompt_logprobs=prompt, first=True, num_prompt_tokens=9000),
+        Event("r", (5,), (entry,), FinishReason.STOP, 5),
+    ]
+    messages = list(events_to_proto(events))
+    assert max(message.ByteSize() for message in messages) < FULL_MESSAGE_BYTES + (64 << 10)
+    told = [event for message in messages for event in message.events]
+    assert [entry.rank for event in told for entry in event.prompt_logprobs] == list(range(1, 9000))
+    assert [event.prompt.num_tokens for event in told if event.HasField("prompt")] == [9000]
+    plain = [event.token_ids[0] for event in told if event.request_id != "r"]
+    assert plain == list(range(9000))
+    of_r = [index for index, event in enumerate(told) if event.request_id == "r"]
+    assert of_r == list(range(4000, 4000 + len(of_r)))
+    assert told[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert len(list(events_to_proto(events[:3]))) == 1
+
+
+def test_every_sampling_field_reaches_the_worker() -> None:
+    """Whatever the schema has, a worker is told as it was sent; a field that is added and forgotten on the way is found here."""
+    sent = common_pb2.SamplingParams(
+        temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[3, 5], ignore_eos=True,
+        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={4: 2.0}, allowed_token_ids=[1, 2],
+        bad_words=[common_pb2.TokenSequence(token_ids=[6, 7])], logprobs=3, prompt_logprobs=2,
+        structured_output=common_pb2.StructuredOutput(regex="a+"),
+    )  # fmt: skip
+    assert {field.name for field, _ in sent.ListFields()} == set(sent.DESCRIPTOR.fields_by_name)
+    submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=sent))
+    admission = Admission(0, "r", (1, 2), 2, 0, submission.sampling, ((3,),))
+    # What the client asked for at most is made exact where the request is admitted.
+    (told,) = plan_to_proto(StepPlan(1, None, admit=(admission,))).admit
+    told.sampling.max_tokens = sent.max_tokens
+    assert told.sampling == sent
+
+
+def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
+    """Deltas: no token ids, no tables."""
+    plan = StepPlan(3, Decode((0, 2), (9, 4), 4), release=(1,), grow=(Growth(2, 0, (8,)),))
+    message = plan_to_proto(plan)
+    assert message.WhichOneof("work") == "decode"
+    assert list(message.decode.slots) == [0, 2]
+    assert message.ByteSize() < 40
+    assert message == worker_pb2.StepPlan.FromString(message.SerializeToString())
+
+
+def make_keys(count: int) -> tuple[bytes, ...]:
+    return tuple(number.to_bytes(32, "big") for number in range(count))
+
+
+def test_a_snapshot_of_any_size_comes_in_messages_that_any_client_takes() -> None:
+    """Half a million keys: each of them once and in order, each message below gRPC's 4 MiB, and only the last one without ``more``."""
+    keys = make_keys(500_000)
+    batch = Batch(
+        7, (Stored(0, keys[:300_000], None, ()), Stored(1, keys[300_000:], None, ())), snapshot=True
+    )
+    parts = list(kv_batch_to_proto("r", batch, 128))
+    assert max(part.ByteSize() for part in parts) < 4 << 20
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert [part.snapshot for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert {(part.sequence, part.replica_id) for part in parts} == {(7, "r")}
+    stored = [event.stored for part in parts for event in part.events]
+    assert not any(one.parent_hash or one.token_ids for one in stored)
+    assert tuple(key for one in stored for key in one.hashes) == keys
+    assert sum(len(one.hashes) for one in stored if one.group_id == 0) == 300_000
+
+
+def test_large_changes_are_cut_between_keys() -> None:
+    """Every piece continues the one before: its parent is that one's last key, and its tokens are those under its own keys."""
+    keys = make_keys(20_000)
+    tokens = tuple(range(4 * len(keys)))
+    batch = Batch(7, (Cleared(), Stored(0, keys, b"seed", tokens), Removed(1, keys)))
+    parts = list(kv_batch_to_proto("r", batch, 4))
+    assert len(parts) > 1
+    assert not any(part.snapshot for part in parts)
+    cleared, *events = [event for part in parts for event in part.events]
+    assert cleared.HasField("cleared")
+    stored = [event.stored for event in events if event.HasField("stored")]
+    ends = [b"seed", *(one.hashes[-1] for one in stored)]
+    assert [one.parent_hash for one in stored] == ends[:-1]
+    assert all(len(one.token_ids) == 4 * len(one.hashes) for one in stored)
+    assert tuple(itertools.chain.from_iterable(one.token_ids for one in stored)) == tokens
+    assert tuple(itertools.chain.from_iterable(one.hashes for one in stored)) == keys
+    removed = [event.removed for event in events[len(stored) :]]
+    assert tuple(itertools.chain.from_iterable(one.hashes for one in removed)) == keys
+
+
+def test_a_small_batch_is_one_message() -> None:
+    """Also one that says only that nothing is there."""
+    (part,) = kv_batch_to_proto("r", Batch(7, (), snapshot=True), 4)
+    assert (part.sequence, part.snapshot, part.more, len(part.events)) == (7, True, False, 0)
+
+
+async def stream(*chunks: common_pb2.FileChunk) -> AsyncIterator[common_pb2.FileChunk]:
+    for chunk in chunks:
+        yield chunk
+
+
+async def test_files_survive_being_cut_into_messages() -> None:
+    """Also empty ones and those larger than a message."""
+    files = {"a.json": b"x" * 1_300_000, "empty": b""}
+    chunks = list(ServedFiles(common_pb2.ModelInfo(), files).chunks())
+    assert len(chunks) == 4
+    assert await receive_files(stream(*chunks)) == files
+
+
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "a/b", "a\\b", ".hidden", "a\0b"])
+async def test_a_file_name_that_is_more_than_a_name_is_refused(name: str) -> None:
+    """These names become paths in a gateway."""
+    with pytest.raises(Internal, match="only plain file names"):
+        await receive_files(stream(common_pb2.FileChunk(name=name, last=True)))
+
+
+async def test_a_stream_that_ends_within_a_file_is_refused() -> None:
+    """Half a tokenizer is worse than none."""
+    with pytest.raises(Internal, match=r"ended within a\.json"):
+        await receive_files(stream(common_pb2.FileChunk(name="a.json", data=b"x")))
+
+
+async def test_files_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes and by number."""
+    monkeypatch.setattr(model_files, "MAX_TOTAL_BYTES", 10)
+    with pytest.raises(Internal, match="more than"):
+        await receive_files(stream(common_pb2.FileChunk(name="a", data=b"x" * 11, last=True)))
+    with pytest.raises(Internal, match="more than 64 files"):
+        await receive_files(stream(*(common_pb2.FileChunk(name=str(i), last=True) for i in range(65))))
+
+
+def test_the_tokenizer_s_hash_depends_on_names_and_contents() -> None:
+    """A gateway reloads exactly when something changed."""
+    model = common_pb2.ModelInfo(source="m")
+
+    def digest(files: dict[str, bytes]) -> str:
+        return describe_served(model, files, served_name=None, max_model_len=8).info.tokenizer_sha256
+
+    assert digest({"a": b"1", "b": b"2"}) == digest({"b": b"2", "a": b"1"})
+    assert (
+        len({digest({"a": b"1"}), digest({"a": b"2"}), digest({"b": b"1"}), digest({"a": b"", "1": b""})})
+        == 4
+    )

@@ -1,0 +1,239 @@
+"""Several replicas on one engine: who gets which request."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from protos.errors import Internal
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.step_plan import StepResult
+from scheduler_svc.shapes.geometry import Geometry
+from tests.support.scheduler.factories import (
+    FULL,
+    Rig,
+    SimulatedDevice,
+    expected_tokens,
+    make_geometry,
+    make_rig,
+    make_submission,
+)
+
+PREFIX = list(range(20, 36))
+
+
+@dataclass
+class Second:
+    """Another replica beside a rig's own."""
+
+    scheduler: ReplicaScheduler
+    device: SimulatedDevice
+
+    def step(self) -> bool:
+        plan = self.scheduler.step()
+        if plan is not None:
+            self.scheduler.update(self.device.run(plan))
+        return plan is not None
+
+
+def add_replica(
+    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None
+) -> Second:
+    geometry = geometry or rig.geometry
+    kv = KvCache(geometry, (FULL,), [num_blocks], model="m")
+    scheduler = ReplicaScheduler(geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
+    rig.engine.attach(name, AttachedReplica(scheduler, lambda: None))
+    return Second(scheduler, SimulatedDevice(geometry))
+
+
+def run(rig: Rig, second: Second) -> None:
+    """Steps both until neither has anything to do."""
+    for _ in range(1000):
+        if not [rig.step() is not None, second.step()].count(True):
+            return
+    raise AssertionError("the replicas do not come to an end")
+
+
+def place_of(rig: Rig, name: str) -> str | None:
+    request = rig.engine.find(name)
+    assert request is not None
+    return request.replica_id
+
+
+def test_requests_spread_over_replicas() -> None:
+    """Eight equal requests on two replicas of four slots: four each, at once."""
+    rig = make_rig()
+    second = add_replica(rig)
+    for index in range(8):
+        rig.submit(make_submission([5 + index, 6], request_id=f"r{index}"))
+    assert (rig.scheduler.num_running, second.scheduler.num_running) == (4, 4)
+    run(rig, second)
+    for index in range(8):
+        assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6], 8)
+
+
+def test_a_request_goes_where_its_prefix_is() -> None:
+    """Whichever replica ran it first."""
+    rig = make_rig()
+    second = add_replica(rig)
+    homes = {}
+    for name, first in (("a", 20), ("b", 50)):
+        rig.submit(make_submission(range(first, first + 17), request_id=name, max_tokens=20))
+        homes[first] = place_of(rig, name)
+    assert set(homes.values()) == {"replica-0", "replica-1"}
+    run(rig, second)
+    for name, first in (("c", 50), ("d", 20)):
+        sink = rig.submit(make_submission(range(first, first + 18), request_id=name))
+        assert place_of(rig, name) == homes[first]
+        run(rig, second)
+        assert sink.events[0].num_cached_tokens == 16
+
+
+def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
+    """The second of two waits beside the first instead of computing the same elsewhere."""
+    rig = make_rig()
+    second = add_replica(rig)
+    rig.submit(make_submission([*range(20, 60), 3], request_id="a"))
+    for _ in range(7):
+        rig.step()
+        second.step()
+    rig.submit(make_submission([*range(20, 60), 4], request_id="b"))
+    assert place_of(rig, "a") == place_of(rig, "b")
+    run(rig, second)
+    assert rig.device.prefilled + second.device.prefilled == 42
+
+
+def test_load_outweighs_a_short_prefix() -> None:
+    """Four cached tokens are not worth waiting behind a long prompt."""
+    rig = make_rig()
+    rig.submit(make_submission([20, 21, 22, 23, 90], request_id="warm", max_tokens=1))
+    rig.run()
+    rig.submit(make_submission(range(30, 85), request_id="long", max_tokens=5))
+    add_replica(rig)
+    rig.submit(make_submission([20, 21, 22, 23, 91], request_id="short"))
+    assert place_of(rig, "short") == "replica-1"
+
+
+def test_a_request_is_placed_only_where_all_of_it_fits() -> None:
+    """The small replica is free and would take the prompt; the sequence's end would not fit."""
+    rig = make_rig(num_blocks=17)
+    second = add_replica(rig, num_blocks=9)
+    for index in range(5):
+        rig.submit(make_submission([5 + index, 6, 7], request_id=f"r{index}", max_tokens=50))
+    assert second.scheduler.num_running == 0
+    run(rig, second)
+    for index in range(5):
+        assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6, 7], 50)
+
+
+def test_what_a_lost_replica_ran_goes_on_at_the_others() -> None:
+    """Running and waiting for a prefix alike, with the tokens they have."""
+    rig = make_rig()
+    second = add_replica(rig)
+    prompts = {f"r{index}": [*PREFIX, 40 + index] for index in range(4)}
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name, max_tokens=6))
+    home = place_of(rig, "r0")
+    at_home = [name for name in prompts if place_of(rig, name) == home]
+    assert len(at_home) > 1
+    for _ in range(3):
+        rig.step()
+        second.step()
+    assert home is not None
+    assert rig.engine.detach(home) == len(at_home)
+    other = rig if home == "replica-1" else second
+    while other.step():
+        rig.engine.dispatch()
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 6)
+
+
+def test_a_new_replica_takes_what_waits() -> None:
+    """At once."""
+    rig = make_rig()
+    for index in range(6):
+        rig.submit(make_submission([5 + index], request_id=f"r{index}"))
+    assert len(rig.engine.waiting) == 2
+    second = add_replica(rig)
+    assert (len(rig.engine.waiting), second.scheduler.num_running) == (0, 2)
+
+
+def test_making_way_happens_where_somebody_less_urgent_runs() -> None:
+    """Two full replicas, one of them with less urgent requests."""
+    rig = make_rig()
+    second = add_replica(rig)
+    for index in range(8):
+        rig.submit(make_submission([5 + index], request_id=f"r{index}", max_tokens=20))
+    lesser = [name for name in (f"r{index}" for index in range(8)) if place_of(rig, name) == "replica-1"]
+    for name in lesser:
+        rig.engine.abort(name)
+    for index in range(4):
+        rig.submit(make_submission([50 + index], request_id=f"low{index}", priority=3, max_tokens=20))
+    rig.submit(make_submission([90], request_id="urgent", priority=-1))
+    assert place_of(rig, "urgent") == "replica-1"
+    assert second.scheduler.stats.preemptions["priority"] == 1
+    assert not rig.scheduler.stats.preemptions
+
+
+def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
+    """A slot's number on the larger one is none of the smaller one's."""
+    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
+    second = add_replica(rig, geometry=make_geometry(max_num_seqs=4))
+    rig.submit(make_submission([9], request_id="first", max_tokens=20))
+    sink = rig.submit(make_submission([5, 6, 7, 8], request_id="r", n=8))
+    while second.scheduler.num_running < 4:
+        second.step()
+    rig.engine.abort("first")
+    run(rig, second)
+    assert rig.device.prefilled > 1
+    for sequence in range(8):
+        assert sink.tokens_of(sequence) == expected_tokens([5, 6, 7, 8], 8, sequence)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_failed_step_s_requests_may_run_elsewhere_by_then(num_slots: int, reached: bool) -> None:
+    """It was to copy for one that gave way and runs on another replica, in a slot of whatever number: who came after it here stays."""
+    geometry = make_geometry(chunk=4, block_size=16, max_num_seqs=1, buckets=(1,))
+    rig = make_rig(geometry)
+    rig.submit(make_submission(range(5, 14), request_id="warm", max_tokens=1))
+    rig.run()
+    moved = rig.submit(make_submission([*range(5, 14), 77], request_id="moved", max_tokens=8, priority=5))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert plan.copies
+    second = add_replica(
+        rig, geometry=replace(geometry, max_num_seqs=num_slots, buckets=tuple(range(1, num_slots + 1)))
+    )
+    blockers = [f"blocker{index}" for index in range(num_slots)]
+    for index, name in enumerate(blockers):
+        rig.submit(make_submission([60 + index, 9], request_id=name, max_tokens=8))
+    assert {place_of(rig, name) for name in blockers} == {"replica-1"}
+    urgent = rig.submit(make_submission([8, 8, 8], request_id="urgent", max_tokens=30))
+    rig.engine.abort(blockers[-1])
+    assert (place_of(rig, "urgent"), place_of(rig, "moved")) == ("replica-0", "replica-1")
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert "fault" not in rig.scheduler.stats.preemptions
+    assert (place_of(rig, "urgent"), place_of(rig, "moved")) == ("replica-0", "replica-1")
+    run(rig, second)
+    assert moved.tokens == expected_tokens([*range(5, 14), 77], 8)
+    assert urgent.tokens == expected_tokens([8, 8, 8], 30)
+
+
+def test_a_replica_of_another_grid_tells_prefixes_apart_by_its_own() -> None:
+    """Requests whose replica was lost bring keys of 4 tokens; under 8 they would be keys of what they share and of what they do not."""
+    rig = make_rig()
+    prompts = {name: [*range(20, 24), *range(first, first + 20)] for name, first in (("a", 40), ("b", 60))}
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name))
+    rig.step()
+    rig.engine.detach("replica-0")
+    rig.geometry = make_geometry(chunk=8, block_size=8)
+    rig.start()
+    rig.run()
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 8)

@@ -1,0 +1,254 @@
+"""Who runs, who waits and who gives way, through an engine and its replica."""
+
+import itertools
+
+import pytest
+
+from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.requests.request import FinishReason, RequestState
+from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from tests.support.scheduler.factories import (
+    FULL,
+    ListSink,
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_request,
+    make_rig,
+    make_submission,
+)
+
+ONE_SLOT = make_geometry(max_num_seqs=1, buckets=(1,))
+
+
+def first_tokens(rig: Rig, names: list[str]) -> list[str]:
+    """Runs to the end; the names in the order in which they were answered first."""
+    order: list[str] = []
+    while rig.step() is not None:
+        order += [name for name in names if rig.sinks[name].events and name not in order]
+    return order
+
+
+def test_a_more_urgent_request_takes_the_place_of_a_running_one() -> None:
+    """The one that gave way loses no token and goes on afterwards."""
+    rig = make_rig(ONE_SLOT)
+    late = rig.submit(make_submission(request_id="later", priority=1, max_tokens=20))
+    for _ in range(5):
+        rig.step()
+    received = len(late.tokens)
+    assert received
+    urgent = rig.submit(make_submission([9, 8], request_id="urgent", max_tokens=3))
+    while not urgent.events or urgent.events[-1].finish_reason is None:
+        rig.step()
+    assert len(late.tokens) == received
+    rig.run()
+    assert rig.scheduler.stats.preemptions["priority"] == 1
+    assert late.tokens == expected_tokens([5, 6, 7], 20)
+    assert urgent.tokens == expected_tokens([9, 8], 3)
+
+
+def test_equally_urgent_requests_wait() -> None:
+    """Only a difference in priority preempts."""
+    rig = make_rig(ONE_SLOT)
+    rig.submit(make_submission(request_id="a"))
+    rig.step()
+    rig.submit(make_submission([9], request_id="b"))
+    rig.run()
+    assert not rig.scheduler.stats.preemptions
+
+
+def test_the_latest_of_the_least_urgent_gives_way() -> None:
+    """Of four with priorities 0, 2, 2, 1 the second 2."""
+    rig = make_rig()
+    for name, priority in (("a", 0), ("b", 2), ("c", 2), ("d", 1)):
+        rig.submit(make_submission([ord(name) - 50], request_id=name, priority=priority, max_tokens=20))
+    rig.submit(make_submission(request_id="urgent", priority=-1))
+    waiting = [
+        name for name in "abcd" if (one := rig.engine.find(name)) and one.state is RequestState.WAITING
+    ]
+    assert waiting == ["c"]
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    """Where what less urgent requests hold is not enough, they keep it."""
+    rig = make_rig(num_blocks=13)
+    rig.submit(make_submission(range(20, 50), request_id="big", max_tokens=10))
+    rig.submit(make_submission([5, 6, 7], request_id="small", priority=1, max_tokens=5))
+    rig.step()
+    rig.submit(make_submission(range(50, 75), request_id="urgent", max_tokens=5))
+    assert not rig.scheduler.stats.preemptions
+    rig.run()
+    assert all(sink.events[-1].finish_reason is FinishReason.LENGTH for sink in rig.sinks.values())
+
+
+def test_what_is_short_in_one_group_is_not_made_up_for_by_another() -> None:
+    """The less urgent request holds too few blocks of full attention; that windows have room for many more is no use."""
+    rig = make_rig(
+        groups=(FULL, KvGroup(GroupKind.PAGED_WINDOW, 4)), num_blocks=(17, 101), prefix_caching=False
+    )
+    rig.submit(make_submission(range(5, 45), request_id="first", max_tokens=8))
+    for _ in range(12):
+        rig.step()
+    rig.submit(make_submission([50, 51, 52], request_id="less urgent", priority=5, max_tokens=6))
+    rig.step()
+    rig.step()
+    rig.submit(make_submission(range(6, 46), request_id="urgent", priority=2, max_tokens=8))
+    assert not rig.scheduler.stats.preemptions
+    rig.run()
+    assert not rig.scheduler.stats.preemptions
+    assert rig.sinks["urgent"].tokens == expected_tokens(range(6, 46), 8)
+
+
+def test_who_gives_way_and_has_aged_does_not_take_its_place_back_for_ever() -> None:
+    """By its age the one that gave way is next at once: the more urgent one is placed first, and both end."""
+    rig = make_rig(ONE_SLOT, order=PriorityFairOrder(30.0))
+    old = rig.submit(make_submission(request_id="old", priority=1, max_tokens=10))
+    rig.step()
+    rig.now = 70.0
+    urgent = rig.submit(make_submission([9, 8], request_id="urgent", max_tokens=3))
+    rig.run()
+    assert old.tokens == expected_tokens([5, 6, 7], 10)
+    assert urgent.tokens == expected_tokens([9, 8], 3)
+
+
+def test_waiting_makes_a_request_more_urgent() -> None:
+    """Two levels lower, but two ageing times and more older: it is first; without ageing it is last."""
+    for ageing, first in ((10.0, "old"), (None, "new")):
+        rig = make_rig(ONE_SLOT, order=PriorityFairOrder(ageing))
+        rig.submit(make_submission(request_id="running", priority=-9, max_tokens=8))
+        rig.submit(make_submission([9], request_id="old", priority=2, max_tokens=2))
+        rig.now = 35.0
+        rig.submit(make_submission([8], request_id="new", priority=0, max_tokens=2))
+        assert first_tokens(rig, ["old", "new"])[0] == first
+
+
+@pytest.mark.parametrize("length", [7, 30])
+def test_nobody_waits_for_ever_behind_what_is_more_urgent(length: int) -> None:
+    """There is always more of it, all slots run it and make way for nothing less; a second of age is worth a level."""
+    rig = make_rig(
+        make_geometry(max_num_seqs=2, buckets=(1, 2)), order=PriorityFairOrder(1.0), prefix_caching=False
+    )
+    numbers = itertools.count()
+
+    def submit_urgent() -> None:
+        first = 3 + next(numbers) % 40
+        rig.submit(make_submission(range(first, first + 7), request_id=f"urgent{first}", max_tokens=4))
+
+    for _ in range(4):
+        submit_urgent()
+    prompt = [3 + 5 * index % 90 for index in range(length)]
+    low = rig.submit(make_submission(prompt, request_id="low", priority=1, max_tokens=4))
+    while rig.engine.find("low"):
+        while len(rig.engine.waiting) < 4:
+            submit_urgent()
+        rig.step()
+        rig.now += 0.05
+        assert rig.now < 5
+    assert low.tokens == expected_tokens(prompt, 4)
+    assert low.events[0].queue_s > 0.5
+
+
+def test_with_slots_to_spare_chunks_are_computed_by_age_too() -> None:
+    """Admitted at once, three chunks long, and beside it more urgent prompts come without end."""
+    rig = make_rig(
+        make_geometry(max_num_seqs=8, buckets=(1, 8)), num_blocks=200, order=PriorityFairOrder(1.0),
+        prefix_caching=False,
+    )  # fmt: skip
+    numbers = itertools.count()
+
+    def submit_urgent() -> None:
+        number = next(numbers)
+        prompt = [3 + (number * 7 + number * index) % 90 for index in range(12)]
+        rig.submit(make_submission(prompt, request_id=f"urgent{number}", max_tokens=1))
+
+    submit_urgent()
+    low = rig.submit(make_submission(range(50, 62), request_id="low", priority=1, max_tokens=1))
+    while rig.engine.find("low"):
+        while rig.scheduler.num_running < 6:
+            submit_urgent()
+        rig.step()
+        rig.now += 0.05
+        assert rig.scheduler.has_free_slot
+        assert rig.now < 5
+    assert low.tokens == expected_tokens(range(50, 62), 1)
+
+
+def test_tenants_are_served_in_turn() -> None:
+    """One floods, one sends two: the second one's requests do not wait behind the flood."""
+    rig = make_rig(ONE_SLOT)
+    names = [f"flood{index}" for index in range(8)]
+    for index, name in enumerate(names):
+        rig.submit(make_submission([3 + index, 4, 5], request_id=name, tenant="flood", max_tokens=2))
+    for index in range(2):
+        rig.submit(make_submission([30 + index, 4, 5], request_id=f"few{index}", tenant="few", max_tokens=2))
+    order = first_tokens(rig, [*names, "few0", "few1"])
+    assert order.index("few0") == 1
+    assert order.index("few1") == 3
+
+
+def test_a_tenant_s_weight_is_its_share_of_tokens() -> None:
+    """Of the first nine served, three times as many of the tenant that weighs three times as much."""
+    rig = make_rig(ONE_SLOT, order=PriorityFairOrder(None, {"paid": 3.0}))
+    names = [f"{tenant}{index}" for index in range(9) for tenant in ("paid", "free")]
+    rig.submit(make_submission(request_id="running", tenant="other", max_tokens=2))
+    for index, name in enumerate(names):
+        rig.submit(make_submission([3 + index, 4, 5], request_id=name, tenant=name[:4], max_tokens=2))
+    served = [name[:4] for name in first_tokens(rig, names)[:9]]
+    assert 6 <= served.count("paid") <= 7
+
+
+def test_without_room_the_queue_stands_until_something_is_released() -> None:
+    """Memory for one of two: the second is admitted in the step after the first one's end."""
+    rig = make_rig(num_blocks=9)
+    rig.submit(make_submission(range(20, 40), request_id="a", max_tokens=4))
+    rig.submit(make_submission(range(50, 70), request_id="b", max_tokens=4))
+    rig.step()
+    assert (rig.engine.num_running, len(rig.engine.waiting)) == (1, 1)
+    while rig.engine.find("a") is not None:
+        rig.step()
+    rig.step()
+    assert rig.engine.num_running == 1
+    rig.run()
+    assert rig.sinks["b"].tokens == expected_tokens(range(50, 70), 4)
+
+
+def test_pins_never_keep_a_request_out_of_an_idle_replica() -> None:
+    """Nothing would ever make room but the pin's end: what is kept for later gives way to what is there."""
+    rig = make_rig(num_blocks=9)
+    rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
+    rig.run()
+    rig.engine.pin("pin", "replica-0", make_request(range(20, 33)))
+    sink = rig.submit(make_submission(range(50, 80), request_id="b", max_tokens=1))
+    rig.run()
+    assert sink.tokens == expected_tokens(range(50, 80), 1)
+    assert not rig.engine.unpin("pin")
+
+
+def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step() -> None:
+    """The abort frees too little, and by the time its step is back nothing is left that could free more but the pins."""
+    rig = make_rig(num_blocks=17)
+    rig.submit(make_submission(range(5, 38), request_id="warm", max_tokens=1))
+    rig.run()
+    assert rig.engine.pin("pin", "replica-0", make_request([*range(5, 37), 5])) == 32
+    rig.submit(make_submission([50, 51, 52], request_id="running", max_tokens=20))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    sink = rig.submit(make_submission(range(40, 90), request_id="big", max_tokens=4))
+    assert len(rig.engine.waiting) == 1
+    rig.engine.abort("running")
+    assert len(rig.engine.waiting) == 1
+    rig.scheduler.update(rig.device.run(plan))
+    rig.run()
+    assert sink.tokens == expected_tokens(range(40, 90), 4)
+    assert not rig.engine.pinned.count("replica-0")
+
+
+def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:
+    """The block that its hit would be copied from cannot be held as well."""
+    rig = make_rig(make_geometry(chunk=2, block_size=4), num_blocks=9)
+    rig.submit(make_submission(range(20, 27), request_id="a", max_tokens=1))
+    rig.run()
+    prompt = [*range(20, 26), *range(50, 75)]
+    sink: ListSink = rig.submit(make_submission(prompt, request_id="b", max_tokens=1))
+    rig.run()
+    assert sink.tokens == expected_tokens(prompt, 1)

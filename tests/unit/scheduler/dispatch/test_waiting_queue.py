@@ -1,0 +1,280 @@
+"""The waiting queue and its orders: priority, tenants, arrival, ageing; removal from anywhere."""
+
+import time
+from itertools import count
+
+import pytest
+
+from scheduler_svc.dispatch.waiting_queue import WaitingQueue
+from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.tenant_counters import TenantCounters
+from scheduler_svc.requests.request import Request
+from tests.support.scheduler.waiting_requests import queue_of, take_all, waiting_request
+
+
+def test_lower_priority_numbers_come_first_then_arrival() -> None:
+    """Two classes of urgency, each in order of arrival."""
+    late, first, second = waiting_request(priority=1), waiting_request(), waiting_request()
+    assert take_all(queue_of(late, first, second)) == [first, second, late]
+
+
+def test_the_simple_order_knows_arrival_alone() -> None:
+    """Priority, tenant and time change nothing."""
+    requests = [waiting_request(priority=priority, tenant=str(priority)) for priority in (3, -1, 0, 2)]
+    queue = queue_of(*requests, order=ArrivalOrder())
+    queue.charge("3", 1000)
+    assert queue.peek(1e6) is requests[0]
+    assert take_all(queue) == requests
+    assert queue_of(*reversed(requests), order=ArrivalOrder()).drain() == requests
+
+
+@pytest.mark.parametrize("order", [ArrivalOrder, PriorityFairOrder])
+def test_a_request_that_comes_back_keeps_its_place(order: type[OrderPolicy]) -> None:
+    """A preempted request runs before everything that arrived after it, also if it left the queue more than once."""
+    old, new = waiting_request(), waiting_request()
+    queue = queue_of(old, new, order=order())
+    for _ in range(3):
+        assert queue.peek(0.0) is old
+        assert queue.remove(old)
+        assert old not in queue
+        assert queue.peek(0.0) is new
+        queue.add(old)
+    assert queue.peek(0.0) is old
+    assert len(queue) == 2
+
+
+def test_removal_of_a_stranger_is_no_error() -> None:
+    """False, and the counts stay."""
+    queue = queue_of(waiting_request())
+    assert not queue.remove(waiting_request())
+    assert (len(queue), queue.num_tokens) == (1, 3)
+
+
+def test_tokens_are_counted_in_and_out() -> None:
+    """The sum that admission bounds is exact."""
+    one, two = waiting_request(num_tokens=5), waiting_request(num_tokens=7)
+    queue = queue_of(one, two)
+    assert (queue.num_tokens, list(queue)) == (12, [one, two])
+    queue.remove(one)
+    assert queue.num_tokens == 7
+    assert queue.drain() == [two]
+    assert (len(queue), queue.num_tokens, queue.peek(0.0), two in queue) == (0, 0, None, False)
+
+
+def test_tenants_take_turns_by_what_they_were_served() -> None:
+    """One that came with many requests at once does not hold up one that came later with one."""
+    flood = [waiting_request(tenant="flood") for _ in range(3)]
+    late = waiting_request(tenant="late")
+    queue = queue_of(*flood, late)
+    order = []
+    while (head := queue.peek(0.0)) is not None:
+        queue.remove(head)
+        queue.charge("late" if head is late else "flood", 10)
+        order.append(head)
+    assert order == [flood[0], late, *flood[1:]]
+
+
+def test_priority_goes_before_fairness() -> None:
+    """A tenant that was served a lot is still first with something more urgent."""
+    urgent, other = waiting_request(tenant="a", priority=-1), waiting_request(tenant="b")
+    queue = queue_of(urgent, other)
+    queue.charge("a", 1_000_000)
+    assert queue.peek(0.0) is urgent
+
+
+@pytest.mark.parametrize(("weight", "low", "high"), [(2.0, 1.8, 2.2), (1.0, 0.9, 1.1), (0.25, 0.225, 0.275)])
+def test_tokens_are_shared_by_weight_under_saturation(weight: float, low: float, high: float) -> None:
+    """Two tenants that always have requests waiting get tokens in the ratio of their weights, whatever their requests' sizes."""
+    queue = WaitingQueue(PriorityFairOrder(tenant_weights={"heavy": weight}))
+    sizes = {"heavy": 30, "light": 110}
+    # The light tenant is much quicker to send.
+    for tenant, waiting in (("light", 50), ("heavy", 3)):
+        for _ in range(waiting):
+            queue.add(waiting_request(tenant=tenant, num_tokens=sizes[tenant]))
+    served = dict.fromkeys(sizes, 0)
+    running: list[str] = []
+    for _ in range(3000):
+        head = queue.peek(0.0)
+        assert head is not None
+        queue.remove(head)
+        tenant = next(tenant for tenant, size in sizes.items() if size == len(head.token_ids))
+        running = [*running[-3:], tenant]
+        for name, tokens in ((tenant, len(head.token_ids)), *((row, 1) for row in running)):
+            queue.charge(name, tokens)
+            served[name] += tokens
+        queue.add(waiting_request(tenant=tenant, num_tokens=sizes[tenant]))
+    assert low < served["heavy"] / served["light"] < high
+
+
+def test_idling_earns_no_credit() -> None:
+    """A tenant that comes back is level with the one that was served least, not ahead of it."""
+    queue = queue_of(*(busy := [waiting_request(tenant="busy") for _ in range(3)]))
+    queue.charge("busy", 1000)
+    back = [waiting_request(tenant="back") for _ in range(2)]
+    for request in back:
+        queue.add(request)
+    assert queue.peek(0.0) is busy[0]
+    queue.charge("busy", 1)
+    assert queue.peek(0.0) is back[0]
+    queue.charge("back", 2)
+    assert queue.peek(0.0) is busy[0]
+
+
+def test_a_drained_queue_keeps_what_tenants_were_served() -> None:
+    """Taking all out and putting them back in that order changes nobody's turn."""
+    a, b, c = (waiting_request(tenant=tenant) for tenant in "abc")
+    queue = queue_of(a, b, c)
+    for tenant, tokens in (("a", 20), ("b", 10), ("c", 30)):
+        queue.charge(tenant, tokens)
+    assert queue.drain() == [b, a, c]
+    for request in (b, a, c):
+        queue.add(request)
+    assert take_all(queue) == [b, a, c]
+
+
+def test_who_runs_while_nobody_waits_is_not_behind_for_it() -> None:
+    """What a tenant is served while no other wants anything is not held against it when one comes."""
+    counters = TenantCounters({})
+    counters.activate("alone")
+    counters.deactivate("alone")
+    counters.charge("alone", 100)
+    counters.activate("new")
+    counters.activate("alone")
+    assert counters["new"] == counters["alone"] == 100
+
+
+def test_waiting_is_worth_a_level_per_ageing() -> None:
+    """Exactly then, and a reading of the clock that goes back changes nothing."""
+    low, high = waiting_request(priority=2, arrival_s=100.0), waiting_request(arrival_s=115.0)
+    queue = queue_of(low, high, order=PriorityFairOrder(ageing_s=10.0))
+    # Levels of both: 1 and 0; 0 and 0, where the earlier arrival counts; 0 and -1; -1 and -1.
+    for now, head in (
+        (115.0, high),
+        (119.999, high),
+        (120.0, low),
+        (124.999, low),
+        (125.0, high),
+        (130.0, low),
+    ):
+        assert queue.peek(now) is head, now
+    assert queue.peek(115.0) is low
+
+
+@pytest.mark.parametrize("ageing", [None, 0])
+def test_without_ageing_waiting_is_worth_nothing(ageing: float | None) -> None:
+    """A more urgent request is first however late it comes."""
+    queue = queue_of(waiting_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
+    urgent = waiting_request(arrival_s=1e6)
+    queue.add(urgent)
+    assert queue.peek(1e6) is urgent
+
+
+@pytest.mark.parametrize("ageing", [0.1, 0.3, 1 / 3, 1e-3, 1e9])
+def test_promotions_come_to_an_end_with_any_ageing(ageing: float) -> None:
+    """Times that a float cannot hold exactly neither loop nor lose a promotion."""
+    queue = queue_of(waiting_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
+    for step in range(1, 200):
+        assert queue.peek(step * ageing) is not None
+    queue.add(waiting_request(priority=0, arrival_s=200 * ageing))
+    head = queue.peek(200 * ageing)
+    assert head is not None
+    assert head.priority == 1
+
+
+def test_nothing_starves() -> None:
+    """Behind an endless stream of urgent requests, more than can be served, an unurgent one is first after a bounded time."""
+    ageing, priority, step_s = 5.0, 4, 0.5
+    low = waiting_request(priority=priority, tenant="patient")
+    queue = queue_of(low, order=PriorityFairOrder(ageing_s=ageing))
+    for step in count():
+        now = step * step_s
+        # Two come for each that is served, from tenants that were served nothing yet.
+        for _ in range(2):
+            queue.add(waiting_request(arrival_s=now, tenant=f"t{step}"))
+        head = queue.peek(now)
+        assert head is not None
+        queue.remove(head)
+        if head is low:
+            break
+        # All that came up to one level's time after the point where both would be equal may go first: two in each step.
+        assert now <= 2 * (priority + 1) * ageing + step_s
+
+
+def test_bad_settings_are_refused_with_their_rule() -> None:
+    """One line that names the value."""
+    with pytest.raises(ValueError, match="ageing_s must be 0 or at least"):
+        PriorityFairOrder(ageing_s=1e-9)
+    with pytest.raises(ValueError, match="ageing_s must be 0 or at least"):
+        PriorityFairOrder(ageing_s=-1.0)
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="weight of tenant 'a' must be a positive number"):
+            PriorityFairOrder(tenant_weights={"a": weight})
+
+
+def test_removed_requests_do_not_pile_up_behind_a_head_that_stays() -> None:
+    """Ten thousand come and go while one waits; what is kept stays small."""
+    order = PriorityFairOrder(ageing_s=1.0)
+    queue = queue_of(head := waiting_request(priority=-1), order=order)
+    for number in range(10_000):
+        request = waiting_request(tenant=f"t{number % 50}", priority=number % 7)
+        queue.add(request)
+        queue.remove(request)
+    assert len(order._heap) < 100
+    assert len(order._promotions) < 100
+    assert len(order._lines) == len(order._lines_of) == 1
+    assert len(order._counters._heap) < 200
+    assert queue.peek(0.0) is head
+
+
+def test_tenants_that_went_are_forgotten_but_for_the_last_ones() -> None:
+    """Ten thousand tenants come, are served and go; those charged last are remembered."""
+    counters = TenantCounters({}, max_idle=100)
+    counters.activate("waits")
+    counters.activate("runs")
+    counters.deactivate("runs")
+    for number in range(10_000):
+        counters.activate(f"t{number}")
+        counters.charge(f"t{number}", 5)
+        counters.deactivate(f"t{number}")
+        counters.charge("runs", 1)
+    assert len(counters._idle) == 100
+    assert len(counters._heap) < 200
+    counters.activate("runs")
+    counters.activate("t0")
+    assert (counters["runs"], counters["t0"], counters["waits"]) == (10_000, 0, 0)
+
+
+@pytest.mark.parametrize("tenants", [1, 5000])
+def test_a_turn_costs_the_same_with_20_000_waiting(tenants: int) -> None:
+    """Adding, peeking, charging and taking out: no more than a few times what they cost with 100 waiting."""
+
+    def turn_s(waiting: int) -> float:
+        requests = [
+            waiting_request(tenant=f"t{number % tenants}", priority=number % 3, arrival_s=number / waiting)
+            for number in range(waiting)
+        ]
+        queue = queue_of(*requests, order=PriorityFairOrder(ageing_s=30.0))
+        queue.peek(1.0)
+        turns = [waiting_request(tenant=f"t{number % tenants}", arrival_s=1.0) for number in range(1000)]
+        start = time.process_time()
+        for number, request in enumerate(turns):
+            queue.add(request)
+            head = queue.peek(1.0 + number / 1000)
+            assert head is not None
+            queue.remove(head)
+            queue.charge(f"t{number % tenants}", 100)
+        return (time.process_time() - start) / len(turns)
+
+    few, many = min(turn_s(100) for _ in range(3)), min(turn_s(20_000) for _ in range(3))
+    assert many < 5 * few + 20e-6
+
+
+def test_a_request_is_known_by_identity() -> None:
+    """Another request of the same id is not the one that waits."""
+    request = waiting_request()
+    queue = queue_of(request)
+    twin: Request = waiting_request()
+    twin.request_id = request.request_id
+    assert request in queue
+    assert twin not in queue
+    assert not queue.remove(twin)

@@ -1,0 +1,186 @@
+"""The block pool, case by case; tests/property has the random lives."""
+
+import pytest
+
+from scheduler_svc.kv.block_pool import Block, BlockPool, FreeQueue
+from tests.support.scheduler.factories import make_pool
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    """Block 0 stays out of every allocation."""
+    blocks = make_pool(9).allocate(8)
+    assert blocks is not None
+    assert sorted(block.block_id for block in blocks) == list(range(1, 9))
+
+
+def test_allocating_more_than_is_free_changes_nothing() -> None:
+    """None comes back and all blocks stay free."""
+    pool = make_pool(5)
+    assert pool.allocate(5) is None
+    assert pool.num_free == 4
+
+
+def test_allocating_nothing_is_always_possible() -> None:
+    """Zero blocks are an empty list, even from a full pool."""
+    pool = make_pool(2)
+    pool.allocate(1)
+    assert pool.allocate(0) == []
+
+
+def test_a_freed_cached_block_can_be_revived_until_it_is_handed_out() -> None:
+    """Touch takes the block out of the middle of the free list."""
+    pool = make_pool(4)
+    blocks = pool.allocate(3) or []
+    pool.index_block(blocks[1], (b"k",))
+    pool.free(blocks)
+    pool.touch([blocks[1]])
+    assert pool.lookup(b"k") is blocks[1]
+    assert {block.block_id for block in pool.allocate(2) or []} == {1, 3}
+
+
+def test_the_least_recently_freed_block_is_evicted_first_and_reported() -> None:
+    """on_evict is called with the key of what was forgotten."""
+    evicted: list[bytes] = []
+    pool = BlockPool(3, on_evict=evicted.append)
+    first, second = pool.allocate(2) or []
+    pool.index_block(first, (b"first",))
+    pool.index_block(second, (b"second",))
+    pool.free([second, first])
+    pool.allocate(1)
+    assert evicted == [b"second"]
+    assert pool.lookup(b"first") is first
+
+
+def test_equal_content_outlives_the_block_that_had_it_first() -> None:
+    """Two requests computed the same prefix at the same time: when one block is evicted, the other one still has it."""
+    evicted: list[bytes] = []
+    pool = BlockPool(3, on_evict=evicted.append)
+    first, second = pool.allocate(2) or []
+    assert pool.index_block(first, (b"k",)) == [b"k"]
+    assert pool.index_block(second, (b"k",)) == []
+    pool.free([first, second])
+    pool.allocate(1)
+    assert pool.lookup(b"k") is second
+    assert evicted == []
+    pool.allocate(1)
+    assert pool.lookup(b"k") is None
+    assert evicted == [b"k"]
+    pool.check_integrity()
+
+
+def test_a_block_can_be_found_under_each_prefix_that_ends_in_it() -> None:
+    """Its keys come one after the other and go all at once."""
+    pool = make_pool(2)
+    (block,) = pool.allocate(1) or [pool.null]
+    assert pool.index_block(block, (b"a",)) == [b"a"]
+    assert pool.index_block(block, (b"ab", b"abc")) == [b"ab", b"abc"]
+    assert {pool.lookup(key) for key in (b"a", b"ab", b"abc")} == {block}
+    pool.free([block])
+    pool.allocate(1)
+    assert [pool.lookup(key) for key in (b"a", b"ab", b"abc")] == [None] * 3
+    assert pool.num_evicted == 1
+
+
+def test_blocks_go_in_the_order_of_what_they_are_worth() -> None:
+    """First those without content, then cheap content, then the least recently used."""
+    pool = make_pool(5)
+    old, cheap, young, empty = pool.allocate(4) or []
+    pool.index_block(old, (b"old",))
+    pool.index_block(cheap, (b"cheap",), cheap=True)
+    pool.index_block(young, (b"young",))
+    pool.free([old, cheap, young, empty])
+    assert pool.allocate(4) == [empty, cheap, old, young]
+
+
+def test_a_spare_block_never_costs_content_that_is_worth_something() -> None:
+    """Cheap content takes the place of nothing and of other cheap content only."""
+    pool = make_pool(3)
+    cheap, worthy = pool.allocate(2) or []
+    pool.index_block(cheap, (b"cheap",), cheap=True)
+    pool.index_block(worthy, (b"worthy",))
+    pool.free([cheap, worthy])
+    assert pool.allocate_for_cheap() is cheap
+    assert pool.allocate_for_cheap() is None
+    assert pool.lookup(b"worthy") is worthy
+
+
+def test_content_that_is_used_is_cheap_no_more() -> None:
+    """A hit shows what it is worth."""
+    pool = make_pool(2)
+    (block,) = pool.allocate(1) or [pool.null]
+    pool.index_block(block, (b"k",), cheap=True)
+    pool.free([block])
+    pool.touch([block])
+    pool.free([block])
+    assert pool.allocate_for_cheap() is None
+
+
+def test_freeing_too_often_is_refused() -> None:
+    """A double free names the block instead of corrupting the list."""
+    pool = make_pool()
+    blocks = pool.allocate(1) or []
+    pool.free(blocks)
+    with pytest.raises(ValueError, match=r"block 1 is freed more often"):
+        pool.free(blocks)
+
+
+def test_usage_counts_blocks_in_use() -> None:
+    """Cached but free blocks do not count as used."""
+    pool = make_pool(5)
+    blocks = pool.allocate(2) or []
+    assert pool.usage == pytest.approx(0.5)
+    pool.index_block(blocks[0], (b"k",))
+    pool.free(blocks)
+    assert pool.usage == 0
+    assert pool.num_cached == 1
+
+
+def test_reset_forgets_content_but_not_use() -> None:
+    """Blocks in use stay in use after the index is cleared."""
+    pool = make_pool(5)
+    blocks = pool.allocate(2) or []
+    pool.index_block(blocks[0], (b"k",))
+    pool.reset_index()
+    assert pool.lookup(b"k") is None
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1])
+def test_a_pool_needs_a_block_to_allocate(count: int) -> None:
+    """The null block alone is not a pool."""
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        BlockPool(count)
+
+
+def test_check_integrity_notices_a_wrong_reference_count() -> None:
+    """A block with references that is still free is a broken pool."""
+    pool = make_pool()
+    block = (pool.allocate(1) or [])[0]
+    pool.free([block])
+    block.ref_count = 1
+    with pytest.raises(RuntimeError, match="block 1: 1 references"):
+        pool.check_integrity()
+
+
+def test_check_integrity_notices_a_key_without_index() -> None:
+    """Index and keys must mirror one another."""
+    pool = make_pool()
+    block = (pool.allocate(1) or [])[0]
+    block.keys.append(b"stray")
+    with pytest.raises(RuntimeError, match="do not match"):
+        pool.check_integrity()
+
+
+def test_the_free_queue_keeps_order_under_removal() -> None:
+    """Removing from the middle, the head and the tail leaves the others in order."""
+    blocks = [Block(i, keys=[bytes([i])]) for i in range(5)]
+    queue = FreeQueue()
+    for block in blocks:
+        queue.add(block)
+    for index in (2, 0, 4):
+        queue.remove(blocks[index])
+    assert [block.block_id for block in queue] == [1, 3]
+    queue.add(blocks[0])
+    assert [queue.popleft().block_id for _ in range(3)] == [1, 3, 0]
+    assert len(queue) == 0

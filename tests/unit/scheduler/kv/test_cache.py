@@ -1,0 +1,387 @@
+"""All groups of a replica together: hits, copies, kept windows and pins, case by case; tests/property has the random lives."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded, TriptychError
+from scheduler_svc.api.pin_service import Pinned, Pins
+from scheduler_svc.dispatch.pinned_prefixes import MAX_PINS
+from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.prefix_hash import KeyChain
+from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy
+from scheduler_svc.replica.step_plan import BlockCopy
+from scheduler_svc.requests.request import Request
+from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from tests.support.scheduler.factories import (
+    FULL,
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_request,
+    make_rig,
+    make_sampling,
+    make_submission,
+)
+
+PAGED = KvGroup(GroupKind.PAGED_WINDOW, 6)
+IN_PLACE = KvGroup(GroupKind.IN_PLACE_WINDOW, 4)
+
+
+def make_cache(
+    *groups: KvGroup, chunk: int = 4, block_size: int = 4, num_blocks: int = 17, sub_block: bool = True,
+    keep: KeepPolicy | None = None,
+) -> KvCache:  # fmt: skip
+    geometry = make_geometry(chunk=chunk, block_size=block_size)
+    options = CacheOptions(sub_block=sub_block)
+    return KvCache(geometry, groups, [num_blocks] * len(groups), model="m", options=options, keep=keep)
+
+
+def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> Request:
+    """Admits a request and computes it as a worker would, copies included."""
+    request = make_request(prompt)
+    assert kv.admit(request)
+    while request.num_computed < len(request.token_ids):
+        start = request.num_computed
+        end = min(start + chunk, len(request.token_ids))
+        assert kv.grow(request, end) is not None
+        copies = kv.copies.take()
+        if copies is not None:
+            kv.copied(copies)
+        kv.computed(request, start, end)
+        request.num_computed = end
+    if (copies := kv.copies.take()) is not None:
+        kv.copied(copies)
+    return request
+
+
+def test_a_hit_inside_a_block_copies_its_beginning() -> None:
+    """Chunks of 2 in blocks of 8: six of eight tokens are shared, the copy is ordered once, and its source waits until it is made."""
+    kv = make_cache(FULL, chunk=2, block_size=8)
+    first = prefill(kv, range(20, 28), chunk=2)
+    second = make_request([*range(20, 26), 90, 91])
+    assert kv.admit(second)
+    assert second.num_cached == 6
+    source, target = first.tables[0].blocks[0], second.tables[0].blocks[0]
+    assert source is not target
+    assert source.ref_count == 2
+    copies = kv.copies.take()
+    assert copies is not None
+    assert copies.orders == (BlockCopy(0, source.block_id, target.block_id, 6),)
+    assert copies.owners == [second]
+    assert kv.copies.take() is None
+    kv.copied(copies)
+    assert source.ref_count == 1
+
+
+def test_who_wants_log_probabilities_of_the_prompt_computes_all_of_it() -> None:
+    """Nothing that is cached is used for it; what it computes is found by others."""
+    kv = make_cache(FULL)
+    prefill(kv, range(20, 36))
+    wanting = make_request(range(20, 40), sampling=replace(make_sampling(), prompt_logprobs=0))
+    assert kv.hit_limit(wanting) == 0
+    assert kv.peek(wanting) == 0
+    assert kv.admit(wanting)
+    assert (wanting.num_cached, wanting.num_computed) == (0, 0)
+    for start in range(0, 20, 4):
+        assert kv.grow(wanting, start + 4) is not None
+        kv.computed(wanting, start, start + 4)
+        wanting.num_computed = start + 4
+    assert kv.peek(make_request(range(20, 41))) == 20
+
+
+def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
+    """And nothing is copied."""
+    kv = make_cache(FULL, chunk=2, block_size=8, sub_block=False)
+    prefill(kv, range(20, 34), chunk=2)
+    assert kv.peek(make_request(range(20, 34))) == 8
+    assert kv.admit(make_request(range(20, 34)))
+    assert not kv.copies
+
+
+def test_who_leaves_before_its_plan_takes_its_copies_back() -> None:
+    """The source is free again."""
+    kv = make_cache(FULL, chunk=2, block_size=8)
+    kv.release(prefill(kv, range(20, 28), chunk=2))
+    request = make_request([*range(20, 26), 90])
+    assert kv.admit(request)
+    kv.release(request)
+    assert not kv.copies
+    assert kv.usage == 0
+
+
+def test_a_hit_is_what_all_kinds_of_groups_can_serve() -> None:
+    """Full attention has 12 tokens, the window in place was kept at 8 and 12, the paged one has all: then 8 is all that a branch gets."""
+    kv = make_cache(FULL, PAGED, IN_PLACE)
+    kv.release(prefill(kv, range(20, 33)))
+    assert kv.peek(make_request(range(20, 40))) == 12
+    assert kv.peek(make_request([*range(20, 29), 90, 91, 92, 93])) == 8
+    for group in kv.groups:
+        assert group.pool.num_free == group.pool.num_blocks
+
+
+def test_groups_that_cut_one_another_s_hits_short_all_have_the_last_word() -> None:
+    """Windows kept at 4 and 12, and at 4 and 8: what the first group agreed to is asked again when the second one shortens it."""
+    kv = make_cache(IN_PLACE, IN_PLACE)
+    request = prefill(kv, range(20, 33))
+    keys, _ = kv.keys_of(request)
+    for group, end in zip(kv.groups, (2, 3), strict=True):
+        block = group.pool.lookup(keys[end - 1])
+        assert block is not None
+        group.pool.touch([block])
+        group.pool._forget(block)
+        group.pool.free([block])
+    assert kv.peek(request) == 4
+
+
+@pytest.mark.parametrize(("keep", "at_8"), [(KeepJunctions(), 8), (KeepEnds(), 0)])
+def test_which_windows_are_kept(keep: KeepPolicy, at_8: int) -> None:
+    """The end of a prompt by both policies; what lies before it only on the off chance."""
+    kv = make_cache(IN_PLACE, keep=keep)
+    kv.release(prefill(kv, range(20, 34)))
+    assert kv.peek(make_request(range(20, 40))) == 12
+    assert kv.peek(make_request([*range(20, 28), 90])) == at_8
+
+
+def test_where_prompts_part_is_kept_from_the_second_one_on() -> None:
+    """Nothing was known of the junction when the first prompt passed it."""
+    kv = make_cache(IN_PLACE, keep=KeepEnds())
+    parting = [[*range(20, 28), *range(tail, tail + 8)] for tail in (40, 50, 60)]
+    cached = []
+    for prompt in parting:
+        request = prefill(kv, prompt)
+        cached.append(request.num_cached)
+        kv.release(request)
+    assert cached == [0, 0, 8]
+
+
+def test_what_is_on_the_off_chance_goes_first() -> None:
+    """Room for three windows: the worthy end of the first prompt outlives the cheap boundaries of the second."""
+    kv = make_cache(IN_PLACE, num_blocks=5)
+    kv.release(prefill(kv, range(20, 29)))
+    kv.release(prefill(kv, range(40, 61)))
+    assert kv.peek(make_request(range(20, 40))) == 8
+    assert kv.peek(make_request(range(40, 70))) == 20
+
+
+def test_a_window_is_found_only_when_its_copy_was_made() -> None:
+    """Neither before, nor after a step that failed, nor after a reset in between."""
+    for done, reset, found in ((True, False, 4), (False, False, 0), (True, True, 0)):
+        kv = make_cache(IN_PLACE)
+        request = make_request(range(20, 26))
+        assert kv.admit(request)
+        kv.computed(request, 0, 4)
+        assert kv.peek(request) == 0
+        copies = kv.copies.take()
+        assert copies is not None
+        if reset:
+            kv.reset_prefixes()
+        kv.copied(copies, done=done)
+        assert kv.peek(request) == found
+        kv.release(request)
+        assert kv.usage == 0
+
+
+def test_windows_are_kept_only_where_hits_may_end() -> None:
+    """Without sub-block reuse, chunks of 4 in blocks of 8: the end of a prompt of 14 tokens is at 8."""
+    kv = make_cache(IN_PLACE, chunk=4, block_size=8, sub_block=False, keep=KeepEnds())
+    kv.release(prefill(kv, range(20, 34)))
+    assert kv.peek(make_request(range(20, 34))) == 8
+    assert kv.stats.kept_windows == 1
+
+
+def test_a_paged_window_holds_little_of_a_long_sequence() -> None:
+    """What falls behind the window is free while the sequence goes on."""
+    kv = make_cache(PAGED)
+    request = prefill(kv, range(20, 60))
+    assert len(request.tables[0].blocks) == 10
+    assert sum(table.num_live for table in request.tables) <= 4
+    assert kv.max_tokens(10_000) == 10_000
+
+
+def test_pins_hold_their_share_and_no_more() -> None:
+    """16 blocks, half of them: two prefixes of 16 tokens fit, a third does not, and the same one again costs nothing."""
+    kv = make_cache(FULL)
+    prompts = [range(start, start + 17) for start in (20, 40, 60)]
+    for prompt in prompts:
+        kv.release(prefill(kv, prompt))
+    probes = [make_request(prompt) for prompt in prompts]
+    first = kv.pin(probes[0], [], 0.5)
+    assert first is not None
+    second = kv.pin(probes[1], [first], 0.5)
+    assert second is not None
+    assert kv.pin(probes[2], [first, second], 0.5) is None
+    again = kv.pin(probes[0], [first, second], 0.5)
+    assert again is not None
+    assert kv.usage == pytest.approx(0.5)
+    for pin in (first, second, again):
+        kv.unpin(pin)
+    assert kv.usage == 0
+
+
+def test_what_is_pinned_outlives_what_is_not() -> None:
+    """Memory is filled twice over; the pinned prefix is still there, the other one is not."""
+    kv = make_cache(FULL)
+    for first in (20, 40):
+        kv.release(prefill(kv, range(first, first + 17)))
+    assert kv.pin(make_request(range(20, 37)), [], 0.5) is not None
+    for first in range(100, 180, 20):
+        kv.release(prefill(kv, range(first, first + 20)))
+    assert kv.peek(make_request(range(20, 37))) == 16
+    assert kv.peek(make_request(range(40, 57))) == 0
+
+
+def pinning(pins: Pins, *, ttl_s: float = 1000.0) -> asyncio.Task[Pinned]:
+    """16 tokens are being pinned."""
+    return asyncio.create_task(pins.pin(tuple(range(5, 21)), cache_salt="", ttl_s=ttl_s))
+
+
+async def pinned(rig: Rig, pins: Pins) -> Pinned:
+    """They were."""
+    task = pinning(pins)
+    await asyncio.sleep(0)
+    rig.run()
+    return await task
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first: bool) -> None:
+    """Its request ends and it is cancelled, in either order, before it hears of one of them: neither a pin nor a timer is left."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    task = pinning(pins)
+    await asyncio.sleep(0)
+    for end in (rig.run, task.cancel) if ends_first else (task.cancel, rig.run):
+        end()
+    assert rig.engine.pinned.count("replica-0") == 1
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert (rig.engine.pinned.count("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda rig: rig.engine.reset_prefix_cache(),
+        lambda rig: rig.engine.drop_pins(rig.scheduler),
+        lambda rig: rig.replace_replica(),
+    ],
+)
+async def test_a_pin_s_timer_ends_with_it(end: Callable[[Rig], object]) -> None:
+    """With a reset, with what runs out of memory, and with a lost replica."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    one = await pinned(rig, pins)
+    timer = pins._timers[one.pin_id]
+    end(rig)
+    assert timer.cancelled()
+    assert not pins._timers
+    assert not pins.unpin(one.pin_id)
+
+
+async def test_a_replica_keeps_a_thousand_pins() -> None:
+    """One more is OVERLOADED, however little it would hold, until one ends."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    first = await pinned(rig, pins)
+    for _ in range(MAX_PINS - 1):
+        await pinning(pins)
+    with pytest.raises(Overloaded, match="1000 prefixes are pinned"):
+        await pinning(pins)
+    assert len(pins._timers) == MAX_PINS
+    assert pins.unpin(first.pin_id)
+    assert (await pinning(pins)).num_tokens == 16
+    rig.engine.reset_prefix_cache()
+    assert not pins._timers
+
+
+async def test_who_pins_is_told_of_an_abort() -> None:
+    """Nothing is computed any more, and nothing is held."""
+    rig = make_rig()
+    pins = Pins(rig.engine)
+    task = pinning(pins)
+    await asyncio.sleep(0)
+    (request,) = rig.scheduler._running.requests
+    rig.engine.abort(request.request_id)
+    with pytest.raises(Aborted, match="was aborted"):
+        await task
+    rig.run()
+    assert (rig.engine.pinned.count("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"), [((5,) * 1_000_000, ContextExceeded), ((5,) * 20 + (97,), InvalidArgument)]
+)
+async def test_what_could_never_be_computed_is_not_hashed_to_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, prompt: tuple[int, ...], error: type[TriptychError]
+) -> None:
+    """A prompt beyond the context, and a token id beyond the vocabulary: hashing would hold up every stream."""
+
+    def extend(*_: object) -> None:
+        raise AssertionError("a prompt was hashed")
+
+    monkeypatch.setattr(KeyChain, "extend", extend)
+    with pytest.raises(error):
+        await Pins(make_rig().engine).pin(prompt, cache_salt="", ttl_s=5)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])
+def test_what_stands_on_a_prefix_that_was_reset_is_not_found(groups: tuple[KvGroup, ...]) -> None:
+    """Chunks of who began before the reset are not, whenever they are computed; those of who began later are, also beside it."""
+    rig = make_rig(groups=groups)
+    prompt = list(range(20, 36))
+    before = rig.submit(make_submission([*prompt, 3], request_id="before", max_tokens=30))
+    rig.step()
+    rig.engine.reset_prefix_cache()
+    while not before.events:
+        rig.step()
+    assert rig.scheduler.kv.peek(make_request([*prompt, 4])) == 0
+    assert not any(list(group.pool.keys) for group in rig.scheduler.kv.groups)
+    later = rig.submit(make_submission(prompt, request_id="later", max_tokens=2))
+    while rig.engine.find("later"):
+        rig.step()
+    assert later.events[0].num_cached_tokens == 0
+    assert rig.scheduler.kv.peek(make_request([*prompt, 4])) == 16
+    rig.run()
+    assert before.tokens == expected_tokens([*prompt, 3], 30)
+    assert later.tokens == expected_tokens(prompt, 2)
+
+
+def test_a_request_as_large_as_the_memory_is_admitted_though_its_hit_would_need_a_block_more() -> None:
+    """Eight blocks, all needed: the block to copy from cannot be held beside them, so the hit ends at a whole block."""
+    kv = make_cache(FULL, chunk=2, num_blocks=9)
+    kv.release(prefill(kv, range(20, 27), chunk=2))
+    request = make_request([*range(20, 26), *range(50, 75)])
+    assert kv.peek(request) == 6
+    assert kv.admit(request)
+    assert request.num_cached == 4
+
+
+def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
+    """The origin's own copy stays in the list: the fork's is made of it."""
+    kv = make_cache(FULL, chunk=2, block_size=8)
+    kv.release(prefill(kv, range(20, 28), chunk=2))
+    origin, fork = make_request(range(20, 28)), make_request(range(20, 28))
+    assert kv.admit(origin)
+    assert kv.fork(origin, fork, origin.num_computed)
+    kv.release(origin)
+    copies = kv.copies.take()
+    assert copies is not None
+    first, second = copies.orders
+    assert first.target_block == second.source_block
+    assert second.target_block == fork.tables[0].blocks[0].block_id
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)])
+def test_a_hit_runs_the_chunks_of_a_miss(groups: tuple[KvGroup, ...]) -> None:
+    """Chunks of 4 over blocks of 8: what is left of a prompt is cut at the places where a miss would cut it."""
+    rig = make_rig(make_geometry(chunk=4, block_size=8), groups=groups)
+    cuts = []
+    for name in "ab":
+        rig.submit(make_submission(range(20, 35), request_id=name, max_tokens=1))
+        plans = [plan.work for plan in rig.run() if plan.work is not None]
+        cuts.append([(work.start, work.num_tokens) for work in plans])  # type: ignore[union-attr]
+    assert cuts == [[(0, 4), (4, 4), (8, 4), (12, 3)], [(12, 3)]]

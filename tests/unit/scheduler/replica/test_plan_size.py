@@ -1,0 +1,158 @@
+"""Requests travel in full once, with what they carry: how many of them one plan admits is bounded by its bytes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from protos.triptych.v1 import common_pb2, inference_pb2
+from protos.wire import MAX_MESSAGE_BYTES
+from scheduler_svc.convert.plans import plan_to_proto
+from scheduler_svc.convert.requests import submission_from_proto
+from scheduler_svc.convert.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from scheduler_svc.replica.plan_builder import MAX_ADMITTED_BYTES
+from scheduler_svc.replica.step_plan import StepPlan
+from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.sampling import BYTES_PER_ID, Grammar
+from tests.support.scheduler.factories import (
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_rig,
+    make_sampling,
+    make_submission,
+)
+
+VOCABULARY = 262_144
+PROMPT = tuple(range(20, 51))
+# Of these a plan takes three.
+HEAVY = Grammar(b"x" * (MAX_ADMITTED_BYTES * 3 // 10))
+
+
+def roomy(slots: int = 32) -> Rig:
+    rig = make_rig(make_geometry(max_num_seqs=slots, buckets=(slots,)), num_blocks=600)
+    assert rig.engine.model is not None
+    fields = frozenset({"temperature", "allowed_token_ids", "bad_words"})
+    rig.engine.model = replace(rig.engine.model, vocab_size=VOCABULARY, sampling_fields=fields)
+    return rig
+
+
+def heavy(request_id: str, prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, priority: int = 0) -> Submission:
+    return make_submission(
+        prompt,
+        request_id=request_id,
+        n=n,
+        priority=priority,
+        sampling=replace(make_sampling(), grammar=HEAVY),
+    )
+
+
+def ready(rig: Rig) -> Rig:
+    """The replica has the grammar."""
+    rig.submit(heavy("first"))
+    rig.engine.grammar_compiled("replica-0", HEAVY)
+    return rig
+
+
+def admissions(plans: Sequence[StepPlan]) -> list[int]:
+    return [len(plan.admit) for plan in plans if plan.admit]
+
+
+def test_many_sequences_with_long_lists_come_in_several_plans() -> None:
+    """A megabyte of parameters for each of 32 sequences: no message is too long, and each sequence gets its tokens."""
+    sampling = common_pb2.SamplingParams(
+        temperature=1, max_tokens=4, allowed_token_ids=range(VOCABULARY),
+        bad_words=[common_pb2.TokenSequence(token_ids=[200_000] * MAX_BAD_WORD_TOKENS)] * MAX_BAD_WORDS,
+    )  # fmt: skip
+    request = inference_pb2.GenerateRequest(request_id="r", prompt_token_ids=PROMPT, sampling=sampling, n=32)
+    rig = roomy()
+    sink = rig.submit(submission_from_proto(request))
+    plans = rig.run()
+    sizes = [plan_to_proto(plan).ByteSize() for plan in plans if plan.admit]
+    assert sum(sizes) > 1.5 * MAX_MESSAGE_BYTES
+    assert max(sizes) < MAX_MESSAGE_BYTES
+    assert sum(admissions(plans)) == 32
+    for sequence in range(32):
+        assert sink.tokens_of(sequence) == expected_tokens(PROMPT, 4, sequence)
+
+
+def test_sequences_of_a_request_share_one_object_of_parameters() -> None:
+    """All but the first, which alone asks for the prompt's log-probabilities; so they are translated once a plan."""
+    rig = make_rig()
+    rig.submit(make_submission(n=4, sampling=make_sampling(prompt_logprobs=0)))
+    admitted = [admission for plan in rig.run() for admission in plan.admit]
+    assert admitted[0].sampling.prompt_logprobs == 0
+    assert len({id(admission.sampling) for admission in admitted[1:]}) == 1
+    assert admitted[1].sampling.prompt_logprobs is None
+    told = plan_to_proto(StepPlan(1, None, admit=tuple(admitted))).admit
+    assert [one.sampling.HasField("prompt_logprobs") for one in told] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        make_sampling(),
+        replace(make_sampling(), allowed_token_ids=tuple(range(150_000, 151_000))),
+        replace(make_sampling(), bad_words=((200_000,),) * 1000),
+        replace(make_sampling(), bad_words=(tuple(range(200_000, 200_256)),) * 30),
+        replace(make_sampling(), logit_bias=tuple((200_000 + token, 0.5) for token in range(1000))),
+        replace(make_sampling(stop_token_ids=range(200_000, 201_000)), seed=2**63 - 1),
+        replace(make_sampling(), grammar=Grammar(common_pb2.StructuredOutput(regex="é" * 5000).SerializeToString())),
+    ],
+)  # fmt: skip
+def test_a_request_weighs_at_least_its_bytes_on_the_wire(sampling: object) -> None:
+    """And not many times as much."""
+    rig = roomy()
+    submission = make_submission(range(200_000, 200_040), request_id="r" * 128, sampling=sampling)  # type: ignore[arg-type]
+    rig.submit(submission)
+    rig.engine.grammar_compiled("replica-0", submission.sampling.grammar or HEAVY)
+    plan = rig.step()
+    assert plan is not None
+    size = plan_to_proto(plan).admit[0].ByteSize()
+    weight = submission.sampling.weight + BYTES_PER_ID * 40
+    assert size <= weight <= 3 * size + 600
+
+
+def test_who_is_turned_away_comes_with_the_plans_after() -> None:
+    """In order, and without a result that frees anything."""
+    rig = ready(roomy(8))
+    for index in range(7):
+        rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
+    plans = rig.run()
+    assert admissions(plans)[:3] == [3, 3, 2]
+    for index in range(7):
+        assert rig.sinks[f"r{index}"].tokens == expected_tokens((5, 6, 7 + index), 8)
+
+
+def test_a_plan_takes_one_whatever_it_weighs() -> None:
+    """Else it would never run."""
+    rig = roomy()
+    grammar = Grammar(b"x" * (MAX_ADMITTED_BYTES + 1))
+    sink = rig.submit(make_submission(sampling=replace(make_sampling(), grammar=grammar)))
+    rig.engine.grammar_compiled("replica-0", grammar)
+    rig.run()
+    assert sink.tokens == expected_tokens((5, 6, 7), 8)
+
+
+def test_nobody_gives_way_to_a_request_that_the_plan_has_no_room_for() -> None:
+    """It comes with the next plan; the slot of somebody less urgent is taken only then."""
+    rig = ready(roomy(4))
+    rig.submit(make_submission(request_id="plain", priority=5, max_tokens=20))
+    for index in range(4):
+        rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
+    assert rig.scheduler.stats.preemptions["priority"] == 0
+    rig.run()
+    assert rig.sinks["plain"].tokens == expected_tokens((5, 6, 7), 20)
+    for index in range(4):
+        assert rig.sinks[f"r{index}"].tokens == expected_tokens((5, 6, 7 + index), 8)
+
+
+def test_who_leaves_before_the_plan_is_sent_makes_room_in_it() -> None:
+    """An abort between two steps."""
+    rig = ready(roomy(8))
+    for index in range(3):
+        rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
+    assert rig.scheduler.num_running == 3
+    rig.engine.abort("r0")
+    assert rig.scheduler.num_running == 3
+    assert admissions(rig.run()) == [3]

@@ -1,0 +1,151 @@
+"""Requests that share a prefix which is still being computed."""
+
+import pytest
+
+from scheduler_svc.requests.request import FinishReason, RequestState
+from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from tests.support.scheduler.factories import (
+    FULL,
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_rig,
+    make_submission,
+)
+
+SHARED = list(range(20, 36))
+KINDS = [
+    (FULL,),
+    (KvGroup(GroupKind.PAGED_WINDOW, 6),),
+    (KvGroup(GroupKind.IN_PLACE_WINDOW, 4),),
+    (FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)),
+]
+
+
+def state(rig: Rig, name: str) -> RequestState:
+    request = rig.engine.find(name)
+    assert request is not None
+    return request.state
+
+
+@pytest.mark.parametrize("groups", KINDS)
+def test_the_second_of_two_waits_and_computes_only_the_rest(groups: tuple[KvGroup, ...]) -> None:
+    """Both come at once: 16 shared tokens are prefilled once, and both get their tokens."""
+    rig = make_rig(groups=groups)
+    prompts = {"a": [*SHARED, 50], "b": [*SHARED, 60]}
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name))
+    assert state(rig, "b") is RequestState.DEFERRED
+    assert (rig.engine.num_running, rig.engine.num_waiting) == (1, 1)
+    rig.run()
+    assert rig.device.prefilled == 18
+    assert rig.sinks["b"].events[0].num_cached_tokens == 16
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 8)
+
+
+def test_a_request_waits_only_for_what_it_shares() -> None:
+    """It goes on as soon as its last shared boundary is computed, while the first one's prompt still is."""
+    rig = make_rig()
+    rig.submit(make_submission([*SHARED, *range(40, 60)], request_id="long"))
+    rig.submit(make_submission([*SHARED[:4], 60], request_id="short"))
+    rig.step()
+    rig.step()
+    assert state(rig, "short") is not RequestState.DEFERRED
+    rig.run()
+    assert rig.sinks["short"].events[0].num_cached_tokens == 4
+
+
+def test_waiting_for_a_prefix_needs_no_slot() -> None:
+    """One runs, six wait for it; then all of them find it."""
+    rig = make_rig()
+    for index in range(7):
+        rig.submit(make_submission([*SHARED, 50 + index], request_id=f"r{index}", max_tokens=2))
+    assert (rig.engine.num_running, rig.scheduler.num_deferred) == (1, 6)
+    rig.run()
+    assert rig.device.prefilled == 16 + 7
+
+
+@pytest.mark.parametrize("groups", KINDS)
+def test_when_the_first_is_aborted_the_next_one_computes(groups: tuple[KvGroup, ...]) -> None:
+    """Nobody waits for what nobody computes; what was computed by then is used, but for a window whose copy is not made yet."""
+    rig = make_rig(groups=groups)
+    for name in "abc":
+        rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
+    rig.step()
+    assert rig.engine.abort("a")
+    rig.run()
+    in_place = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in groups)
+    assert rig.device.prefilled == 16 + 2 + (4 if in_place else 0)
+    for name in "bc":
+        assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
+
+
+def test_who_waits_for_a_prefix_can_be_aborted() -> None:
+    """Before and after the prefix was computed; the others do not notice."""
+    rig = make_rig()
+    for name in "abc":
+        rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
+    assert rig.engine.abort("b")
+    assert rig.sinks["b"].events[-1].finish_reason is FinishReason.ABORT
+    assert rig.engine.num_waiting == 1
+    rig.run()
+    assert rig.sinks["c"].tokens == expected_tokens([*SHARED, ord("c") - 50], 3)
+
+
+def test_a_lost_replica_gives_back_those_that_wait_for_a_prefix() -> None:
+    """All three start again elsewhere, and share there."""
+    rig = make_rig()
+    for name in "abc":
+        rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
+    rig.step()
+    assert rig.replace_replica() == 3
+    rig.run()
+    assert rig.device.prefilled == 16 + 3
+    for name in "abc":
+        assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
+
+
+def test_nobody_waits_for_what_is_less_urgent() -> None:
+    """Its prefix is being computed, behind two prompts that may go first: it computes it itself, and ends before all of them."""
+    rig = make_rig(num_blocks=200)
+    owner = list(range(5, 45))
+    rig.submit(make_submission(owner, request_id="owner", max_tokens=1, priority=5))
+    for index in range(2):
+        prompt = [3 + (31 * index + 3 * position) % 90 for position in range(40)]
+        rig.submit(make_submission(prompt, request_id=f"between{index}", max_tokens=1, priority=3))
+    rig.submit(make_submission([*owner[:20], 9], request_id="urgent", max_tokens=1))
+    assert state(rig, "urgent") is RequestState.PREFILLING
+    while rig.engine.find("urgent"):
+        rig.step()
+    assert [name for name, sink in rig.sinks.items() if sink.events] == ["urgent"]
+    rig.run()
+    assert rig.sinks["urgent"].tokens == expected_tokens([*owner[:20], 9], 1)
+    assert rig.sinks["owner"].tokens == expected_tokens(owner, 1)
+
+
+def test_other_salts_do_not_wait_for_one_another() -> None:
+    """They share nothing."""
+    rig = make_rig()
+    for name in "ab":
+        rig.submit(make_submission([*SHARED, 50], request_id=name, cache_salt=name))
+    assert rig.engine.num_running == 2
+
+
+def test_without_caching_nobody_waits() -> None:
+    """There would be nothing to find."""
+    rig = make_rig(prefix_caching=False)
+    for name in "ab":
+        rig.submit(make_submission([*SHARED, 50], request_id=name))
+    assert rig.engine.num_running == 2
+
+
+def test_a_window_in_place_is_waited_for_until_its_copy_is_made() -> None:
+    """The copy travels a step behind the chunk: released at once, the second request would miss and compute it all."""
+    rig = make_rig(make_geometry(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),))
+    for name in "ab":
+        rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))
+    rig.step()
+    assert state(rig, "b") is RequestState.DEFERRED
+    rig.run()
+    assert rig.sinks["b"].events[0].num_cached_tokens == 8

@@ -1,0 +1,95 @@
+"""Nobody's stream stands still for longer than one chunk and one step, whatever arrives."""
+
+import itertools
+
+import pytest
+
+from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
+from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
+
+RUNNING, LONG = 16, 4000
+# Seconds that a step takes on the simulated device.
+CHUNK_S, DECODE_S = 0.056, 0.021
+
+
+def _rig(ratio: int) -> Rig:
+    geometry = make_geometry(
+        max_model_len=8192, max_num_seqs=RUNNING + 2, chunk=128, block_size=128, buckets=(1, 16, 18)
+    )
+    rig = make_rig(geometry, num_blocks=200, decode_steps_per_chunk=ratio)
+    for index in range(RUNNING):
+        rig.submit(make_submission([3 + index, 4, 5], request_id=f"running{index}", max_tokens=1000))
+    while sum(bool(rig.sinks[f"running{index}"].tokens) for index in range(RUNNING)) < RUNNING:
+        rig.step()
+    return rig
+
+
+def _takes(plan: StepPlan) -> float:
+    return CHUNK_S if isinstance(plan.work, Prefill) else DECODE_S
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_a_long_prompt_stalls_running_requests_by_one_chunk_at_a_time(ratio: int) -> None:
+    """Sixteen decode, 4,000 tokens arrive: the longest gap between two tokens of any of them is a chunk and a step."""
+    rig = _rig(ratio)
+    rig.submit(make_submission([7] * LONG, request_id="long", max_tokens=1))
+    came: dict[str, list[float]] = {name: [] for name in rig.sinks}
+    chunks = 0
+    while not rig.sinks["long"].tokens:
+        before = {name: len(sink.tokens) for name, sink in rig.sinks.items()}
+        plan = rig.step()
+        assert plan is not None
+        rig.now += _takes(plan)
+        chunks += isinstance(plan.work, Prefill)
+        for name, sink in rig.sinks.items():
+            came[name] += [rig.now] * (len(sink.tokens) - before[name])
+    assert chunks == -(-LONG // 128)
+    gaps = [
+        later - earlier
+        for name, times in came.items()
+        if name != "long"
+        for earlier, later in itertools.pairwise(times)
+    ]
+    assert len(gaps) >= RUNNING * (chunks - 2) * ratio
+    assert max(gaps) == pytest.approx(CHUNK_S + DECODE_S)
+
+
+def test_prefill_first_stalls_them_for_the_whole_prompt() -> None:
+    """What 0 means, and what NPUs are run with elsewhere: no token between the chunks."""
+    rig = _rig(0)
+    rig.submit(make_submission([7] * LONG, request_id="long", max_tokens=1))
+    plans = list(itertools.takewhile(lambda plan: plan is not None, (rig.step() for _ in range(40))))
+    kinds = [type(plan.work) for plan in plans if plan is not None]
+    assert kinds[:32] == [Prefill] * 32
+    assert kinds[32] is Decode
+
+
+def test_leased_steps_count_between_chunks() -> None:
+    """Who arrives after twenty leased steps has waited for four decode steps already: its chunk is the next one."""
+    geometry = make_geometry(max_model_len=256, block_size=64, chunk=64)
+    rig = make_rig(geometry, max_lease=32, decode_steps_per_chunk=4)
+    rig.submit(make_submission([5], request_id="a", max_tokens=100))
+    rig.step()
+    steps = 0
+
+    def meanwhile() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 20:
+            rig.submit(make_submission([6, 7, 8], request_id="b", max_tokens=4))
+
+    rig.meanwhile = meanwhile
+    leased, chunk = rig.step(), rig.step()
+    assert leased is not None
+    assert isinstance(leased.work, Decode)
+    assert leased.work.lease > 20
+    assert steps == 21
+    assert chunk is not None
+    assert isinstance(chunk.work, Prefill)
+
+
+def test_when_nothing_decodes_chunks_follow_one_another() -> None:
+    """The ratio holds only while both kinds of work exist."""
+    rig = make_rig(make_geometry(max_model_len=64, chunk=4), decode_steps_per_chunk=4)
+    rig.submit(make_submission([7] * 30, request_id="alone", max_tokens=1))
+    assert [type(plan.work) for plan in rig.run() if plan.work is not None] == [Prefill] * 8

@@ -1,0 +1,359 @@
+"""What one replica's scheduler does, step by step, on a simulated device that checks every plan."""
+
+import pytest
+
+from protos.errors import Internal
+from scheduler_svc.replica.step_plan import Decode, Prefill, SlotOutput, StepPlan, StepResult
+from scheduler_svc.requests.request import Event, FinishReason
+from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from tests.support.scheduler.factories import (
+    FULL,
+    ListSink,
+    expected_tokens,
+    make_geometry,
+    make_rig,
+    make_submission,
+)
+
+
+def kinds(plans: list[StepPlan]) -> str:
+    """P for a chunk, d for a decode step, - for neither."""
+    return "".join({Prefill: "p", Decode: "d"}.get(type(plan.work), "-") for plan in plans)
+
+
+def test_a_prompt_is_prefilled_in_chunks_and_then_decoded() -> None:
+    """10 tokens in chunks of 4, then one token per step; the first token comes with the last chunk."""
+    rig = make_rig()
+    sink = rig.submit(make_submission(range(10, 20), max_tokens=3))
+    assert kinds(rig.run()) == "pppdd-"
+    assert sink.tokens == expected_tokens(range(10, 20), 3)
+    assert sink.events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_chunks_and_decode_steps_take_turns() -> None:
+    """While a long prompt is prefilled, a running request gets a token between any two chunks."""
+    rig = make_rig()
+    rig.submit(make_submission([5], request_id="a", max_tokens=8))
+    rig.step()
+    rig.submit(make_submission(range(3, 19), request_id="b", max_tokens=2))
+    assert kinds([plan for _ in range(7) if (plan := rig.step())]) == "dpdpdpd"
+
+
+def test_the_ratio_of_decode_steps_to_chunks_is_a_setting() -> None:
+    """Three decode steps between two chunks."""
+    rig = make_rig(decode_steps_per_chunk=3)
+    rig.submit(make_submission([5], request_id="a", max_tokens=30))
+    rig.step()
+    rig.submit(make_submission(range(3, 15), request_id="b", max_tokens=2))
+    assert kinds([plan for _ in range(12) if (plan := rig.step())]) == "dddpdddpdddp"
+
+
+def test_decode_runs_at_the_smallest_bucket_that_holds_the_batch() -> None:
+    """Three running requests run at bucket 4, and only compiled shapes are ever asked for."""
+    rig = make_rig()
+    for name in "abc":
+        rig.submit(make_submission([ord(name) - 90], request_id=name, max_tokens=4))
+    plans = rig.run()
+    assert {
+        plan.work.bucket for plan in plans if isinstance(plan.work, Decode) and len(plan.work.slots) == 3
+    } == {4}
+    assert rig.device.shapes <= {("prefill", 4), ("decode", 1), ("decode", 2), ("decode", 4)}
+
+
+def test_more_requests_than_slots_wait_and_all_get_their_tokens() -> None:
+    """Ten requests on four slots."""
+    rig = make_rig()
+    prompts = {f"r{i}": [3 + i, 4 + i, 5] for i in range(10)}
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name, max_tokens=5))
+    assert rig.step() is not None
+    assert (rig.engine.num_running, len(rig.engine.waiting)) == (4, 6)
+    rig.run()
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 5)
+
+
+def test_a_stop_token_ends_the_sequence_and_is_part_of_it() -> None:
+    """The event names the token that stopped it."""
+    rig = make_rig()
+    stop = expected_tokens([5, 6, 7], 8)[3]
+    sink = rig.submit(make_submission(stop_token_ids=[stop]))
+    rig.run()
+    assert sink.tokens == expected_tokens([5, 6, 7], 4)
+    assert sink.events[-1].finish_reason is FinishReason.STOP
+    assert sink.events[-1].stop_token_id == stop
+
+
+def test_the_context_s_end_ends_the_sequence() -> None:
+    """Without max_tokens a request runs up to max_model_len and reports length."""
+    rig = make_rig(make_geometry(max_model_len=12))
+    sink = rig.submit(make_submission([5] * 9, max_tokens=None))
+    rig.run()
+    assert len(sink.tokens) == 3
+    assert sink.events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_second_request_with_the_same_prefix_prefills_only_the_rest() -> None:
+    """12 of 14 prompt tokens are in full blocks of the cache, and the output is the same as without."""
+    rig = make_rig()
+    prompt = list(range(20, 34))
+    rig.submit(make_submission(prompt, request_id="a"))
+    rig.run()
+    before = rig.device.prefilled
+    sink = rig.submit(make_submission(prompt, request_id="b"))
+    rig.run()
+    assert rig.device.prefilled - before == 2
+    assert sink.events[0].num_cached_tokens == 12
+    assert sink.tokens == expected_tokens(prompt, 8)
+
+
+def test_the_last_prompt_token_is_always_recomputed() -> None:
+    """A prompt that is cached entirely still runs its last chunk: its logits are wanted."""
+    rig = make_rig()
+    prompt = list(range(20, 32))
+    rig.submit(make_submission(prompt, request_id="a", max_tokens=1))
+    rig.run()
+    sink = rig.submit(make_submission(prompt, request_id="b", max_tokens=1))
+    rig.run()
+    assert sink.events[0].num_cached_tokens == 8
+
+
+def test_hits_end_at_chunk_boundaries() -> None:
+    """With chunks of 8 over blocks of 4, three cached blocks are a hit of two."""
+    rig = make_rig(make_geometry(chunk=8, block_size=4))
+    rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
+    rig.run()
+    sink = rig.submit(make_submission(range(20, 34), request_id="b", max_tokens=1))
+    rig.run()
+    assert sink.events[0].num_cached_tokens == 8
+
+
+def test_another_salt_shares_nothing() -> None:
+    """Tenants with different salts never see one another's prefixes."""
+    rig = make_rig()
+    prompt = list(range(20, 34))
+    rig.submit(make_submission(prompt, request_id="a", cache_salt="one"))
+    rig.run()
+    sink = rig.submit(make_submission(prompt, request_id="b", cache_salt="two"))
+    rig.run()
+    assert sink.events[0].num_cached_tokens == 0
+
+
+def test_prefix_caching_can_be_switched_off() -> None:
+    """Then every prompt is prefilled in full."""
+    rig = make_rig(prefix_caching=False)
+    for name in "ab":
+        rig.submit(make_submission(range(20, 34), request_id=name))
+        rig.run()
+    assert rig.device.prefilled == 28
+
+
+def test_generated_tokens_are_not_indexed() -> None:
+    """Their KV came from decode graphs, so a hit on them would not be bit-exact with a miss."""
+    rig = make_rig()
+    sink = rig.submit(make_submission([5, 6, 7, 8], request_id="a", max_tokens=20))
+    rig.run()
+    follow_up = rig.submit(make_submission([5, 6, 7, 8, *sink.tokens], request_id="b"))
+    rig.run()
+    assert follow_up.events[0].num_cached_tokens == 4
+
+
+def test_out_of_blocks_the_latest_request_gives_way_and_loses_nothing() -> None:
+    """Memory for about one and a half requests: one is preempted, recomputed, and both get their exact tokens."""
+    rig = make_rig(num_blocks=9)
+    for name, first in (("a", 20), ("b", 50)):
+        rig.submit(make_submission(range(first, first + 8), request_id=name, max_tokens=20))
+    rig.run()
+    for name, first in (("a", 20), ("b", 50)):
+        assert rig.sinks[name].tokens == expected_tokens(range(first, first + 8), 20)
+    # "a" came first and was never interrupted: it finished before "b".
+    assert rig.engine.num_running == 0
+    rig.scheduler.kv.check_integrity()
+
+
+def test_an_abort_while_the_step_runs_gives_no_more_tokens() -> None:
+    """The result of the step that was under way is ignored, the slot is released by the next plan."""
+    rig = make_rig()
+    sink = rig.submit(make_submission())
+    rig.step()
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert rig.engine.abort("r")
+    received = len(sink.tokens)
+    rig.scheduler.update(rig.device.run(plan))
+    assert len(sink.tokens) == received
+    assert sink.events[-1].finish_reason is FinishReason.ABORT
+    released = rig.step()
+    assert released is not None
+    assert released.release == (0,)
+    assert not rig.device.slots
+
+
+def test_an_abort_of_a_waiting_request_never_reaches_the_device() -> None:
+    """It ends at once."""
+    rig = make_rig()
+    sink = rig.submit(make_submission())
+    assert rig.engine.abort("r")
+    assert rig.step() is None
+    assert [event.finish_reason for event in sink.events] == [FinishReason.ABORT]
+
+
+def test_abort_is_idempotent() -> None:
+    """Unknown and finished ids are no error."""
+    rig = make_rig()
+    rig.submit(make_submission())
+    rig.run()
+    assert not rig.engine.abort("r")
+    assert not rig.engine.abort("never seen")
+
+
+def test_a_slot_s_fault_fails_that_request_alone() -> None:
+    """The other rows of the same step go on."""
+    rig = make_rig()
+    for name in "ab":
+        rig.submit(make_submission([ord(name) - 90], request_id=name, max_tokens=6))
+    while (
+        not isinstance((plan := rig.scheduler.step() or pytest.fail("no decode step")).work, Decode)
+        or len(plan.work.slots) < 2
+    ):
+        rig.scheduler.update(rig.device.run(plan))
+    good = rig.device.run(plan)
+    first, second = plan.work.slots
+    bad = SlotOutput(first, (), error=Internal("row went wrong"))
+    rig.scheduler.update(StepResult(plan.step, outputs=(bad, SlotOutput(second, (good.token_ids[1],)))))
+    rig.run()
+    assert rig.sinks["a"].events[-1].error is not None
+    assert rig.sinks["b"].tokens == expected_tokens([ord("b") - 90], 6)
+
+
+def test_a_failed_step_fails_its_requests_and_frees_their_blocks() -> None:
+    """The replica itself goes on serving."""
+    rig = make_rig()
+    sink = rig.submit(make_submission())
+    plan = rig.scheduler.step()
+    assert plan is not None
+    rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert sink.events[-1].error is not None
+    assert rig.scheduler.kv.usage == 0
+    again = rig.submit(make_submission(request_id="again"))
+    rig.run()
+    assert again.tokens == expected_tokens([5, 6, 7], 8)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_who_was_admitted_with_a_failed_step_begins_anew(reached: bool) -> None:
+    """The step was another one's, which fails; nobody knows whether the worker admitted them before it went wrong."""
+    rig = make_rig()
+    for first in (5, 15, 25):
+        rig.submit(make_submission(range(first, first + 9), request_id=str(first)))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert len(plan.admit) == 3
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert rig.sinks["5"].events[-1].error is not None
+    assert rig.scheduler.stats.preemptions == {"fault": 2}
+    rig.run()
+    for first in (15, 25):
+        assert rig.sinks[str(first)].tokens == expected_tokens(range(first, first + 9), 8)
+    rig.scheduler.kv.check_integrity()
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_what_was_to_be_copied_with_a_failed_step_is_not_relied_on(reached: bool) -> None:
+    """A window that was to be kept is not found, and who was to resume in a copied block computes it."""
+    rig = make_rig(make_geometry(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
+    rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
+    rig.run()
+    rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
+    resumed = rig.submit(make_submission([*range(20, 32), 40, 41], request_id="resumed"))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert {copy.group_id for copy in plan.copies} == {0, 1}
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    assert rig.sinks["other"].events[-1].error is not None
+    rig.run()
+    assert resumed.tokens == expected_tokens([*range(20, 32), 40, 41], 8)
+    rig.scheduler.kv.check_integrity()
+
+
+def test_a_result_for_another_step_is_refused() -> None:
+    """Plans and results must match: otherwise tokens would go to the wrong requests."""
+    rig = make_rig()
+    rig.submit(make_submission())
+    rig.scheduler.step()
+    with pytest.raises(Internal, match="answered step 7, expected 1"):
+        rig.scheduler.update(StepResult(7))
+
+
+def test_a_missing_token_fails_the_request_instead_of_hanging_it() -> None:
+    """A worker that forgets a row is a fault of that row."""
+    rig = make_rig()
+    sink = rig.submit(make_submission())
+    plan = rig.scheduler.step()
+    assert plan is not None
+    rig.scheduler.update(StepResult(plan.step))
+    assert sink.events[-1].error is not None
+
+
+def test_a_lost_replica_s_requests_go_on_elsewhere_without_a_lost_or_doubled_token() -> None:
+    """Running, waiting and prefilling requests alike."""
+    rig = make_rig()
+    prompts = {f"r{i}": list(range(10 * i + 3, 10 * i + 12)) for i in range(6)}
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name, max_tokens=9))
+    for _ in range(9):
+        rig.step()
+    rig.scheduler.step()  # a step is under way when the worker dies
+    assert rig.replace_replica() == 4
+    rig.run()
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 9)
+
+
+def test_a_resumed_request_continues_behind_what_the_client_has() -> None:
+    """Resubmission after a lost scheduler: the tokens received count, and are not sent again."""
+    rig = make_rig()
+    whole = expected_tokens([5, 6, 7], 8)
+    sink = rig.submit(make_submission(resumed=whole[:5]))
+    rig.run()
+    assert sink.tokens == whole[5:]
+
+
+def test_two_groups_hit_only_what_both_have() -> None:
+    """One pool evicted a block that the other still has: the hit shrinks."""
+    rig = make_rig(groups=(FULL, FULL))
+    prompt = list(range(20, 34))
+    rig.submit(make_submission(prompt, request_id="a"))
+    rig.run()
+    first, second = rig.scheduler.kv.groups
+    key = list(second.pool.keys)[1]
+    block = second.pool.lookup(key)
+    assert block is not None
+    second.pool.touch([block])
+    second.pool._forget(block)
+    second.pool.free([block])
+    assert first.pool.lookup(key) is not None
+    sink = rig.submit(make_submission(prompt, request_id="b"))
+    rig.run()
+    assert sink.events[0].num_cached_tokens == 4
+    assert sink.tokens == expected_tokens(prompt, 8)
+
+
+def test_priority_decides_who_gets_the_next_slot() -> None:
+    """Among waiting requests, lower numbers first."""
+    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
+    order: list[str] = []
+
+    class Recorder(ListSink):
+        def push(self, event: Event) -> None:
+            order.append(event.request_id)
+
+    for name, priority in (("first", 0), ("later", 5), ("urgent", -1)):
+        rig.engine.submit(make_submission(request_id=name, priority=priority, max_tokens=1), Recorder())
+    rig.run()
+    assert order == ["urgent", "first", "later"]

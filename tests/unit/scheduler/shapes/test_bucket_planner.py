@@ -1,0 +1,72 @@
+"""The bucket planner: what buckets cost, and which cost least."""
+
+import random
+import time
+
+import pytest
+
+from scheduler_svc.shapes.bucket_planner import StepCost, Work, best_buckets, plan_buckets, work_of
+
+
+def test_work_counts_rows_and_padding() -> None:
+    """Every step runs at the smallest bucket that holds it."""
+    work = work_of({1: 3, 3: 2, 4: 1}, (2, 4))
+    assert work == Work((2, 4), num_steps=6, num_rows=13, padded_rows=5, cost=18)
+    assert work.padding_share == 5 / 18
+    assert work_of({}, (2, 4)).padding_share == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "max_batch", "graphs", "expected"),
+    [
+        ({}, 8, 4, (8,)),
+        ({3: 7}, 8, 1, (8,)),
+        ({3: 7}, 8, 2, (3, 8)),
+        ({3: 7}, 8, 9, (3, 8)),
+        ({8: 7}, 8, 3, (8,)),
+        ({1: 100, 2: 10, 5: 50, 6: 50}, 8, 3, (1, 6, 8)),
+        ({1: 100, 2: 10, 5: 50, 6: 50}, 6, 3, (1, 5, 6)),
+    ],
+)
+def test_the_best_buckets(
+    counts: dict[int, int], max_batch: int, graphs: int, expected: tuple[int, ...]
+) -> None:
+    """Sizes that occur, and the largest batch; no more graphs than are of use."""
+    assert best_buckets(counts, max_batch=max_batch, graphs=graphs) == expected
+
+
+def test_a_plan_compares_now_and_then() -> None:
+    """The gain is the share of the cost that goes; a fixed cost per step dilutes it."""
+    plan = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3)
+    assert (plan.now.padded_rows, plan.then.padded_rows, plan.gain) == (10, 0, 0.25)
+    diluted = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3, cost=StepCost(fixed=4, per_row=1))
+    assert diluted.then.buckets == plan.then.buckets
+    assert diluted.gain == 0.125
+    assert plan_buckets({3: 10}, (3, 4), max_batch=4, graphs=1).gain < 0
+    assert plan_buckets({}, (4,), max_batch=4, graphs=1).gain == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "max_batch", "graphs", "message"),
+    [
+        ({1: 1}, 0, 1, "largest decode batch must be at least 1"),
+        ({1: 1}, 1, 0, "number of graphs must be at least 1"),
+        ({9: 1}, 8, 1, "steps have 9 to 9 rows; only 1 to 8"),
+        ({0: 1}, 8, 1, "steps have 0 to 0 rows"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_rule(
+    counts: dict[int, int], max_batch: int, graphs: int, message: str
+) -> None:
+    """The message names the rule that was broken."""
+    with pytest.raises(ValueError, match=message):
+        best_buckets(counts, max_batch=max_batch, graphs=graphs)
+
+
+def test_thousands_of_sizes_are_planned_quickly() -> None:
+    """4,096 sizes and 64 graphs: well below what a person notices."""
+    numbers = random.Random(0)
+    counts = {rows: numbers.randint(1, 10**9) for rows in range(1, 4097)}
+    start = time.process_time()
+    assert len(best_buckets(counts, max_batch=4096, graphs=64)) == 64
+    assert time.process_time() - start < 3

@@ -1,0 +1,199 @@
+"""What the scheduler measures, as Prometheus sees it."""
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.triptych.v1 import common_pb2
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.metrics import RETIRED, SchedulerMetrics
+from scheduler_svc.replica.stats import Distribution
+from scheduler_svc.settings import Settings
+from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.model_files import ServedFiles
+from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class Scrape:
+    """Samples by name and labels; the label of the model is left out."""
+
+    def __init__(self, text: bytes) -> None:
+        families = list(text_string_to_metric_families(text.decode()))
+        self.names = [family.name for family in families]
+        self.samples: Samples = {}
+        for family in families:
+            for sample in family.samples:
+                labels = frozenset(
+                    pair for pair in sample.labels.items() if pair != ("model_name", "the model")
+                )
+                assert (sample.name, labels) not in self.samples
+                self.samples[sample.name, labels] = sample.value
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples[name, frozenset(labels.items())]
+
+    def total(self, name: str) -> float:
+        return sum(value for (found, _), value in self.samples.items() if found == name)
+
+
+class Bench:
+    """A rig with the deployment around it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.deployment = Deployment(Settings(), rig.engine)
+        info = common_pb2.ModelInfo(served_name="the model", source="m")
+        self.deployment.served = ServedFiles(info, {})
+        self.metrics = SchedulerMetrics(rig.engine, self.deployment)
+
+    def scrape(self) -> Scrape:
+        return Scrape(generate_latest(self.metrics))
+
+
+def test_work_is_counted_once_under_its_replica() -> None:
+    """Two requests of which the second finds two chunks of the first: tokens, padding, hits and phases add up."""
+    rig = make_rig(make_geometry(buckets=(1, 4)))
+    bench = Bench(rig)
+    rig.submit(make_submission(list(range(3, 13)), request_id="a", max_tokens=4))
+    rig.now = 2.0
+    rig.step()
+    rig.now = 5.0
+    rig.run()
+    rig.submit(make_submission(list(range(3, 13)), request_id="b", max_tokens=1))
+    rig.run()
+    scrape, engine = bench.scrape(), {"engine": "replica-0"}
+    assert scrape.value("vllm:prefix_cache_queries_total", **engine) == 20
+    assert scrape.value("vllm:prefix_cache_hits_total", **engine) == 8
+    assert scrape.value("triptych:prefill_chunks_total", **engine) == 4
+    assert scrape.value("triptych:prefill_tokens_total", **engine) == 12
+    assert scrape.value("triptych:prefill_padding_tokens_total", **engine) == 4
+    assert scrape.value("triptych:generated_tokens_total", **engine) == 5
+    for bucket, steps in (("1", 3), ("4", 0)):
+        assert scrape.value("triptych:decode_steps_total", bucket=bucket, **engine) == steps
+        assert scrape.value("triptych:decode_rows_total", bucket=bucket, **engine) == steps
+        assert scrape.value("triptych:decode_padding_rows_total", bucket=bucket, **engine) == 0
+    assert scrape.value("vllm:request_queue_time_seconds_count", **engine) == 2
+    assert scrape.value("vllm:request_prefill_time_seconds_sum", **engine) == 5
+    assert scrape.value("vllm:request_prefill_time_seconds_bucket", le="2.5", **engine) == 1
+    assert scrape.value("vllm:request_prefill_time_seconds_bucket", le="5.0", **engine) == 2
+    assert scrape.value("vllm:request_decode_time_seconds_count", **engine) == 2
+    # Chunks of 4, 4, 2 and 2 tokens; the rig's decode steps do not go through the deployment.
+    assert scrape.value("vllm:iteration_tokens_total_count") == 4
+    assert scrape.value("vllm:iteration_tokens_total_sum") == 12
+
+
+def test_who_runs_and_who_waits() -> None:
+    """Two slots for three requests, and memory as it is used: two chunks of the first, one of the second."""
+    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)))
+    bench = Bench(rig)
+    for name in ("a", "b", "c"):
+        first = ord(name)
+        rig.submit(make_submission([first % 90 + 3] * 9, request_id=name, max_tokens=20))
+    for _ in range(6):
+        rig.step()
+    scrape, engine = bench.scrape(), {"engine": "replica-0"}
+    assert scrape.value("vllm:num_requests_running", **engine) == 2
+    assert scrape.value("vllm:num_requests_waiting") == 1
+    assert scrape.value("vllm:num_requests_waiting_by_reason", reason="capacity") == 1
+    assert scrape.value("vllm:num_requests_waiting_by_reason", reason="deferred") == 0
+    assert scrape.value("triptych:waiting_tokens") == 9
+    used = scrape.value("triptych:kv_blocks", group="0", state="used", **engine)
+    assert used + scrape.value("triptych:kv_blocks", group="0", state="free", **engine) == 64
+    assert scrape.value("vllm:kv_cache_usage_perc", **engine) == pytest.approx(used / 64)
+    assert scrape.value("triptych:cached_prefixes", group="0", **engine) == 3
+    assert scrape.value("triptych:replicas", state="ready") == 1
+
+
+def test_preemptions_have_a_reason() -> None:
+    """Out of blocks: the total is the sum of the reasons."""
+    rig = make_rig(num_blocks=9)
+    bench = Bench(rig)
+    for name in "ab":
+        rig.submit(make_submission([3, 4, 5, 6], request_id=name, max_tokens=20))
+    rig.run()
+    scrape = bench.scrape()
+    assert scrape.value("triptych:preemptions_total", engine="replica-0", reason="memory") >= 1
+    assert scrape.total("triptych:preemptions_total") == scrape.total("vllm:num_preemptions_total")
+
+
+def test_batches_of_this_process_are_a_histogram() -> None:
+    """Rows before padding, in powers of two."""
+    bench = Bench(make_rig())
+    for rows in (1, 3, 3, 4096):
+        bench.deployment.histogram.observe(rows)
+    scrape = bench.scrape()
+    assert scrape.value("triptych:batch_size_bucket", le="2.0") == 1
+    assert scrape.value("triptych:batch_size_bucket", le="4.0") == 3
+    assert scrape.value("triptych:batch_size_bucket", le="4096.0") == 4
+    assert scrape.value("triptych:batch_size_sum") == 4103
+
+
+async def test_counters_outlive_their_replica_and_go_on_when_it_is_back() -> None:
+    """Nothing falls when a replica leaves; gauges of it are gone."""
+    rig = make_rig()
+    bench = Bench(rig)
+    rig.submit(make_submission(request_id="a"))
+    rig.run()
+    before = bench.scrape()
+    bench.deployment.detach("replica-0")
+    away = bench.scrape()
+    counters = [key for key in before.samples if key[0].endswith(("_total", "_count", "_sum", "_bucket"))]
+    assert len(counters) > 30
+    assert all(away.samples[key] == before.samples[key] for key in counters)
+    assert not any(name == "vllm:num_requests_running" for name, _ in away.samples)
+    rig.start()
+    rig.submit(make_submission(request_id="b"))
+    rig.run()
+    back = bench.scrape()
+    assert back.value("triptych:generated_tokens_total", engine="replica-0") == 2 * before.total(
+        "triptych:generated_tokens_total"
+    )
+    assert all(back.samples[key] >= before.samples[key] for key in counters)
+    bench.deployment.detach("replica-0")
+
+
+async def test_many_replicas_that_came_and_went_share_a_series() -> None:
+    """The last ones keep their counters, those before are added up, and the sum never falls."""
+    rig = make_rig()
+    bench = Bench(rig)
+    bench.deployment.detach("replica-0")
+    for index in range(30):
+        rig.start()
+        replica = rig.engine.replicas.pop("replica-0")
+        rig.engine.attach(f"w{index}", AttachedReplica(replica.scheduler, lambda: None))
+        rig.submit(make_submission(request_id=str(index)))
+        rig.run()
+        bench.deployment.detach(f"w{index}")
+        assert bench.scrape().total("triptych:generated_tokens_total") == 8 * (index + 1)
+    scrape = bench.scrape()
+    engines = {dict(labels)["engine"] for _, labels in scrape.samples if "engine" in dict(labels)}
+    assert engines == {RETIRED, *(f"w{index}" for index in range(14, 30))}
+    assert scrape.value("triptych:generated_tokens_total", engine=RETIRED) == 8 * 14
+
+
+def test_before_a_model_is_served_there_are_the_replicas_alone() -> None:
+    """Nothing is labelled with a model that nobody knows."""
+    bench = Bench(make_rig())
+    bench.deployment.served = None
+    bench.deployment.starting["w"] = "weights"
+    assert bench.scrape().names == ["triptych:replicas"]
+    assert bench.scrape().value("triptych:replicas", state="configuring") == 1
+
+
+def test_a_replica_s_name_cannot_break_the_text() -> None:
+    """Workers choose their names."""
+    rig = make_rig()
+    bench = Bench(rig)
+    name = 'a"} 1\nevil{x="\\'
+    rig.engine.replicas[name] = rig.engine.replicas.pop("replica-0")
+    assert bench.scrape().value("vllm:num_requests_running", engine=name) == 0
+
+
+def test_a_distribution_counts_bounds_as_inside() -> None:
+    """As Prometheus' buckets do: less than or equal."""
+    values = Distribution((1, 2))
+    for value in (0.5, 1, 1.5, 2, 2.5):
+        values.observe(value)
+    assert (values.counts, values.total) == ([2, 2, 1], 7.5)

@@ -1,0 +1,78 @@
+"""The scheduler's settings: what cannot work is refused before anything starts, with the rule that it breaks."""
+
+import pytest
+
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.settings import Settings
+from scheduler_svc.workers.deployment import Deployment, make_engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--decode-bucket-strategy manual", "manual buckets need a list, for example 1,2,4,8"),
+        (
+            "--decode-bucket-strategy manual --decode-buckets 1,4 --max-num-seqs 8",
+            "must equal the largest batch 8, not 4",
+        ),
+        ("--decode-bucket-strategy manual --decode-buckets 4,1,4", "must be unique"),
+        ("--max-num-seqs 4 --decode-bucket-min 8", "between 1 and the largest batch 4, not 8"),
+        ("--max-num-seqs 4 --decode-bucket-step 1", "must be at least 2 for exponential buckets"),
+        (
+            "--block-size 96 --max-num-batched-tokens 64",
+            "64 .the prefill chunk. and block_size 96 must divide one another",
+        ),
+        ("--block-size 0", "--block-size .TRIPTYCH_BLOCK_SIZE. should be greater than or equal to 1"),
+        ("--ageing-s 0.00001", "--ageing-s .TRIPTYCH_AGEING_S. must be 0 or at least 0.001"),
+        ("--tenant-weights paid=0", "the weight of paid must be above 0"),
+        ("--tenant-weights paid", "expected name=weight pairs, for example paid=4,trial=0.5"),
+        ("--max-pinned-share 1", "--max-pinned-share .* less than or equal to 0.9"),
+        ("--order random", "'priority-fair' or 'arrival'"),
+        ("--decode-steps-per-chunk -1", "greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(flags: str, message: str) -> None:
+    """The line names the setting or the two that do not go together."""
+    with pytest.raises(ConfigurationRefused, match=message) as caught:
+        load(Settings, flags.split())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "field", "expected"),
+    [
+        ("VLLM_RBLN_SUB_BLOCK_CACHE", "0", "sub_block_cache", False),
+        ("VLLM_LOG_BATCHSIZE_INTERVAL", "-1", "batchsize_log_interval_s", -1.0),
+        ("VLLM_LOG_BATCHSIZE_INTERVAL", "30", "batchsize_log_interval_s", 30.0),
+        ("TRIPTYCH_TENANT_WEIGHTS", "paid=4, trial=0.5", "tenant_weights", {"paid": 4.0, "trial": 0.5}),
+        ("VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS", "1,2,8", "decode_buckets", (1, 2, 8)),
+    ],
+)
+def test_an_environment_that_was_made_for_vllm_rbln_means_the_same_here(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str, expected: object
+) -> None:
+    """The reference names are read as they are."""
+    monkeypatch.setenv(variable, value)
+    assert getattr(load(Settings, []), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_num_seqs", "buckets"),
+    [
+        ("--decode-bucket-strategy manual --decode-buckets 1,2,8", 8, (1, 2, 8)),
+        ("--decode-bucket-strategy manual --decode-buckets 4,1,8 --max-num-seqs 8", 8, (1, 4, 8)),
+        ("--decode-buckets 1,2,8", 32, (2, 4, 8, 16, 32)),
+    ],
+)
+def test_manual_buckets_say_how_many_sequences_run(
+    flags: str, max_num_seqs: int, buckets: tuple[int, ...]
+) -> None:
+    """Whatever the worker's default is; a list that is not used says nothing."""
+    settings = load(Settings, [*flags.split(), "--decode-bucket-min", "2", "--decode-bucket-limit", "5"])
+    description = worker_pb2.DescribeResponse(
+        default_max_num_seqs=32, default_chunk=16, default_block_size=16
+    )
+    geometry = Deployment(settings, make_engine(settings)).geometry_for(description)
+    assert (geometry.max_num_seqs, geometry.buckets) == (max_num_seqs, buckets)

@@ -1,0 +1,92 @@
+"""The model's thread: order, results, faults, and its end."""
+
+import asyncio
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from worker_svc.api.model_thread import MODEL_THREAD, ModelThread
+
+
+async def test_functions_run_in_order_on_one_thread() -> None:
+    """Whatever is submitted first runs first, on the same thread."""
+    thread = ModelThread()
+    names: list[tuple[int, str]] = []
+
+    def note(number: int) -> None:
+        names.append((number, threading.current_thread().name))
+
+    futures = [thread.submit(partial(note, number)) for number in range(5)]
+    await asyncio.gather(*futures)
+    assert names == [(n, MODEL_THREAD) for n in range(5)]
+    await thread.close(1)
+
+
+async def test_a_fault_belongs_to_its_future() -> None:
+    """An exception reaches whoever waits for it, and the next function runs."""
+    thread = ModelThread()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await thread.submit(fail)
+    assert await thread.submit(lambda: 7) == 7
+    await thread.close(1)
+
+
+async def test_the_loop_stays_live_and_sees_how_long_a_function_runs() -> None:
+    """While a function blocks, the loop goes on and the thread counts as busy."""
+    thread = ModelThread()
+    assert thread.busy_s == 0
+    running, let_go = threading.Event(), threading.Event()
+
+    def block() -> None:
+        running.set()
+        let_go.wait()
+
+    future = thread.submit(block)
+    await asyncio.to_thread(running.wait)
+    assert thread.busy_s > 0
+    assert not future.done()
+    let_go.set()
+    await future
+    await thread.close(1)
+    assert thread.busy_s == 0
+
+
+async def test_a_function_of_many_steps_is_busy_since_the_last_one() -> None:
+    """Health asks for how long nothing was done, not for how long a row of steps has been running."""
+    thread = ModelThread()
+    stepped, let_go = threading.Event(), threading.Event()
+    before: list[float] = []
+
+    def steps() -> None:
+        time.sleep(0.02)
+        before.append(thread.busy_s)
+        thread.progressed()
+        before.append(thread.busy_s)
+        stepped.set()
+        let_go.wait()
+
+    future = thread.submit(steps)
+    await asyncio.to_thread(stepped.wait)
+    assert before[0] >= 0.02 > before[1]
+    assert thread.busy_s > 0
+    let_go.set()
+    await future
+    assert thread.busy_s == 0
+    await thread.close(1)
+
+
+async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
+    """Nobody waits any more, and the next function runs all the same."""
+    thread = ModelThread()
+    let_go = threading.Event()
+    future = thread.submit(let_go.wait)
+    future.cancel()
+    let_go.set()
+    assert await thread.submit(lambda: "next") == "next"
+    await thread.close(1)

@@ -1,0 +1,93 @@
+"""A worker announces itself for as long as it lives, whatever happens to the scheduler."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from protos.errors import Unavailable, abort
+from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
+from protos.wire import SCHEMA_REVISION
+from worker_svc.api.registration import stay_registered
+
+
+class Registry(registry_pb2_grpc.WorkerRegistryServicer):
+    """Notes who registers; ends or refuses registrations as a test wants."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[registry_pb2.RegisterRequest] = asyncio.Queue()
+        self.refusals = 0
+        self.end = asyncio.Event()
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[registry_pb2.RegisterEvent]:
+        self.requests.put_nowait(request)
+        if self.refusals:
+            self.refusals -= 1
+            await abort(context, Unavailable("not yet"))
+        yield registry_pb2.RegisterEvent(state=registry_pb2.RegisterEvent.STATE_ACCEPTED)
+        await self.end.wait()
+
+
+async def serve(registry: Registry, port: int = 0) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server()
+    registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return server, bound
+
+
+@contextlib.asynccontextmanager
+async def registered(port: int) -> AsyncIterator[None]:
+    """A worker called w1 on port 7 stays registered within the block."""
+    task = asyncio.create_task(stay_registered(f"127.0.0.1:{port}", worker_id="w1", host="", port=7))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.timeout(30)
+async def test_the_announcement_says_who_and_where() -> None:
+    """Id, port and schema travel; the host is left to be seen from the call."""
+    registry = Registry()
+    server, port = await serve(registry)
+    async with registered(port):
+        request = await registry.requests.get()
+    assert request == registry_pb2.RegisterRequest(schema_revision=SCHEMA_REVISION, worker_id="w1", port=7)
+    await server.stop(0)
+
+
+@pytest.mark.timeout(30)
+async def test_an_ended_or_refused_registration_is_repeated() -> None:
+    """The same worker announces itself again, with the same id."""
+    registry = Registry()
+    registry.refusals = 2
+    server, port = await serve(registry)
+    async with registered(port):
+        for _ in range(3):
+            assert (await registry.requests.get()).worker_id == "w1"
+        registry.end.set()
+        assert (await registry.requests.get()).worker_id == "w1"
+    await server.stop(0)
+
+
+@pytest.mark.timeout(60)
+async def test_a_restarted_scheduler_finds_its_workers() -> None:
+    """A worker that starts first waits; one whose scheduler goes away announces itself to the next."""
+    registry = Registry()
+    server, port = await serve(registry)
+    await server.stop(0)
+    async with registered(port):
+        server, _ = await serve(registry, port)
+        await registry.requests.get()
+        await server.stop(0)
+        server, _ = await serve(registry, port)
+        await registry.requests.get()
+    await server.stop(0)

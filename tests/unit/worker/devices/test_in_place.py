@@ -1,0 +1,198 @@
+"""Attention over a window that slides in place, against attention computed token by token from a list of all keys and values."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from worker_svc.devices import in_place
+from worker_svc.devices.base import AttentionShape, InPlaceInput
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup
+
+HEADS, KV_HEADS, SIZE, WINDOW, BLOCKS = 4, 2, 16, 8, 6
+GROUP = KvGroup(
+    0, (AttentionLayer("w", HEADS, KV_HEADS, SIZE, WINDOW, torch.float32),), GroupKind.IN_PLACE_WINDOW
+)
+
+
+@dataclass
+class History:
+    """One sequence: its block, and every key and value that it ever had."""
+
+    block: int
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def lengths(
+    before: Sequence[int], after: Sequence[int], blocks: Sequence[int], query_len: int
+) -> InPlaceInput:
+    """A step, a row for each number."""
+    columns = [torch.tensor(numbers, dtype=torch.int32)[:, None] for numbers in (before, after, blocks)]
+    return InPlaceInput(columns[0], columns[1], columns[2], query_len)
+
+
+class Rig:
+    """A cache whose null block and unused blocks are poisoned, and the steps that run on it."""
+
+    def __init__(self, softcap: float = 0.0, seed: int = 0, *, sinks: bool = False) -> None:
+        self.shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)
+        self.device = CpuDevice()
+        self.cache = self.device.allocate(self.device.cache_shape(GROUP, BLOCKS, 32), torch.float32)
+        self.cache.fill_(torch.nan)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.sinks = torch.randn(HEADS, generator=self._generator) if sinks else None
+
+    def admit(self, block: int) -> History:
+        """A sequence in a fresh block."""
+        self.cache[block].zero_()
+        return History(block)
+
+    def step(
+        self, sequences: Sequence[History], counts: Sequence[int], query_len: int, padded_rows: int = 0
+    ) -> torch.Tensor:
+        """Runs one step of random tokens and compares each with the naive result; returns the output [rows, query_len, …]."""
+        rows = len(sequences) + padded_rows
+        query = torch.randn((rows, query_len, HEADS, SIZE), generator=self._generator)
+        key, value = (
+            torch.randn((rows, query_len, KV_HEADS, SIZE), generator=self._generator) for _ in range(2)
+        )
+        before = [min(len(sequence.keys), WINDOW) for sequence in sequences] + [0] * padded_rows
+        after = [start + count for start, count in zip(before, [*counts, *[1] * padded_rows], strict=True)]
+        blocks = [sequence.block for sequence in sequences] + [0] * padded_rows
+        output = torch.full_like(query, torch.nan)
+        plan = self.device.plan(GROUP, 32, lengths(before, after, blocks, query_len))
+        flat_query, flat_key, flat_value = (tensor.flatten(0, 1) for tensor in (query, key, value))
+        flat_output = output.view(-1, HEADS, SIZE)
+        self.device.attend(
+            self.shape, flat_query, flat_key, flat_value, self.cache, plan, flat_output, self.sinks
+        )
+        for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            for token in range(count):
+                sequence.keys.append(key[row, token])
+                sequence.values.append(value[row, token])
+                expected = self._naive(query[row, token], sequence)
+                torch.testing.assert_close(output[row, token], expected, atol=1e-5, rtol=1e-5)
+            assert not output[row, count:].any()
+            self.check_block(sequence)
+        return output
+
+    def check_block(self, sequence: History) -> None:
+        """The block holds the last window, oldest first, and zeroes behind it."""
+        content = self.cache[sequence.block].transpose(1, 2)
+        held = min(len(sequence.keys), WINDOW)
+        assert torch.equal(content[0, :held], torch.stack(sequence.keys[-held:]))
+        assert torch.equal(content[1, :held], torch.stack(sequence.values[-held:]))
+        assert not content[:, held:].any()
+
+    def _naive(self, query: torch.Tensor, sequence: History) -> torch.Tensor:
+        keys, values = (torch.stack(list_[-WINDOW:]) for list_ in (sequence.keys, sequence.values))
+        heads = []
+        for head in range(HEADS):
+            shared = head // (HEADS // KV_HEADS)
+            scores = keys[:, shared] @ query[head] * self.shape.scale
+            if self.shape.softcap:
+                scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
+            weights = scores.exp()
+            total = weights.sum() + (0 if self.sinks is None else self.sinks[head].exp())
+            heads.append(weights / total @ values[:, shared])
+        return torch.stack(heads)
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.0, False), (0.0, True), (2.0, True)])
+@pytest.mark.parametrize("chunk", [1, 3, 5, 8, 13, 16, 32])
+def test_a_prompt_in_chunks_then_decode(chunk: int, softcap: float, sinks: bool) -> None:
+    """Chunks below, at and above the window, dividing it or not, the last of them padded; then decode steps past the window."""
+    rig = Rig(softcap, seed=chunk, sinks=sinks)
+    for prompt in (1, 2, 7, 8, 9, 15, 21, 40):
+        sequence = rig.admit(3)
+        for start in range(0, prompt, chunk):
+            rig.step([sequence], [min(chunk, prompt - start)], chunk)
+        for _ in range(WINDOW + 2):
+            rig.step([sequence], [1], 1)
+
+
+def test_rows_of_random_lengths() -> None:
+    """Rows on both sides of the window decode together with padded rows, in any order."""
+    rig = Rig()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        sequences = [rig.admit(block) for block in (4, 1, 5, 2)]
+        for sequence in sequences:
+            for _ in range(int(torch.randint(1, 4, (), generator=generator))):
+                rig.step([sequence], [int(torch.randint(1, 6, (), generator=generator))], 5)
+        for first in range(5):
+            order = sequences[first % 4 :] + sequences[: first % 4]
+            rig.step(order, [1] * 4, 1, padded_rows=3)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_rows_are_independent(softcap: float) -> None:
+    """A row gives the same bits alone, among others and in another place, and again when its block's content is copied."""
+    rig = Rig(softcap)
+    sequences = [rig.admit(block) for block in (1, 2, 3)]
+    for sequence, count in zip(sequences, (3, 8, 11), strict=True):
+        rig.step([sequence], [count], 16)
+    content = rig.cache.clone()
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn((3, HEADS, SIZE), generator=generator)
+    key, value = torch.randn((2, 3, KV_HEADS, SIZE), generator=generator)
+    cached = [min(len(sequence.keys), WINDOW) for sequence in sequences]
+
+    def run(rows: Sequence[int], blocks: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        rig.cache.copy_(content)
+        for row, block in zip(rows, blocks, strict=True):
+            rig.cache[block] = content[sequences[row].block]
+        before = [cached[row] for row in rows]
+        plan = rig.device.plan(GROUP, 32, lengths(before, [start + 1 for start in before], blocks, 1))
+        output = torch.empty((len(rows), HEADS, SIZE))
+        picked = list(rows)
+        rig.device.attend(rig.shape, query[picked], key[picked], value[picked], rig.cache, plan, output)
+        return {
+            row: (output[place], rig.cache[block].clone())
+            for place, (row, block) in enumerate(zip(rows, blocks, strict=True))
+        }
+
+    together = run([0, 1, 2], [1, 2, 3])
+    for rows in itertools.chain([[2, 0, 1]], [[row] for row in range(3)]):
+        for blocks in ([sequences[row].block for row in rows], [5, 4, 0][: len(rows)]):
+            for row, (output, block) in run(rows, blocks).items():
+                assert torch.equal(output, together[row][0])
+                assert torch.equal(block, together[row][1])
+
+
+def test_chunks_may_be_resumed_from_a_copy() -> None:
+    """What a block holds at a chunk's edge is all that the rest of the sequence depends on, to the bit."""
+    rig = Rig()
+    sequence = rig.admit(1)
+    rig.step([sequence], [5], 5)
+    rig.step([sequence], [5], 5)
+    kept = History(2, list(sequence.keys), list(sequence.values))
+    rig.cache[2] = rig.cache[1]
+    state = rig._generator.get_state()
+    first = [rig.step([sequence], [5], 5), rig.step([sequence], [2], 5), rig.step([sequence], [1], 1)]
+    rig._generator.set_state(state)
+    again = [rig.step([kept], [5], 5), rig.step([kept], [2], 5), rig.step([kept], [1], 1)]
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def test_shapes_do_not_depend_on_lengths() -> None:
+    """A graph is built once for a chunk or a bucket and a window."""
+    shapes = set()
+    for before, count in itertools.product((0, 3, 8), (1, 4, 5)):
+        plan = in_place.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))
+        shapes.add(tuple(tuple(tensor.shape) for tensor in vars(plan).values()))
+    assert shapes == {((1,), (1, 8), (1, 5, 13), (1, 5), (1, 8))}
+
+
+def test_a_layer_that_reads_another_cache_is_not_served() -> None:
+    """Models of that kind are refused before; this is the last line."""
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, 0.0, writes=False)
+    rig = Rig()
+    plan = rig.device.plan(GROUP, 32, lengths([0], [1], [1], 1))
+    query = torch.zeros((1, HEADS, SIZE))
+    with pytest.raises(NotImplementedError, match="two layers share"):
+        rig.device.attend(shape, query, None, None, rig.cache, plan, query)

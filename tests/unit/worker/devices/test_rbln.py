@@ -1,0 +1,367 @@
+"""Device rbln with its stand-in backend: caches, plans, graphs and what is refused."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protos.errors import ConfigurationRefused, Internal
+from worker_svc.devices import DeviceOptions, gathered, in_place, open_device
+from worker_svc.devices.base import AttentionInput, AttentionShape, InPlaceInput
+from worker_svc.devices.rbln import RblnDevice
+from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
+from worker_svc.execution.kv_cache import KvCache
+from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup, group_layers
+from worker_svc.plans.step_plan import BlockCopy
+
+HEADS, KV_HEADS, SIZE, WINDOW, BLOCK = 6, 2, 32, 16, 64
+
+
+def open_stand_in(*, triton: bool = False) -> RblnDevice:
+    device = RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=triton))
+    device.check_available()
+    return device
+
+
+def group_of(kind: GroupKind, names: str = "a") -> KvGroup:
+    window = 0 if kind is GroupKind.FULL else WINDOW
+    layers = [AttentionLayer(name, HEADS, KV_HEADS, SIZE, window, torch.float32) for name in names]
+    return KvGroup(0, tuple(layers), kind)
+
+
+def shape_of(group: KvGroup, **changed: Any) -> AttentionShape:
+    fields = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE, "scale": 0.2}
+    return AttentionShape(**{**fields, "window": group.window, "softcap": 0.0, "writes": True, **changed})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rebel") is not None, reason="the vendor's packages are here")
+def test_without_packages_or_the_flag_it_is_refused_in_one_line() -> None:
+    """The line names what is missing; the flag is not advertised to people who have no NPU."""
+    with pytest.raises(ConfigurationRefused) as caught:
+        open_device("rbln")
+    assert caught.value.message == (
+        "device rbln cannot be used: missing the vendor's packages rebel and torch_rbln; use --device cpu or cuda"
+    )
+    assert open_device("rbln", DeviceOptions("rbln-check")).product_name().startswith("RBLN stand-in")
+
+
+@pytest.mark.parametrize(("triton", "where"), [(False, "meta"), (True, "cpu")])
+def test_where_caches_are(triton: bool, where: str) -> None:
+    """The host has handles for the compiler's kernels and memory for Triton's; each layer's cache is a whole tensor."""
+    device = open_stand_in(triton=triton)
+    cache = KvCache(device, [group_of(GroupKind.FULL, "ab")], BLOCK, [5])
+    for tensor in cache.by_layer().values():
+        assert tensor.device.type == where
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.shape[device.block_dim] == 5
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_blocks_are_cleared_and_copied_where_they_are(triton: bool) -> None:
+    """Over all layers of one group, in either layout, also behind handles."""
+    device = open_stand_in(triton=triton)
+    groups = group_layers(
+        [AttentionLayer(name, 4, 2, SIZE, window, torch.float32) for name, window in (("a", 0), ("b", 0), ("w", 16))],
+        GroupKind.IN_PLACE_WINDOW,
+    )  # fmt: skip
+    cache = KvCache(device, groups, BLOCK, (4, 3))
+    real = {name: device.memory.resolve(tensor) for name, tensor in cache.by_layer().items()}
+    for number, tensor in enumerate(real.values(), start=1):
+        tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + number)
+    before = {name: tensor.clone() for name, tensor in real.items()}
+    cache.copy([BlockCopy(0, 1, 3, 7)])
+    cache.clear(0, [2])
+
+    def block(tensors: dict[str, torch.Tensor], name: str, number: int) -> torch.Tensor:
+        return tensors[name].select(device.block_dim, number)
+
+    for name in "ab":
+        assert torch.equal(block(real, name, 3), block(before, name, 1))
+        assert not block(real, name, 2).any()
+        assert all(torch.equal(block(real, name, n), block(before, name, n)) for n in (0, 1))
+    assert torch.equal(real["w"], before["w"])
+
+
+def test_memory_behind_handles_goes_with_them() -> None:
+    """A worker that is configured again does not pay twice."""
+    memory = MetaMemory()
+    handle = memory.allocate((2, 3), torch.float32)
+    view = handle[1]
+    memory.resolve(view).fill_(4)
+    assert memory.resolve(handle).tolist() == [[0] * 3, [4] * 3]
+    assert len(memory) == 1
+    del handle, view
+    assert len(memory) == 0
+
+
+def test_an_npu_s_memory_is_not_touched_from_here() -> None:
+    """Without the stand-in, handles have nothing behind them: clearing is left to the kernels, copying is refused."""
+    device = RblnDevice()
+    caches = device.allocate((1, 4, 2, 2, 1, BLOCK, SIZE), torch.float32)
+    assert caches.is_meta
+    device.clear_block(caches, 1)
+    with pytest.raises(Internal, match="cannot be copied"):
+        device.copy_block(caches, 1, 2)
+
+
+def test_rows_of_padding_are_those_of_the_kernels() -> None:
+    """Their cache length and offset are 0, their table is the null block; a chunk's table has one dimension."""
+    device = open_stand_in()
+    group = group_of(GroupKind.IN_PLACE_WINDOW)
+    column = torch.tensor([[3], [0]], dtype=torch.int32)
+    plan = device.plan(group, BLOCK, InPlaceInput(column, column + 1, column, 1))
+    assert plan.operator == "sliding_window_attention_naive_decode"
+    assert plan.block_tables.tolist() == [[3], [0]]
+    assert plan.cache_seq_len is not None
+    assert plan.cache_offset is not None
+    assert plan.cache_seq_len.tolist() == [[3], [0]]
+    assert plan.cache_offset.tolist() == [[4], [0]]
+    plan = device.plan(group, BLOCK, InPlaceInput(column[:1], column[:1] + 5, column[:1], 8))
+    assert plan.operator == "sliding_window_attention_naive_prefill"
+    assert plan.block_tables.tolist() == [3]
+
+
+def paged_steps(partitions: int) -> list[AttentionInput]:
+    """A chunk with padding, another behind it, and a decode step with a padded row."""
+    tables = torch.zeros((2, partitions), dtype=torch.int32)
+    tables[0] = torch.arange(1, partitions + 1)
+
+    def chunk(start: int, count: int) -> AttentionInput:
+        slots = torch.zeros(32, dtype=torch.int64)
+        positions = torch.arange(start, start + count)
+        slots[:count] = tables[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        ends = torch.tensor([0, count], dtype=torch.int32)
+        return AttentionInput(torch.tensor([start + count]).int(), ends, tables[:1], slots, count)
+
+    at = torch.tensor([49, 0])
+    slots = tables.gather(1, (at // BLOCK)[:, None])[:, 0].long() * BLOCK + at % BLOCK
+    decode = AttentionInput((at + 1).int(), torch.arange(3).int(), tables, slots, 2)
+    return [chunk(0, 32), chunk(32, 17), decode]
+
+
+def compiled_attend(
+    device: RblnDevice, shape: AttentionShape, sinks: torch.Tensor | None = None
+) -> Callable[..., torch.Tensor]:
+    """Attention as one graph."""
+
+    def attend(query: Any, key: Any, value: Any, cache: Any, plan: Any) -> torch.Tensor:
+        output = torch.empty_like(query)
+        device.attend(shape, query, key, value, cache, plan, output, sinks)
+        return output
+
+    return device.compile(attend)
+
+
+def sinks_of(shape: AttentionShape) -> torch.Tensor | None:
+    return torch.linspace(-1, 2, HEADS) if shape.sinks else None
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "triton", "with_sinks"),
+    [
+        (GroupKind.FULL, False, False),
+        (GroupKind.FULL, True, False),
+        (GroupKind.PAGED_WINDOW, False, False),
+        (GroupKind.FULL, False, True),
+        (GroupKind.PAGED_WINDOW, False, True),
+    ],
+)
+def test_graphs_over_paged_blocks_give_what_other_devices_give(
+    kind: GroupKind, triton: bool, with_sinks: bool, partitions: int
+) -> None:
+    """Whole graphs through the stand-in, against the gathered attention; one graph a shape."""
+    device, group = open_stand_in(triton=triton), group_of(kind)
+    shape = shape_of(group, sinks=with_sinks)
+    device.check_attention(shape)
+    sinks = sinks_of(shape)
+    attend = compiled_attend(device, shape, sinks)
+    (cache,) = KvCache(device, [group], BLOCK, [5]).by_layer().values()
+    device.memory.resolve(cache).fill_(torch.nan)
+    plain = torch.zeros((5, 2, BLOCK, KV_HEADS, SIZE))
+    generator = torch.Generator().manual_seed(0)
+    for step in paged_steps(partitions):
+        tokens = step.slot_mapping.shape[0]
+        query = torch.randn((tokens, HEADS, SIZE), generator=generator)
+        key, value = torch.randn((2, tokens, KV_HEADS, SIZE), generator=generator)
+        expected = torch.empty_like(query)
+        plan = gathered.GatheredPlan.of(step)
+        gathered.attend(shape, query, key, value, plain, plan, expected, sinks)
+        real = step.num_tokens if tokens > 2 else 1  # the second row of the decode step is padding
+        ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
+        torch.testing.assert_close(ours[:real], expected[:real], atol=1e-5, rtol=1e-5)
+    assert len(device.backend.graphs) == 2
+
+
+@pytest.mark.parametrize(("triton", "with_sinks"), [(False, False), (True, False), (False, True)])
+def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool, with_sinks: bool) -> None:
+    """The same for the window that slides in place."""
+    device, group = open_stand_in(triton=triton), group_of(GroupKind.IN_PLACE_WINDOW)
+    shape = shape_of(group, sinks=with_sinks)
+    device.check_attention(shape)
+    sinks = sinks_of(shape)
+    attend = compiled_attend(device, shape, sinks)
+    (cache,) = KvCache(device, [group], BLOCK, [3]).by_layer().values()
+    device.memory.resolve(cache).fill_(torch.nan)
+    plain = torch.zeros(in_place.cache_shape(group, 3))
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.tensor([[2], [0]], dtype=torch.int32)
+    length = 0
+    for count, query_len in ((12, 12), (7, 12), *[(1, 1)] * 4):
+        before = min(length, WINDOW)
+        rows = 1 if query_len > 1 else 2
+        start = torch.tensor([[before], [0]], dtype=torch.int32)[:rows]
+        end = torch.tensor([[before + count], [1]], dtype=torch.int32)[:rows]
+        step = InPlaceInput(start, end, blocks[:rows], query_len)
+        length += count
+        query = torch.randn((rows * query_len, HEADS, SIZE), generator=generator)
+        key, value = torch.randn((2, rows * query_len, KV_HEADS, SIZE), generator=generator)
+        expected = torch.empty_like(query)
+        plan = in_place.InPlacePlan.of(group, step)
+        in_place.attend(shape, query, key, value, plain, plan, expected, sinks)
+        ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
+        torch.testing.assert_close(ours[:count], expected[:count], atol=1e-5, rtol=1e-5)
+    assert len(device.backend.graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"softcap": 30.0}, "soft caps"),
+        ({"writes": False}, "another layer's KV cache"),
+        ({"head_size": 48}, "heads of 48"),
+        ({"causal": False}, "looks ahead"),
+    ],
+)
+def test_layers_that_no_kernel_serves_are_refused(changed: dict[str, Any], message: str) -> None:
+    """In one line, when the model is built."""
+    with pytest.raises(ConfigurationRefused, match=message):
+        open_stand_in().check_attention(shape_of(group_of(GroupKind.FULL), **changed))
+
+
+def test_sinks_need_the_compiler_s_kernels() -> None:
+    """Triton's have no such argument."""
+    shape = shape_of(group_of(GroupKind.FULL), sinks=True)
+    open_stand_in().check_attention(shape)
+    with pytest.raises(ConfigurationRefused, match="sinks with RBLN_USE_CUSTOM_KERNEL=1"):
+        open_stand_in(triton=True).check_attention(shape)
+
+
+def test_paged_windows_need_the_compiler_s_kernels() -> None:
+    """Triton has none for them."""
+    with pytest.raises(ConfigurationRefused, match="--window-kv in-place"):
+        open_stand_in(triton=True).cache_shape(group_of(GroupKind.PAGED_WINDOW), 3, BLOCK)
+
+
+def refused(function: Callable[..., Any], *arguments: Any, dynamic: bool | None = False) -> str:
+    """What the backend says."""
+    backend: Any = CheckBackend(MetaMemory())
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        compiled(*arguments)
+    assert isinstance(caught.value.inner_exception, ConfigurationRefused)
+    return caught.value.inner_exception.message
+
+
+def test_dynamic_shapes_are_refused() -> None:
+    """A size that is an input of the graph."""
+    assert "dynamic" in refused(lambda x: x + 1, torch.zeros(5), dynamic=True)
+
+
+def test_operators_that_are_not_lowered_are_refused_by_name() -> None:
+    """With the line of the model that they come from."""
+    message = refused(lambda x: torch.linalg.det(x) + 1, torch.eye(3))
+    assert "operator aten::" in message
+    assert "det" in message
+    assert "test_rbln.py" in message
+
+
+def test_sizes_that_depend_on_values_are_refused() -> None:
+    """Also where torch itself would capture them."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert "aten::nonzero" in refused(lambda x: torch.nonzero(x) + 1, torch.eye(3))
+
+
+def test_a_graph_that_cannot_be_captured_whole_is_one_line() -> None:
+    """No graph breaks: half a graph is none."""
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(ConfigurationRefused, match="cannot be captured as one graph"):
+        open_stand_in().compile(breaks)(torch.zeros(3))
+
+
+def test_what_is_accepted_runs_as_it_is() -> None:
+    """Mutations stay in order, and the result is that of the function."""
+    device = open_stand_in()
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out.copy_(x @ y)
+        return torch.nn.functional.silu(out) + x
+
+    x, y = torch.randn(2, 3, 3)
+    torch.testing.assert_close(device.compile(function)(x, y), function(x, y))
+    (graph,) = device.backend.graphs
+    assert "copy_" in {
+        node.target._schema.name.partition("::")[2]
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    }
+
+
+def test_an_npu_has_no_eager_mode() -> None:
+    """Its operators run in graphs alone; the line says where they run one by one."""
+    group = group_of(GroupKind.FULL)
+    npu = RblnDevice(DeviceOptions("rbln"))
+    states = torch.zeros(1, HEADS, SIZE)
+    with pytest.raises(ConfigurationRefused, match="leave --backend eager to --rbln-backend rbln-check"):
+        npu.attend(shape_of(group), states, states, states, torch.zeros(1), None, states)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        (DeviceOptions(), []),
+        (DeviceOptions(compile_only=True), ["compile_only"]),
+        (DeviceOptions(compile_only=True, compile_strict=True), ["strict", "compile_only"]),
+    ],
+)
+def test_the_vendors_compiler_is_told_where_and_how(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: DeviceOptions, mode: list[str]
+) -> None:
+    """Once the first graph is made, as only then the folder is known."""
+    asked: list[dict[str, Any]] = []
+
+    def compile_(function: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
+        asked.append(how)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    device = RblnDevice(options)
+    run = device.compile(lambda x: x + 1)
+    assert not asked
+    device.use_code_folder(tmp_path)
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
+    run(torch.ones(2))
+    (how,) = asked
+    assert (how["backend"], how["dynamic"], how["fullgraph"]) == ("rbln", False, True)
+    assert (how["options"]["mode"], how["options"]["cache_dir"]) == (mode, str(tmp_path))
+
+
+def test_compiling_without_an_npu_needs_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no device to ask."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.delenv("RBLN_TARGET_SOC", raising=False)
+    device = RblnDevice(DeviceOptions(compile_only=True))
+    with pytest.raises(ConfigurationRefused, match="RBLN_TARGET_SOC"):
+        device.check_available()
+    monkeypatch.setenv("RBLN_TARGET_SOC", "RBLN-CA25")
+    device.check_available()
+    assert "RBLN-CA25" in device.code_target()

@@ -1,0 +1,266 @@
+"""The persistent batch: what plans make of slots, and what steps see of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from protos.errors import Internal
+from worker_svc.devices.base import AttentionInput, InPlaceInput
+from worker_svc.execution.batch import Batch
+from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.plans.step_plan import Admission, DecodeWork, Growth, PrefillWork, Sampling
+from worker_svc.sampling import Vocabulary
+
+LAYERS = [
+    AttentionLayer("full", 2, 1, 32, 0, torch.float32),
+    AttentionLayer("window", 2, 1, 32, 8, torch.float32),
+]
+GROUPS = group_layers(LAYERS)
+SIZES = Geometry(max_model_len=32, max_num_seqs=3, chunk=8, block_size=4, decode_buckets=(1, 2, 4))
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return Batch(SIZES, GROUPS, (20, 20), torch.device("cpu"), Vocabulary(300))
+
+
+@pytest.fixture
+def sliding() -> Batch:
+    """Blocks of 8 tokens; the window of 8 slides in place."""
+    return Batch(
+        replace(SIZES, block_size=8),
+        group_layers(LAYERS, GroupKind.IN_PLACE_WINDOW),
+        (20, 4),
+        torch.device("cpu"),
+        Vocabulary(300),
+    )
+
+
+def sliding_request(slot: int, tokens: int, computed: int, block: int) -> Admission:
+    """Enough paged blocks for the longest sequence, and one that slides."""
+    blocks = {0: range(1 + 4 * slot, 5 + 4 * slot), 1: [block]}
+    return Admission(slot, range(tokens), computed, Sampling(temperature=0.0), blocks)
+
+
+def paged(step: object) -> AttentionInput:
+    """An input that is known to be a paged group's."""
+    assert isinstance(step, AttentionInput)
+    return step
+
+
+def in_place(step: object) -> InPlaceInput:
+    """An input that is known to be an in-place group's."""
+    assert isinstance(step, InPlaceInput)
+    return step
+
+
+def request(slot: int = 0, tokens: int = 10, computed: int = 0, blocks: int = 3) -> Admission:
+    """Token ids 100, 101, …; blocks 1, 2, … in group 0 and 11, 12, … in group 1."""
+    ids = {0: range(1, 1 + blocks), 1: range(11, 11 + blocks)}
+    return Admission(slot, range(100, 100 + tokens), computed, Sampling(temperature=0.0), ids)
+
+
+def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
+    """The second chunk of 10 tokens has two real ones; six padded ones are written to block 0."""
+    batch.admit(request(computed=8))
+    work = PrefillWork(0, 8, 2, sample=True)
+    batch.check(work)
+    tokens, positions, (full, window) = batch.prefill_inputs(work)
+    assert tokens.tolist() == [108, 109, 0, 0, 0, 0, 0, 0]
+    assert positions.tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    assert paged(full).slot_mapping.tolist() == [3 * 4, 3 * 4 + 1, 0, 0, 0, 0, 0, 0]
+    assert paged(window).slot_mapping.tolist() == [13 * 4, 13 * 4 + 1, 0, 0, 0, 0, 0, 0]
+    assert paged(full).block_table.tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]]
+    assert paged(full).seq_lens.tolist() == [10]
+    assert paged(full).query_start.tolist() == [0, 2]
+
+
+def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
+    """Rows come in the plan's order; padded rows are one token in the null block."""
+    batch.admit(request(slot=2, tokens=6, computed=5))
+    batch.admit(Admission(0, range(200, 205), 4, Sampling(), {0: [7, 8], 1: [17, 18]}))
+    batch.check(DecodeWork((2, 0), (5, 4), 4))
+    rows = torch.tensor([2, 0, batch.padding_row, batch.padding_row])
+    tokens, positions, (full, _) = batch.decode_inputs(rows)
+    assert tokens.tolist() == [105, 204, 0, 0]
+    assert positions.tolist() == [5, 4, 0, 0]
+    assert paged(full).seq_lens.tolist() == [6, 5, 1, 1]
+    assert paged(full).slot_mapping.tolist() == [2 * 4 + 1, 8 * 4, 0, 0]
+    assert paged(full).block_table[:, :3].tolist() == [[1, 2, 3], [7, 8, 0], [0, 0, 0], [0, 0, 0]]
+    assert paged(full).query_start.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_sampled_tokens_stay_and_advance(batch: Batch) -> None:
+    """A sampled token is the next step's input, without anybody sending it."""
+    batch.admit(request(tokens=8))
+    work = PrefillWork(0, 0, 8, sample=True)
+    batch.check(work)
+    batch.advance_prefill(work, torch.tensor([42]))
+    batch.check(DecodeWork((0,), (8,), 1))
+    rows = torch.tensor([0])
+    assert batch.decode_inputs(rows)[0].tolist() == [42]
+    batch.advance_rows(rows, torch.tensor([43]))
+    batch.advance_decode((0,))
+    batch.check(DecodeWork((0,), (9,), 1))
+    assert batch.decode_inputs(rows)[0].tolist() == [43]
+
+
+def test_growth_appends(batch: Batch) -> None:
+    """New blocks go behind the slot's own."""
+    batch.admit(request(tokens=4, blocks=1))
+    batch.grow(Growth(0, 0, (9,)))
+    batch.grow(Growth(0, 0, (8,)))
+    _, _, (full, window) = batch.prefill_inputs(PrefillWork(0, 0, 4, sample=True))
+    assert paged(full).block_table[0, :4].tolist() == [1, 9, 8, 0]
+    assert paged(window).block_table[0, :4].tolist() == [11, 0, 0, 0]
+
+
+def test_release_forgets(batch: Batch) -> None:
+    """A released slot points to the null block and can be admitted again; releasing it twice does nothing."""
+    batch.admit(request())
+    batch.release(0)
+    batch.release(0)
+    with pytest.raises(Internal, match="slot 0, which is free"):
+        batch.check(PrefillWork(0, 0, 8, sample=False))
+    batch.admit(request(tokens=3, blocks=1))
+    _, _, (full, _) = batch.prefill_inputs(PrefillWork(0, 0, 3, sample=True))
+    assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (PrefillWork(0, 0, 4, sample=False), "2 of 10 computed"),
+        (PrefillWork(0, 2, 9, sample=True), "2 of 10 computed"),
+        (PrefillWork(0, 2, 8, sample=False), "elsewhere than at its last known token"),
+        (PrefillWork(0, 2, 4, sample=True), "elsewhere than at its last known token"),
+        (PrefillWork(1, 0, 4, sample=False), "slot 1, which is free"),
+        (DecodeWork((0,), (2,), 1), "2 of 10 computed"),
+        (DecodeWork((0,), (9,), 1), "position 9"),
+        (DecodeWork((0,), (9,), 3), "bucket of 3"),
+        (DecodeWork((0, 0), (9, 9), 2), "do not match"),
+        (DecodeWork((7,), (0,), 1), "slot 7"),
+    ],
+)
+def test_work_that_contradicts_the_state_is_refused(
+    batch: Batch, work: PrefillWork | DecodeWork, message: str
+) -> None:
+    """Both ends must agree on what is computed; the refusal says what this end knows."""
+    batch.admit(request(computed=2))
+    with pytest.raises(Internal, match=message):
+        batch.check(work)
+
+
+def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
+    """Tokens without a block would be written to somebody else's memory."""
+    batch.admit(request(tokens=8, blocks=1))
+    with pytest.raises(Internal, match="too few for 8 tokens"):
+        batch.check(PrefillWork(0, 0, 8, sample=True))
+
+
+@pytest.mark.parametrize(
+    ("admission", "message"),
+    [
+        (request(slot=3), "slot 3"),
+        (request(tokens=33), "33 tokens"),
+        (request(tokens=4, computed=4), "at least one must be left"),
+        (request(blocks=9), "its table holds 8"),
+        (Admission(0, (1,), 0, Sampling(), {0: (20,)}), "block 20 of KV group 0, which has 20"),
+        (Admission(0, (1,), 0, Sampling(), {2: (1,)}), "KV group 2"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(batch: Batch, admission: Admission, message: str) -> None:
+    """The refusal names what does not fit."""
+    with pytest.raises(Internal, match=message):
+        batch.admit(admission)
+
+
+def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
+    """Nothing of a request that does not fit stays behind."""
+    with pytest.raises(Internal, match="block 20"):
+        batch.admit(Admission(0, range(5), 0, Sampling(), {0: (1, 2), 1: (11, 20)}))
+    with pytest.raises(Internal, match="slot 0, which is free"):
+        batch.check(PrefillWork(0, 0, 5, sample=True))
+    batch.admit(request(tokens=4, blocks=1))
+    _, _, (full, window) = batch.prefill_inputs(PrefillWork(0, 0, 4, sample=True))
+    assert [paged(step).block_table[0].tolist() for step in (full, window)] == [
+        [block, 0, 0, 0, 0, 0, 0, 0] for block in (1, 11)
+    ]
+
+
+@pytest.mark.parametrize("computed", [11, 12, 16])
+def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -> None:
+    """With 11 tokens computed the next query sees positions 4 to 11: block 0 is behind the window."""
+    blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
+    batch.admit(Admission(0, range(20), computed, Sampling(), blocks))
+    _, _, (_, window) = batch.prefill_inputs(PrefillWork(0, computed, 4, sample=False))
+    assert paged(window).block_table[0].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("computed", "blocks"),
+    [
+        (10, {0: (1, 2, 3), 1: (0, 12, 13)}),  # position 3 is seen
+        (11, {0: (1, 2, 3), 1: (0, 0, 13)}),
+        (11, {0: (0, 2, 3), 1: (0, 12, 13)}),  # full attention sees everything
+        (0, {0: (1,), 1: (0,)}),
+    ],
+)
+def test_the_null_block_within_sight_is_refused(
+    batch: Batch, computed: int, blocks: dict[int, tuple[int, ...]]
+) -> None:
+    """What is seen must be memory of the request's own."""
+    with pytest.raises(Internal, match="null block"):
+        batch.admit(Admission(0, range(12), computed, Sampling(), blocks))
+
+
+def test_prefill_of_a_window_in_place(sliding: Batch) -> None:
+    """The block holds what is computed, up to a window; padding does not count."""
+    sliding.admit(sliding_request(0, 5, 0, block=3))
+    sliding.admit(sliding_request(1, 20, 16, block=2))
+    for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
+        work = PrefillWork(slot, start, count, sample=True)
+        sliding.check(work)
+        _, _, (_, window) = sliding.prefill_inputs(work)
+        step = in_place(window)
+        assert [step.cache_seq_len.tolist(), step.cache_offset.tolist(), step.block_table.tolist()] == [
+            [[number]] for number in expected
+        ]
+        assert step.query_len == 8
+    assert in_place(sliding.prefill_inputs(None)[2][1]).block_table.tolist() == [[0]]
+
+
+def test_decode_of_a_window_in_place(sliding: Batch) -> None:
+    """A row each, on both sides of the window; padded rows are empty and in the null block."""
+    sliding.admit(sliding_request(0, 4, 3, block=3))
+    sliding.admit(sliding_request(2, 31, 30, block=1))
+    work = DecodeWork((2, 0), (30, 3), 4)
+    sliding.check(work)
+    rows = torch.tensor([2, 0, sliding.padding_row, sliding.padding_row])
+    step = in_place(sliding.decode_inputs(rows)[2][1])
+    assert step.cache_seq_len.tolist() == [[8], [3], [0], [0]]
+    assert step.cache_offset.tolist() == [[9], [4], [1], [1]]
+    assert step.block_table.tolist() == [[1], [3], [0], [0]]
+    assert step.query_len == 1
+
+
+def test_a_window_in_place_has_exactly_one_block(sliding: Batch) -> None:
+    """Neither a second one nor none, nor the null block."""
+    sliding.admit(sliding_request(0, 4, 3, block=3))
+    with pytest.raises(Internal, match="would get 2 blocks of group 1, its table holds 1"):
+        sliding.grow(Growth(0, 1, (2,)))
+    sliding.admit(Admission(1, range(4), 0, Sampling(), {0: (5,)}))
+    with pytest.raises(Internal, match="slot 1 has 0 blocks of group 1"):
+        sliding.check(PrefillWork(1, 0, 4, sample=True))
+    with pytest.raises(Internal, match="null block"):
+        sliding.admit(sliding_request(2, 31, 30, block=0))
+    sliding.grow(Growth(1, 1, (2,)))
+    sliding.check(PrefillWork(1, 0, 4, sample=True))
+
+
+def test_a_taken_slot_is_not_admitted_again(batch: Batch) -> None:
+    """A slot belongs to one request."""
+    batch.admit(request())
+    with pytest.raises(Internal, match="taken"):
+        batch.admit(request())

@@ -1,0 +1,90 @@
+"""The KV cache: what a block is over all layers, and copying one."""
+
+import pytest
+import torch
+
+from worker_svc.devices.cpu import CpuDevice
+from worker_svc.execution.kv_cache import KvCache
+from worker_svc.plans.geometry import AttentionLayer, GroupKind, group_layers
+from worker_svc.plans.step_plan import BlockCopy
+
+BLOCK = 32
+
+
+@pytest.fixture
+def cache() -> KvCache:
+    """Two layers of full attention in 4 blocks, one layer of a window in 3."""
+    layers = [
+        AttentionLayer(name, 4, 2, 32, window, torch.bfloat16)
+        for name, window in (("a", 0), ("b", 0), ("w", 64))
+    ]
+    return KvCache(CpuDevice(), group_layers(layers), BLOCK, (4, 3))
+
+
+def test_layers_have_blocks_of_their_own(cache: KvCache) -> None:
+    """Each layer's cache is zeroed, separate memory with its group's number of blocks."""
+    layers = cache.by_layer()
+    assert {name: tensor.shape[0] for name, tensor in layers.items()} == {"a": 4, "b": 4, "w": 3}
+    layers["a"].fill_(1)
+    assert not layers["b"].any()
+
+
+def test_bytes_per_block_count_all_layers(cache: KvCache) -> None:
+    """A block is keys and values of all of the group's layers."""
+    one_layer = 2 * 2 * 32 * 2 * BLOCK
+    assert cache.bytes_per_block == (2 * one_layer, one_layer)
+    assert cache.by_layer()["w"][0].nbytes == one_layer
+
+
+def test_copy_takes_a_block_of_all_layers_of_one_group(cache: KvCache) -> None:
+    """The target equals the source in each of the group's layers; nothing else changes."""
+    layers = cache.by_layer()
+    for number, tensor in enumerate(layers.values()):
+        tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + number)
+    before = {name: tensor.clone() for name, tensor in layers.items()}
+    cache.copy([BlockCopy(0, 1, 3, 7)])
+    for name in ("a", "b"):
+        assert torch.equal(layers[name][3], before[name][1])
+        assert torch.equal(layers[name][:3], before[name][:3])
+    assert torch.equal(layers["w"], before["w"])
+
+
+def test_a_block_in_place_is_a_window() -> None:
+    """Its bytes are those of a window, whatever the size of paged blocks; it is copied and cleared like any block."""
+    layers = [AttentionLayer(name, 4, 2, 32, 64, torch.bfloat16) for name in ("v", "w")]
+    groups = group_layers(
+        [*layers, AttentionLayer("a", 4, 2, 32, 0, torch.bfloat16)], GroupKind.IN_PLACE_WINDOW
+    )
+    cache = KvCache(CpuDevice(), groups, 128, (2, 3))
+    one_layer = 2 * 2 * 32 * 2 * 64
+    assert cache.bytes_per_block == (2 * one_layer, 2 * one_layer)
+    tensors = cache.by_layer()
+    assert tensors["v"][0].nbytes == one_layer
+    for number, name in enumerate("vw", start=1):
+        tensors[name][1] = number
+    cache.copy([BlockCopy(1, 1, 2, 64)])
+    cache.clear(1, [1])
+    for number, name in enumerate("vw", start=1):
+        assert not tensors[name][:2].any()
+        assert (tensors[name][2] == number).all()
+    assert not tensors["a"].any()
+
+
+def test_copies_happen_in_order(cache: KvCache) -> None:
+    """A later copy sees what an earlier one wrote."""
+    tensor = cache.by_layer()["a"]
+    tensor[1] = 5
+    cache.copy([BlockCopy(0, 1, 2, BLOCK), BlockCopy(0, 2, 3, BLOCK)])
+    assert (tensor[3] == 5).all()
+
+
+def test_cleared_blocks_are_zero_in_all_layers_of_one_group(cache: KvCache) -> None:
+    """What a former owner left is gone; other blocks and groups stay."""
+    layers = cache.by_layer()
+    for tensor in layers.values():
+        tensor.fill_(torch.nan)
+    cache.clear(0, [1, 3])
+    for name in ("a", "b"):
+        assert not layers[name][[1, 3]].any()
+        assert layers[name][[0, 2]].isnan().all()
+    assert layers["w"].isnan().all()

@@ -1,0 +1,143 @@
+"""The runner: what a plan does to the cache and the batch before its work, and which requests a fault costs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from protos.errors import Internal
+from worker_svc.devices.cuda import CudaDevice
+from worker_svc.execution.runner import Runner
+from worker_svc.graphs.capture import Recording
+from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.plans.step_plan import Admission, BlockCopy, DecodeWork, Growth, Plan, PrefillWork, Sampling
+from worker_svc.sampling import Vocabulary
+
+GREEDY = Sampling(temperature=0.0)
+VOCABULARY = 64
+GROUPS = group_layers(
+    [AttentionLayer(name, 2, 1, 16, window, torch.float32) for name, window in (("full", 0), ("window", 8))],
+    GroupKind.IN_PLACE_WINDOW,
+)
+SIZES = Geometry(
+    max_model_len=32, max_num_seqs=3, chunk=8, block_size=16, decode_buckets=(1, 2, 4), num_blocks=(9, 5)
+)
+
+
+class PlainDevice(CudaDevice):
+    """Nothing runs on it: the model has no layers."""
+
+    torch_device: ClassVar[torch.device] = torch.device("cpu")
+
+
+class Successor:
+    """A model without layers: the next token is always the last one plus 1."""
+
+    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
+        """There is nobody to read them."""
+
+    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+        """One a layer."""
+        return {name: plan for names, plan in groups for name in names}
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Hidden states are the token ids."""
+        del positions, plans
+        return token_ids[:, None].float()
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+        """Nobody asks for it on a device that does not compile."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Certain of the successor."""
+        return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, VOCABULARY).float()
+
+
+@pytest.fixture
+def runner() -> Runner:
+    """Warmed up, with 1 in all of its memory."""
+    runner = Runner(
+        Successor(),
+        PlainDevice(),
+        GROUPS,
+        SIZES,
+        vocabulary=Vocabulary(VOCABULARY),
+        options=GraphOptions(level=0),
+    )
+    runner.warm_up(lambda *_: None)
+    for tensor in runner.cache.by_layer().values():
+        tensor.fill_(1)
+    return runner
+
+
+def request(
+    slot: int, token_ids: Sequence[int], computed: int = 0, blocks: tuple[int, int] | None = None
+) -> Admission:
+    """A request with a block in each group, by default one of its own number."""
+    full, window = blocks or (1 + slot, 1 + slot)
+    return Admission(slot, token_ids, computed, GREEDY, {0: (full,), 1: (window,)})
+
+
+def cleared(runner: Runner, name: str) -> list[int]:
+    """Blocks of a layer that hold zeroes only."""
+    cache = runner.cache.by_layer()[name]
+    return [block for block in range(cache.shape[0]) if not cache[block].any()]
+
+
+def test_fresh_blocks_are_cleared(runner: Runner) -> None:
+    """A request that starts anew gets empty blocks, a grown one too; in place as in pages."""
+    runner.execute(Plan(1, admit=[request(0, [5, 6])]))
+    assert (cleared(runner, "full"), cleared(runner, "window")) == ([1], [1])
+    runner.execute(Plan(2, grow=[Growth(0, 0, (7,))]))
+    assert (cleared(runner, "full"), cleared(runner, "window")) == ([1, 7], [1])
+
+
+def test_what_a_request_resumes_from_stays(runner: Runner) -> None:
+    """Copies come before admissions and in order: first a window is kept, then it is what another request resumes from."""
+    runner.cache.by_layer()["window"][2] = 7
+    admission = Admission(0, range(1, 21), 4, GREEDY, {0: (3, 4), 1: (1,)})
+    runner.execute(Plan(1, copies=[BlockCopy(1, 2, 4, 8), BlockCopy(1, 4, 1, 8)], admit=[admission]))
+    assert (cleared(runner, "full"), cleared(runner, "window")) == ([4], [])
+    assert (runner.cache.by_layer()["window"][1] == 7).all()
+
+
+def test_a_refused_admission_fails_alone(runner: Runner) -> None:
+    """The others are admitted and their step runs; the refused request's own part of it is left out."""
+    runner.execute(Plan(1, admit=[request(0, [5])], work=PrefillWork(0, 0, 1, sample=True)))
+    bad = request(1, [7], blocks=(9, 2))
+    outputs = runner.execute(
+        Plan(
+            2,
+            admit=[bad, request(2, [9, 10], computed=1)],
+            grow=[Growth(1, 0, (6,)), Growth(0, 0, (5,))],
+            work=DecodeWork((0, 1, 2), (1, 0, 1), 4),
+        )
+    )
+    assert [(each.slot, list(each.token_ids)) for each in outputs] == [(1, []), (0, [7]), (2, [11])]
+    assert isinstance(outputs[0].error, Internal)
+    assert "block 9 of KV group 0" in outputs[0].error.message
+    # The slot is free, and what the plan would have given it is untouched.
+    assert 6 not in cleared(runner, "full")
+    (again,) = runner.execute(Plan(3, admit=[request(1, [7])], work=PrefillWork(1, 0, 1, sample=True)))
+    assert (again.slot, list(again.token_ids), again.error) == (1, [8], None)
+
+
+@pytest.mark.parametrize("work", [PrefillWork(1, 0, 1, sample=True), DecodeWork((1,), (0,), 1), None])
+def test_a_step_for_a_refused_request_alone_does_nothing(
+    runner: Runner, work: PrefillWork | DecodeWork | None
+) -> None:
+    """There is nothing to run, only to report."""
+    (output,) = runner.execute(Plan(1, admit=[request(1, range(40))], work=work))
+    assert output.slot == 1
+    assert isinstance(output.error, Internal)
+
+
+def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -> None:
+    """Then the two ends disagree, and nothing of the step is to be trusted."""
+    with pytest.raises(Internal, match="prefills tokens 1 to 2"):
+        runner.execute(Plan(1, admit=[request(0, [5, 6])], work=PrefillWork(0, 1, 1, sample=True)))

@@ -1,0 +1,214 @@
+"""Recorded steps: a replay does to new inputs what the recorded code would, and what it cannot do so is refused."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.nn import functional
+
+from worker_svc.devices.base import AttentionShape
+from worker_svc.devices.cuda import CudaDevice
+from worker_svc.graphs.capture import NotStatic, Recorder
+from worker_svc.graphs.replay import ATTENTION, KernelGraph, kernels_of
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+SHAPE = AttentionShape(1, 1, 4, 1.0, 0, 0.0, writes=True)
+WEIGHT = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+class Adder(CudaDevice):
+    """A device whose attention adds the plan and the sinks to the query and counts in the cache."""
+
+    torch_device: ClassVar[torch.device] = torch.device("cpu")
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        plan: Any,
+        output: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        torch.add(query, plan, out=output)
+        if sinks is not None:
+            output += sinks
+        cache += 1
+
+
+@dataclass(frozen=True)
+class Metadata:
+    plan: float
+
+
+def record(step: Step, example: torch.Tensor) -> KernelGraph:
+    static = example.clone()
+    recorder = Recorder()
+    with torch.inference_mode(), recorder:
+        output = step(static)
+    return kernels_of(recorder.finish((static,), output), Adder())
+
+
+def views_and_kernels(x: torch.Tensor) -> torch.Tensor:
+    left, right = functional.linear(x, WEIGHT).chunk(2, dim=-1)
+    return torch.cat((functional.silu(left) * right, x[:, 1:3].transpose(0, 1).reshape(-1, 2)), dim=1)
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(x)
+    total += x
+    total[:, 0].mul_(2)
+    return total.add_(1).clone()
+
+
+def types_and_reductions(x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float64)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    top, index = (wide * scale).topk(2, dim=-1)
+    return (top.softmax(-1) + index).to(torch.bfloat16)
+
+
+def through_an_allocation(x: torch.Tensor) -> torch.Tensor:
+    output = torch.empty(x.shape)
+    torch.mul(x, 3, out=output)
+    return torch.where(output > 0, output, x.new_full((), -1.0))
+
+
+STEPS = [views_and_kernels, in_place, types_and_reductions, through_an_allocation]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_replay_does_what_the_code_does(step: Step) -> None:
+    """On other inputs than the recorded ones, twice in turn, to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn((2, 4), generator=generator), torch.randn((2, 4), generator=generator)
+    graph = record(step, torch.zeros(2, 4))
+    for x in (first, second, first):
+        assert torch.equal(graph.replay((x,), {}), step(x))
+
+
+def test_weights_are_worked_on_once() -> None:
+    """What depends on weights alone is not part of a replay; what is written to later is."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = WEIGHT.float().exp() + 1.0
+        counter = torch.ones(2, 4)
+        counter += x
+        return counter @ scale
+
+    graph = record(step, torch.zeros(2, 4))
+    assert graph.num_kernels == 3  # ones, +=, @
+    x = torch.ones(2, 4)
+    assert torch.equal(graph.replay((x,), {}), step(x))
+    assert torch.equal(graph.replay((x,), {}), step(x))
+
+
+def test_memory_is_shared_by_what_is_not_needed_at_once() -> None:
+    """A hundred kernels in a row need the memory of two results."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100):
+            x = x + 1
+        return x
+
+    graph = record(step, torch.zeros(2, 4))
+    assert graph.num_kernels == 100
+    assert graph.num_bytes == 2 * 2 * 4 * 4
+    assert torch.equal(graph.replay((torch.ones(2, 4),), {}), torch.full((2, 4), 101.0))
+
+
+def test_attention_gets_the_plan_of_each_replay() -> None:
+    """It is called on the device, in its place between kernels, with the layer's cache; caches stay where they are."""
+    cache, query = torch.zeros(1), torch.ones(2, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for layer in ("a", "b"):
+            output = torch.empty_like(x)
+            recorder.attend(layer, SHAPE, x * 2, x, x, cache, output)
+            x = output + 1
+        return x
+
+    recorder = Recorder()
+    static = query.clone()
+    with torch.inference_mode(), recorder:
+        output = step(static)
+    graph = kernels_of(recorder.finish((static,), output), Adder())
+    for first, second in ((10.0, 20.0), (30.0, 40.0)):
+        plans = {"a": Metadata(first), "b": Metadata(second)}
+        result = graph.replay((query,), plans)
+        assert (result == (2 + first + 1) * 2 + second + 1).all()
+    assert cache.item() == 4
+
+
+def test_attention_gets_its_sinks_in_each_replay() -> None:
+    """Whether they are a weight or made of one."""
+    sinks = torch.arange(4, dtype=torch.bfloat16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(x)
+        recorder.attend("a", SHAPE, x * 2, x, x, torch.zeros(1), output, sinks.float())
+        return output * 3
+
+    recorder = Recorder()
+    static = torch.zeros(2, 4)
+    with torch.inference_mode(), recorder:
+        output = step(static)
+    graph = kernels_of(recorder.finish((static,), output), Adder())
+    for x in (torch.ones(2, 4), torch.full((2, 4), 5.0)):
+        assert torch.equal(graph.replay((x,), {"a": Metadata(10.0)}), (x * 2 + 10 + sinks) * 3)
+
+
+def test_state_outside_is_changed_by_each_replay() -> None:
+    """A step that writes to memory that was there before writes there, not to a copy."""
+    state = torch.zeros(2, 4)
+    graph = record(lambda x: state.add_(x) * 1, torch.zeros(2, 4))
+    for count in (1, 2):
+        assert (graph.replay((torch.ones(2, 4),), {}) == count).all()
+    assert (state == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("step", "operator"),
+    [
+        (lambda x: x * x.sum().item(), "item"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x + torch.rand_like(x), "rand_like"),
+        (lambda x: (x * 1).unsqueeze_(0), "unsqueeze_"),
+    ],
+    ids=["value", "mask", "places", "chance", "shape in place"],
+)
+def test_what_depends_on_data_is_refused(step: Step, operator: str) -> None:
+    """The operator is named."""
+    with pytest.raises(NotStatic, match=operator):
+        record(step, torch.ones(2, 4))
+
+
+def test_a_profile_is_a_replay_that_tells_each_kernels_seconds() -> None:
+    """In order, by the operators' names; attention has a name of its own, and the device is waited for after each."""
+    waited = 0
+
+    def wait() -> None:
+        nonlocal waited
+        waited += 1
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(x)
+        recorder.attend("a", SHAPE, functional.silu(x * 2), x, x, torch.zeros(1), output)
+        return output + 1
+
+    recorder = Recorder()
+    static = torch.ones(2, 4)
+    with torch.inference_mode(), recorder:
+        output = step(static)
+    graph = kernels_of(recorder.finish((static,), output), Adder())
+    inputs, plans = (torch.full((2, 4), 3.0),), {"a": Metadata(10.0)}
+    result, timed = graph.profile(inputs, plans, wait)
+    assert torch.equal(result.clone(), graph.replay(inputs, plans))
+    assert [name for name, _ in timed] == ["aten::mul.Tensor", "aten::silu", ATTENTION, "aten::add.Tensor"]
+    assert all(seconds > 0 for _, seconds in timed)
+    assert waited == 1 + len(timed)

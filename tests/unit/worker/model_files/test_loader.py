@@ -1,0 +1,204 @@
+"""What --model may be, and in which one line everything else is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from protos.errors import ConfigurationRefused
+from worker_svc.model_files import demo_models as models
+from worker_svc.model_files import gguf_convert, loader
+from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.settings import LoadFormat
+
+HIDDEN, HEADS, INNER = 64, 2, 96
+TOKENS = ["<|endoftext|>", "a", "b", "c", "ab", "abc", "Ġ"]
+
+
+def write_gguf(
+    path: Path, family: str = "llama", change: Callable[[gguf.GGUFWriter], None] | None = None
+) -> Path:
+    """A Llama of one layer with a byte-level tokenizer of a few tokens."""
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_block_count(1)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    if change is None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+    else:
+        change(writer)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, *[1] * (len(TOKENS) - 1)])
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    generator = np.random.default_rng(0)
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(f"{name}.weight", generator.normal(size=shape).astype(np.float32))
+
+    add("token_embd", len(TOKENS), HIDDEN)
+    add("output_norm", HIDDEN)
+    for part in ("attn_norm", "ffn_norm"):
+        add(f"blk.0.{part}", HIDDEN)
+    for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        add(f"blk.0.{part}", HIDDEN, HIDDEN)
+    for part in ("ffn_gate", "ffn_up"):
+        add(f"blk.0.{part}", INNER, HIDDEN)
+    add("blk.0.ffn_down", HIDDEN, INNER)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models cache, empty."""
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def reason(model: Path | str, **options: Any) -> str:
+    """Why a model is refused; one line."""
+    with pytest.raises(ConfigurationRefused) as caught:
+        loader.resolve(str(model), **options)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_a_gguf_file_is_converted_once(
+    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Named itself, or as the one of its folder; made anew when the file is another one."""
+    file = write_gguf(tmp_path / "tiny.gguf")
+    folder = loader.resolve(str(file))
+    assert folder.parent == cache / "gguf"
+    assert Checkpoint.open(folder).num_bytes() > 0
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("abcab").ids == [5, 4]
+    assert loader.display_name(str(file)) == "tiny"
+    capfd.readouterr()
+    assert loader.resolve(str(tmp_path)) == folder
+    assert loader.resolve(str(file), load_format="gguf") == folder
+    assert capfd.readouterr().err == ""  # nothing was made
+    write_gguf(file)
+    assert loader.resolve(str(file)) == folder
+    assert "converting tiny.gguf" in capfd.readouterr().err
+
+
+def test_safetensors_come_before_gguf(tmp_path: Path) -> None:
+    """Where a folder has both, unless GGUF is asked for."""
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert loader.resolve(str(tmp_path)) == tmp_path
+    assert loader.resolve(str(tmp_path), load_format="gguf") != tmp_path
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> None:
+    """Families, tokenizers and embeddings that the demo models do not have, and what is no GGUF file; nothing is left behind."""
+
+    def tokenizer(model: str, pre: str) -> Callable[[gguf.GGUFWriter], None]:
+        def change(writer: gguf.GGUFWriter) -> None:
+            writer.add_tokenizer_model(model)
+            writer.add_tokenizer_pre(pre)
+
+        return change
+
+    def scaled(writer: gguf.GGUFWriter) -> None:
+        tokenizer("gpt2", "gpt-2")(writer)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+
+    def refused(file: Path) -> str:
+        folder = tmp_path / "folder"
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(ValueError) as caught:
+            gguf_convert.convert(file, folder)
+        assert list(folder.iterdir()) == []
+        return str(caught.value)
+
+    file = tmp_path / "tiny.gguf"
+    assert "kind gpt2 (llama-bpe) are not" in refused(write_gguf(file, change=tokenizer("gpt2", "llama-bpe")))
+    assert "kind llama (default) are not" in refused(write_gguf(file, change=tokenizer("llama", "default")))
+    assert "with yarn scaling are not" in refused(write_gguf(file, change=scaled))
+    for content in (b"", b"GGUF", b"no GGUF file, but a longer one than the magic number"):
+        file.write_bytes(content)
+        assert refused(file) == "it is no whole GGUF file"
+    # To users, in one line; the cache has nothing but a lock then.
+    assert reason(write_gguf(file, "qwen2")) == (
+        f"cannot convert {file}: GGUF files of the architecture qwen2 are not converted, only llama and gemma3;"
+        " use the model's safetensors instead"
+    )
+    assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("make", "load_format", "expected"),
+    [
+        (["x.txt"], "auto", "has no config.json"),
+        (["a.gguf", "b.gguf"], "auto", "has 2 GGUF files; name one of them as --model"),
+        (["config.json", "a.safetensors"], "gguf", "has no GGUF file; check --model"),
+        ([], "dummy", "has no config.json"),
+    ],
+)
+def test_folders_that_do_not_suit(
+    tmp_path: Path, make: list[str], load_format: LoadFormat, expected: str
+) -> None:
+    """The line names the folder and what is missing, or too much."""
+    for name in make:
+        (tmp_path / name).touch()
+    assert f"the folder {tmp_path} {expected}" in reason(tmp_path, load_format=load_format)
+
+
+def test_files_and_names_that_do_not_suit(tmp_path: Path) -> None:
+    """Files of another kind, formats that contradict the file, and files that are not there."""
+    (tmp_path / "model.safetensors").touch()
+    assert "wants a Hugging Face folder or id, or a .gguf file" in reason(tmp_path / "model.safetensors")
+    (tmp_path / "model.gguf").touch()
+    assert "--load-format dummy does not suit it" in reason(tmp_path / "model.gguf", load_format="dummy")
+    assert reason("missing.gguf") == "there is no file missing.gguf; check --model"
+    assert "wants a .gguf file" in reason("some/model", load_format="gguf")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "trust", "weights", "code"),
+    [("auto", False, True, False), ("dummy", False, False, False), ("safetensors", True, True, True)],
+)
+def test_what_is_fetched_from_a_hub(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    load_format: LoadFormat,
+    trust: bool,
+    weights: bool,
+    code: bool,
+) -> None:
+    """No weights if they are made up, no code unless it is trusted, and pickles never."""
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[str] = []
+
+    def snapshot_download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        del model, revision
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert loader.resolve("some/model", load_format=load_format, trust_remote_code=trust) == tmp_path
+    assert ("*.safetensors" in asked, "*.py" in asked) == (weights, code)
+    assert not {"*.bin", "*.pt", "*"} & set(asked)
+
+
+def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a folder of that name is there."""
+    monkeypatch.setattr(models, "fetch", lambda name: tmp_path / name)
+    assert loader.resolve("smollm2") == tmp_path / "smollm2"

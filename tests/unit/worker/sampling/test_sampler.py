@@ -1,0 +1,393 @@
+"""What the sampler keeps, what it draws, and of what its draws are independent."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.worker.sampling import admit, chi_square_p, choose, draw_many, make_state, request
+from worker_svc.plans.step_plan import Sampling
+from worker_svc.sampling import Needs, report, reports_of
+from worker_svc.sampling.argmax import likeliest
+from worker_svc.sampling.draw import draw, sequence_seed, uniform
+from worker_svc.sampling.filters import least_kept
+from worker_svc.sampling.sampler import kept_masses
+from worker_svc.sampling.state import Reach
+from worker_svc.sampling.workspace import Scratch
+
+VOCAB = 50
+
+
+def pick(
+    logits: torch.Tensor, samplings: list[Sampling], lengths: list[int] | None = None, padding: int = 0
+) -> list[int]:
+    """One token for each sampling; ``logits`` are [rows, vocab], or [vocab] for all rows."""
+    logits = logits.expand(len(samplings), -1) if logits.dim() == 1 else logits
+    state = make_state([request(slot, each) for slot, each in enumerate(samplings)], logits.shape[-1])
+    return choose(state, logits, lengths or [1] * len(samplings), padding=padding).tolist()
+
+
+def seeds(count: int, **fields: float) -> list[Sampling]:
+    """Equal samplings but for their seeds."""
+    return [Sampling(seed=seed, **fields) for seed in range(count)]  # type: ignore[arg-type]
+
+
+def some_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    """Temperature 0 is the argmax, whatever else is set."""
+    logits = some_logits(3)
+    samplings = [Sampling(temperature=0.0, top_k=5, top_p=0.3, min_p=0.2, seed=seed) for seed in range(3)]
+    assert pick(logits, samplings) == logits.argmax(dim=-1).tolist()
+
+
+def test_greedy_only_step_needs_nothing() -> None:
+    """A step of greedy rows alone does not come to the sampler, filters or not; tables are not even made."""
+    state = make_state([request(0, Sampling(temperature=0.0, top_p=0.5))], VOCAB)
+    assert state.batch([0], [1]).needs.none
+    assert not hasattr(state, "counts")
+
+
+def test_greedy_rows_ignore_random_neighbours() -> None:
+    """A greedy row among random ones is still the argmax."""
+    logits = some_logits(2)
+    tokens = pick(logits, [Sampling(temperature=0.0), Sampling(temperature=1.0, seed=3, top_k=3)])
+    assert tokens[0] == int(logits[0].argmax())
+
+
+def test_positions_are_independent_draws() -> None:
+    """Pairs of draws at neighbouring positions of one seed fit the product of the distributions."""
+    probabilities = torch.tensor([1.0, 0.5, 0.0, -0.5]).softmax(-1)
+    mass = (probabilities * 2**40).long().expand(20_000, -1)
+    tokens = draw(mass, uniform(torch.full((20_000,), 7), torch.arange(20_000)))
+    assert chi_square_p(tokens, probabilities) > 1e-4
+    pairs = tokens[::2] * 4 + tokens[1::2]
+    assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
+
+
+def test_a_redraw_under_a_mask_is_as_good_as_a_mask_first() -> None:
+    """What is refused and drawn again, masked, under another attempt, comes with the probability that it has among what is allowed."""
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    mass = (probabilities * 2**40).long().expand(20_000, -1).contiguous()
+    seeds, positions = torch.arange(20_000), torch.full((20_000,), 9)
+    tokens = draw(mass, uniform(seeds, positions))
+    mass[:, 0] = mass[:, 2] = 0
+    again = draw(mass, uniform(seeds, positions, attempt=1))
+    tokens = torch.where((tokens == 0) | (tokens == 2), again, tokens)
+    assert chi_square_p(tokens, torch.tensor([0.0, 0.75, 0.0, 0.25])) > 1e-4
+
+
+def test_sequences_are_independent_draws() -> None:
+    """The same for neighbouring sequences of a request."""
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    mass = (probabilities * 2**40).long().expand(20_000, -1)
+    words = [sequence_seed(seed, sequence) for seed in range(10_000) for sequence in (0, 1)]
+    tokens = draw(mass, uniform(torch.tensor(words), torch.full((20_000,), 3)))
+    pairs = tokens[::2] * 4 + tokens[1::2]
+    assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
+
+
+def test_numbers_are_uniform() -> None:
+    """Numbers of neighbouring seeds and positions fill [0, 1) evenly and are unrelated."""
+    keys = torch.cartesian_prod(torch.arange(200), torch.arange(200))
+    numbers = uniform(keys[:, 0], keys[:, 1])
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    assert chi_square_p((numbers * 100).long(), torch.full((100,), 0.01)) > 1e-4
+    grid = numbers.view(200, 200)
+    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
+        correlation = float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])
+        assert abs(correlation) < 0.02
+
+
+def test_a_draw_reaches_the_first_and_the_last_token() -> None:
+    """Numbers at the ends of [0, 1) give tokens at the ends; tokens without mass are passed over, whatever the vocabulary's size."""
+    for vocab in (1, 3, 127, 128, 129, 1000):
+        mass = torch.zeros(2, vocab, dtype=torch.int64)
+        mass[:, vocab // 3 : vocab // 2 + 1] = 1 << 44
+        tokens = draw(mass, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
+        assert tokens.tolist() == [vocab // 3, vocab // 2]
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    """Near 0 nothing overflows and the likeliest token wins."""
+    logits = some_logits(4)
+    assert pick(logits, seeds(4, temperature=1e-4)) == logits.argmax(dim=-1).tolist()
+
+
+def test_top_k_keeps_ties() -> None:
+    """Tokens as likely as the k-th stay together, so that their order cannot matter."""
+    logits = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert set(draw_many(logits, Sampling(top_k=2), 1000).tolist()) == {0, 1, 2}
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
+    """A k larger than the vocabulary is off."""
+    assert set(draw_many(torch.zeros(4), Sampling(top_k=100), 1000).tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.999, 4)]
+)
+def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, kept: int) -> None:
+    """Of probabilities 0.5, 0.3, 0.15, 0.05 the nucleus is the shortest prefix with at least the mass."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert set(draw_many(logits, Sampling(top_p=top_p), 2_000).tolist()) == set(range(kept))
+
+
+def test_top_p_works_on_what_top_k_left() -> None:
+    """After top_k 2 of 0.5, 0.3, ..., the likeliest has 0.625 of the mass: enough for a top_p of 0.6."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert set(draw_many(logits, Sampling(top_k=2, top_p=0.6), 1000).tolist()) == {0}
+    assert set(draw_many(logits, Sampling(top_k=2, top_p=0.7), 1000).tolist()) == {0, 1}
+
+
+def test_a_flat_nucleus_is_found() -> None:
+    """A nucleus of thousands of almost equal tokens ends where their mass says."""
+    logits = torch.linspace(1.0, 0.0, 5_000)
+    tokens = draw_many(logits, Sampling(top_p=0.5), 2_000)
+    cutoff = int((logits.softmax(-1).cumsum(-1) < 0.5).sum())
+    assert cutoff - 20 < int(tokens.max()) <= cutoff
+
+
+def test_min_p_drops_the_unlikely() -> None:
+    """Tokens below min_p times the likeliest are not drawn."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert set(draw_many(logits, Sampling(min_p=0.5), 1_000).tolist()) == {0, 1}
+
+
+def test_the_search_is_exact() -> None:
+    """The threshold is the k-th largest value to the bit, for every k, among values of all magnitudes and with ties."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.rand(4, 300, generator=generator) * torch.tensor([1.0, 1e-3, 1e-20, 1e-40])[:, None]
+    values[:, ::7] = values[:, 1::7][:, : values[:, ::7].shape[1]]
+    values[:, 5], values[:, 6] = 1.0, 0.0
+    ordered = values.sort(dim=-1, descending=True).values
+    ((_, tile),) = Scratch(4, 300, torch.device("cpu")).tiles(4)
+    for k in (1, 2, 3, 17, 150, 299, 300):
+        found = least_kept(values.view(torch.int32), None, torch.full((4, 1), k), tile)
+        assert torch.equal(found.view(torch.float32)[:, 0], ordered[:, k - 1])
+    assert (least_kept(values.view(torch.int32), None, torch.full((4, 1), 301), tile) <= 0).all()
+
+
+@given(
+    vocab=st.sampled_from([1, 2, 127, 128, 129, 256, 300, 1000]),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    special=st.lists(
+        st.tuples(
+            st.integers(0, 3), st.integers(0, 999), st.sampled_from([torch.nan, torch.inf, -torch.inf, 3.0])
+        ),
+        max_size=6,
+    ),
+    flat=st.booleans(),
+)
+@settings(deadline=None)
+def test_the_likeliest_is_the_argmax(
+    vocab: int, rows: int, seed: int, special: list[tuple[int, int, float]], flat: bool
+) -> None:
+    """Whatever the vocabulary's size, of equal tokens the first one, and where a logit is infinite or no number."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if flat else logits
+    for row, token, value in special:
+        logits[row % rows, token % vocab] = value
+    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
+    assert torch.equal(likeliest(torch.full((rows, vocab), -torch.inf)), torch.zeros(rows, dtype=torch.int64))
+
+
+@given(
+    fields=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, -0.0, 0.5]),
+            "min_p": st.sampled_from([0.0, -0.0, 0.2]),
+            "top_k": st.sampled_from([0, 3]),
+            "top_p": st.sampled_from([1.0, 0.6]),
+            "presence_penalty": st.sampled_from([0.0, -0.0]),
+            "frequency_penalty": st.sampled_from([0.0, -0.0]),
+        }
+    ),
+    seed=st.integers(0, 2**64 - 1),
+)
+@settings(deadline=None)
+def test_zeros_of_either_sign_are_off_beside_whatever_neighbour(fields: dict[str, Any], seed: int) -> None:
+    """A row draws what it would with plain zeros and alone, beside rows that have every filter and penalty."""
+    sampling = Sampling(seed=seed, **fields)
+    plain = replace(sampling, **{name: value or type(value)() for name, value in fields.items()})
+    busy = [
+        Sampling(seed=1, min_p=0.1, top_k=20, top_p=0.9, presence_penalty=1.0),
+        Sampling(seed=2, top_k=VOCAB - 1, top_p=0.5),
+    ]
+    logits = some_logits(3, seed=seed % 1000)
+    assert pick(logits, [sampling, *busy])[0] == pick(logits[:1], [plain])[0]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
+def test_the_few_likeliest_are_enough(kind: str) -> None:
+    """Where a small top_k is set, what is kept is the same, found among the few largest or in the whole vocabulary; with more ties than these, too."""
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
+    logits = {"float32": logits, "bfloat16": (logits * 2).bfloat16().float(), "flat": logits.round()}[kind]
+    each = [Sampling(top_k=k, top_p=p, min_p=m) for k, p, m in (
+        (1, 1, 0), (50, 1, 0), (64, 0.9, 0), (20, 0.5, 0), (20, 0.05, 0), (40, 0.99, 0.3), (0, 1, 0), (0, 1, 0.2)
+    )]  # fmt: skip
+    state = make_state([request(slot, sampling) for slot, sampling in enumerate(each)], 500)
+    few = state.batch(list(range(8)), [1] * 8).needs
+    assert (few.top_k, few.top_p) == (Reach.FEW, Reach.FEW)
+    kept = []
+    for needs in (
+        few,
+        replace(few, top_p=Reach.ALL),
+        replace(few, top_k=Reach.ALL, top_p=Reach.ALL),
+        replace(few, top_k=Reach.ALL),
+    ):
+        ((_, tile),) = state.scratch(8).tiles(8)
+        best = logits.amax(dim=-1, keepdim=True)
+        kept.append(kept_masses(state, needs, logits, best, torch.arange(8), tile).clone())
+    assert all(torch.equal(other, kept[0]) for other in kept[1:])
+    assert (kept[0] > 0).any(dim=-1).all()
+
+
+def test_rows_filter_independently() -> None:
+    """Each row of a mixed batch keeps what its own filters keep."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    mixed = [Sampling(seed=s, top_k=1) if s % 2 else Sampling(seed=s) for s in range(1_000)]
+    tokens = pick(logits, mixed)
+    assert set(tokens[1::2]) == {0}
+    assert set(tokens[0::2]) == {0, 1, 2, 3}
+
+
+MIXED = [
+    Sampling(seed=2**64 - 1),
+    Sampling(seed=5, top_p=0.8),
+    Sampling(seed=6, top_k=4, temperature=1.5),
+    Sampling(seed=7, min_p=0.1),
+    Sampling(temperature=0.0),
+    Sampling(seed=8, top_k=30, top_p=0.9, min_p=0.01, logprobs=2),
+    Sampling(seed=11, top_k=VOCAB - 1, top_p=0.7),
+    Sampling(seed=9, logit_bias={3: 2.0}, presence_penalty=1.0),
+    Sampling(seed=10, allowed_token_ids=(1, 2, 3), repetition_penalty=1.5),
+    Sampling(temperature=0.0, bad_words=((1,), (0, 2)), frequency_penalty=0.5),
+]
+
+
+def test_seed_decides_whatever_the_neighbours() -> None:
+    """A request draws the same token alone, beside others, above padding, and with all that others may need computed."""
+    logits = some_logits(len(MIXED), seed=1)
+    lengths = [3, 9, 1, 60, 2, 5, 33, 7, 4, 8]
+    together = pick(logits, MIXED, lengths)
+    for row, sampling in enumerate(MIXED):
+        alone = pick(logits[row : row + 1], [sampling], lengths[row : row + 1])
+        padded = pick(logits[row : row + 1], [sampling], lengths[row : row + 1], padding=3)
+        assert alone == padded == [together[row]]
+
+
+def test_every_variant_that_covers_a_step_draws_the_same() -> None:
+    """What is captured computes more than a step needs; the tokens are those of a step that computes just that."""
+    from worker_svc.sampling import sample
+
+    logits = some_logits(len(MIXED), seed=2)
+    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
+    rows, lengths = torch.arange(len(MIXED)), [4] * len(MIXED)
+    for slots in ([4], [0], [0, 4], [1, 2], [2, 6], [5, 3, 0], [9], [7, 8], list(range(len(MIXED)))):
+        needs = state.batch(slots, lengths).needs
+        covering = [each for each in state.variants() if each.covers(needs)]
+        assert covering or needs.none
+        arguments = logits[slots], rows[slots], torch.full((len(slots),), 4)
+        expected = sample(state, needs, *arguments)[0].tolist()
+        assert all(sample(state, each, *arguments)[0].tolist() == expected for each in covering)
+
+
+def test_seed_and_position_and_sequence_change_the_draw() -> None:
+    """Each of the three leads to other numbers."""
+    logits = torch.zeros(1, 10_000)
+
+    def one(seed: int, position: int, sequence: int) -> int:
+        state = make_state([request(0, Sampling(seed=seed), sequence=sequence)], 10_000)
+        return int(choose(state, logits, [position]))
+
+    drawn = [one(1, 0, 0), one(2, 0, 0), one(1, 1, 0), one(1, 0, 1), one(0, 0, 0)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_row_without_any_allowed_token_says_so() -> None:
+    """It is told as -1; what goes on to the device is a token all the same, and the neighbours are not touched."""
+    nothing = Sampling(seed=1, allowed_token_ids=(2,), bad_words=((2,),))
+    logits = some_logits(3)
+    told = pick(logits, [nothing, replace(nothing, temperature=0.0), Sampling(temperature=0.0)])
+    assert told == [-1, -1, int(logits[2].argmax())]
+
+
+def test_early_end_tokens_give_way_where_nothing_else_is_left() -> None:
+    """min_tokens does not make a request fail whose grammar, or list, allows nothing but the end."""
+    sampling = Sampling(temperature=0.0, allowed_token_ids=(2, 4), bad_words=((4,),), min_tokens=3)
+    state = make_state([request(0, sampling)], VOCAB, ends=(2, 4))
+    assert choose(state, some_logits(), [1]).tolist() == [2]
+
+
+def test_needs_are_the_union_of_the_rows() -> None:
+    """A step computes what one of its rows needs, at the width of the widest."""
+    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
+    lengths = [17] * len(MIXED)
+    assert state.batch([0], lengths).needs == Needs(random=True)
+    assert state.batch([1, 2], lengths).needs == Needs(random=True, top_k=Reach.FEW, top_p=Reach.ALL)
+    assert state.batch([4, 3], lengths).needs == Needs(random=True, greedy=True, min_p=True)
+    assert state.batch([9], lengths).needs == Needs(greedy=True, bans=16, ban_prefix=1, history=64)
+    assert state.batch([7, 8], [5] * 10).needs == Needs(random=True, masks=True, biases=16, history=16)
+
+
+def test_bans_end_with_min_tokens() -> None:
+    """From then on a request costs what it would without; bad words last, and so does what else it asked for."""
+    least = Sampling(temperature=0.0, min_tokens=3)
+    some = [least, replace(least, min_tokens=5, seed=1, temperature=1.0), replace(least, bad_words=((7,),))]
+    state = make_state([request(slot, each) for slot, each in enumerate(some)], VOCAB, ends=(2,))
+    for slots in ([0], [0, 1], [1, 0]):
+        assert state.batch(slots, [3] * 3).needs.bans
+    assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
+    assert state.batch([0, 1], [4] * 3).needs == Needs(greedy=True, random=True, bans=16)
+    assert state.batch([0, 1], [6] * 3).needs == Needs(greedy=True, random=True)
+    assert state.batch([2], [60] * 3).needs == Needs(greedy=True, bans=16)
+    assert [state.restricts(slot) for slot in range(3)] == [False, False, True]
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 2] = 9.0
+    assert choose(state, logits[:1], [4] * 3, [0]).tolist() == [2]
+    # The next request in the slot begins anew, and one that comes with enough tokens has none at all.
+    admit(state, request(0, least))
+    assert choose(state, logits[:1], [1] * 3, [0]).tolist() == [0]
+    admit(state, request(0, least, output=(5, 6, 7)))
+    assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
+
+
+def test_a_prefill_between_steps_costs_no_other_union() -> None:
+    """What is known of the decoding slots stays known beside that of a single one, until one of them changes."""
+    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
+    lengths, slots = [4] * len(MIXED), [1, 2, 3]
+    first = state.batch(slots, lengths)
+    assert state.batch([0], lengths).needs == Needs(random=True)
+    assert state.batch(slots, lengths) is first
+    admit(state, request(3, Sampling(temperature=0.0)))
+    assert state.batch(slots, lengths).needs.greedy
+
+
+def test_logprobs_are_of_the_unfiltered_distribution() -> None:
+    """Chosen token, rank and likeliest tokens are reported before temperature and filters, for rows that asked."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    first, second = reports_of(report(logits, torch.tensor([2, 3])), [2, None])
+    expected = logits[0].log_softmax(-1)
+    assert second is None
+    assert first is not None
+    assert first.logprob == pytest.approx(float(expected[2]), abs=1e-6)
+    assert first.rank == 2
+    assert list(first.top_token_ids) == [1, 2]
+    assert list(first.top_logprobs) == pytest.approx([float(expected[1]), float(expected[2])], abs=1e-6)
+
+
+def test_logprobs_of_the_chosen_token_alone() -> None:
+    """0 asks for the chosen token's log-probability and no others; padded rows are not reported."""
+    (entry,) = reports_of(report(torch.zeros(3, 4), torch.tensor([1, 0, 0])), [0])
+    assert entry is not None
+    assert entry.logprob == pytest.approx(-1.386294, abs=1e-5)
+    assert (entry.rank, list(entry.top_token_ids)) == (1, [])

@@ -1,0 +1,276 @@
+"""The slots' sampling state against a naive model: requests come, sample, leave, and come back with what they had."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import gateway.schemas.sampling
+import scheduler_svc.convert.sampling
+from protos.errors import InvalidArgument
+from protos.triptych.v1 import common_pb2
+from tests.support.property_settings import machine
+from tests.support.worker.sampling import LONGEST, admit, choose, expected_logits, make_state, request
+from worker_svc.plans.step_plan import Sampling
+from worker_svc.sampling import Needs, SamplingState, Vocabulary, report, sample
+from worker_svc.sampling.memory import sampling_bytes, state_bytes
+from worker_svc.sampling.state import MAX_BAN_TOKENS, MAX_BANS, MAX_BIASES
+from worker_svc.sampling.workspace import SCRATCH_BYTES
+
+VOCAB = 70
+SLOTS = 4
+ENDS = (0, 69)
+
+tokens = st.integers(0, VOCAB - 1)
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_k=st.sampled_from([0, 1, 5]),
+    seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 2.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.6]),
+    logit_bias=st.one_of(st.just({}), st.dictionaries(tokens, st.sampled_from([-5.0, 2.0]), max_size=20)),
+    # Few at times: then what else forbids them leaves none but early ends, or none at all.
+    allowed_token_ids=st.one_of(
+        st.just(()),
+        st.lists(tokens, min_size=20, max_size=50).map(tuple),
+        st.lists(st.sampled_from([0, 5, 7]), min_size=1).map(tuple),
+    ),
+    bad_words=st.lists(
+        st.lists(st.one_of(tokens, st.just(7)), min_size=1, max_size=3).map(tuple), max_size=3
+    ).map(tuple),
+    min_tokens=st.sampled_from([0, 3]),
+    stop_token_ids=st.sampled_from([(), (5, 6)]),
+)
+
+
+class Slots(RuleBasedStateMachine):
+    """Slots that are taken, advanced together or in part, freed, and taken again."""
+
+    @initialize()
+    def start(self) -> None:
+        """All of them free."""
+        self.state = make_state([], VOCAB, slots=SLOTS, ends=ENDS)
+        self.running: dict[int, tuple[Sampling, list[int], list[int]]] = {}
+        self.left: list[tuple[Sampling, list[int], list[int]]] = []
+        self.steps = 0
+
+    @precondition(lambda self: len(self.running) < SLOTS)
+    @rule(sampling=samplings, prompt=st.lists(tokens, min_size=1, max_size=10), data=st.data())
+    def take(self, sampling: Sampling, prompt: list[int], data: st.DataObject) -> None:
+        """A new request."""
+        self._admit(data, sampling, prompt, [])
+
+    @precondition(lambda self: self.left and len(self.running) < SLOTS)
+    @rule(data=st.data())
+    def take_again(self, data: st.DataObject) -> None:
+        """One that was preempted, with the tokens it had."""
+        self._admit(data, *self.left.pop())
+
+    def _admit(self, data: st.DataObject, sampling: Sampling, prompt: list[int], output: list[int]) -> None:
+        slot = data.draw(st.sampled_from([slot for slot in range(SLOTS) if slot not in self.running]))
+        admit(self.state, request(slot, sampling, prompt, output))
+        self.running[slot] = (sampling, prompt, output)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A request is preempted."""
+        self.left.append(self.running.pop(data.draw(st.sampled_from(sorted(self.running)))))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def advance(self, data: st.DataObject) -> None:
+        """Some of the requests sample a token: the one that the definitions allow."""
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.running)), min_size=1, unique=True))
+        slots = [slot for slot in slots if self._length(slot) < LONGEST]
+        if not slots:
+            return
+        self.steps += 1
+        logits = torch.randn(len(slots), VOCAB, generator=torch.Generator().manual_seed(self.steps))
+        chosen = choose(self.state, logits, [self._length(slot) for slot in range(SLOTS)], slots, padding=1)
+        for row, (slot, token) in enumerate(zip(slots, chosen.tolist(), strict=True)):
+            sampling, prompt, output = self.running[slot]
+            expected = torch.tensor(expected_logits(logits[row], sampling, prompt, output, ENDS))
+            if token < 0:
+                assert (expected == -torch.inf).all()
+                token = 0  # noqa: PLW2901 - as the device goes on
+            elif sampling.temperature == 0 or sampling.top_k == 1:
+                assert expected[token] >= expected.max() - 1e-4
+            else:
+                assert expected[token] > -torch.inf
+            self.state.tokens[slot, self._length(slot)] = token
+            needs = self.state.batch([slot], [self._length(each) for each in range(SLOTS)]).needs
+            self.state.count(needs, torch.tensor([slot]), torch.tensor([token]))
+            output.append(token)
+
+    def _length(self, slot: int) -> int:
+        _, prompt, output = self.running.get(slot, (None, [], [0]))
+        return len(prompt) + len(output)
+
+    @invariant()
+    def counts_are_those_of_the_outputs(self) -> None:
+        """Of requests with penalties, whatever happened to their slots before."""
+        for slot, (sampling, _, output) in getattr(self, "running", {}).items():
+            if (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (
+                0,
+                0,
+                1,
+            ):
+                counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=VOCAB)
+                assert torch.equal(self.state.counts[slot].long(), counts)
+
+
+Slots.TestCase.settings = machine(max_examples=40, stateful_step_count=40)
+TestSlots = Slots.TestCase
+
+
+def test_a_step_allocates_nothing_that_grows() -> None:
+    """Steps of any mix compute in the memory that the first of them made, at one of few widths."""
+    mix = [
+        Sampling(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
+        Sampling(seed=2, allowed_token_ids=range(50), min_tokens=5),
+    ]  # fmt: skip
+    state = make_state([request(slot, each) for slot, each in enumerate(mix)], VOCAB, ends=ENDS)
+    scratch, shapes = state.scratch(2), set()
+    where = {
+        name: tensor.data_ptr() for name, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)
+    }
+    for length in range(1, LONGEST):
+        needs = state.batch([0, 1], [length, length]).needs
+        shapes.add(needs)
+        sample(state, needs, torch.randn(2, VOCAB), torch.arange(2), torch.full((2,), length))
+    assert state.scratch(2) is scratch
+    assert len(shapes) <= 3
+    assert where == {name: getattr(state, name).data_ptr() for name in where}
+
+
+def test_tables_come_with_the_first_request_that_needs_them() -> None:
+    """Until then there are none, and requests before it are not touched by them; their size is what memory is counted for."""
+    state = make_state([request(0, Sampling(temperature=0.0))], VOCAB, slots=3)
+    assert not hasattr(state, "counts")
+    admit(state, request(1, Sampling(temperature=0.0, presence_penalty=1.0), [4], [4]))
+    tables = (state.counts, state.allowed, state.bias_ids, state.bias_values,
+              state.ban_tokens, state.ban_until, state.ban_prefix, state.ban_prefix_len)  # fmt: skip
+    assert sum(each.nbytes for each in tables) == state_bytes(3, VOCAB)
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 4] = 0.5
+    assert choose(state, logits, [1, 2, 0], [0, 1]).tolist() == [4, 0]
+
+
+@pytest.mark.parametrize(("vocab", "longest"), [(3000, 20_000), (20_001, 64)])
+def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int) -> None:
+    """Each kind that is captured, with the report, beside the scratch that is there already."""
+    rows = 8
+    state = SamplingState(torch.zeros((rows + 1, longest + 1), dtype=torch.int64), Vocabulary(vocab, (0,)))
+    state.allocate()
+    scratch = state.scratch(rows)
+    arguments = torch.randn(rows, vocab), torch.arange(rows), torch.full((rows,), longest)
+    counted = sampling_bytes(rows, vocab, longest) - rows * vocab * SCRATCH_BYTES
+    sample(state, state.variants()[-1], *arguments)  # makes what stays
+    known = [
+        each
+        for each in (*vars(state).values(), *vars(scratch).values(), *arguments)
+        if isinstance(each, torch.Tensor)
+    ]
+    peaks = []
+    for needs in state.variants():
+        with Held(known) as held:
+            sample(state, needs, *arguments)
+        peaks.append(held.peak)
+    with Held(known) as held:
+        report(arguments[0], arguments[1])
+    assert max(*peaks, held.peak) <= counted
+    assert max(*peaks, held.peak) > counted / 2
+
+
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what operators return, as long as somebody has it; views add nothing."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._users: Counter[int] = Counter(each.untyped_storage().data_ptr() for each in known)
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                place, size = storage.data_ptr(), storage.nbytes()
+                self.now += 0 if self._users[place] else size
+                self._users[place] += 1
+                weakref.finalize(tensor, self._left, place, size)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _left(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        self.now -= 0 if self._users[place] else size
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": (1, VOCAB)}, "allowed_token_ids"),
+        ({"bad_words": ((1, VOCAB),)}, "bad_words"),
+        ({"bad_words": ((),)}, "bad_words"),
+        ({"bad_words": ((1,) * (MAX_BAN_TOKENS + 1),)}, "bad_words"),
+        ({"bad_words": ((1, 2),) * (MAX_BANS + 1)}, "bad_words"),
+        ({"stop_token_ids": (VOCAB,), "min_tokens": 1}, "stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(fields: dict[str, Any], param: str) -> None:
+    """By the name of the parameter, in one line; the slot is as it was."""
+    state = make_state([], VOCAB, slots=1)
+    with pytest.raises(InvalidArgument) as caught:
+        admit(state, request(0, Sampling(**fields)))
+    assert caught.value.param == param
+    assert "\n" not in caught.value.message
+    assert state.batch([0], [1]).needs == Needs(greedy=True)
+
+
+def test_limits_are_met() -> None:
+    """As many entries as there may be are served, each of them."""
+    vocab = MAX_BANS + 1 + MAX_BIASES
+    words = tuple((1,) * (MAX_BAN_TOKENS - 1) + (token,) for token in range(MAX_BANS))
+    sampling = Sampling(
+        temperature=0.0, logit_bias=dict.fromkeys(range(MAX_BANS + 1, vocab), -1.0), bad_words=words
+    )
+    state = make_state([request(0, sampling, [5], [1] * (MAX_BAN_TOKENS - 1))], vocab)
+    logits = torch.zeros(1, vocab)
+    logits[:, :MAX_BANS] = 9.0
+    assert choose(state, logits, [MAX_BAN_TOKENS]).tolist() == [MAX_BANS]
+    with pytest.raises(InvalidArgument, match=f"logit_bias has {MAX_BIASES + 1} tokens"):
+        state.check(request(0, Sampling(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
+
+
+def test_what_is_let_through_to_a_worker_can_be_met() -> None:
+    """Whoever refuses does so as early as it is known: a gateway lets no more through than a scheduler, and that no more than a worker."""
+    limits = scheduler_svc.convert.sampling
+    assert limits.MAX_LOGIT_BIASES == MAX_BIASES
+    assert limits.MAX_BAD_WORD_TOKENS == MAX_BAN_TOKENS
+    # A model has a handful of end tokens.
+    assert limits.MAX_BAD_WORDS + limits.MAX_STOP_TOKEN_IDS + 256 <= MAX_BANS
+    assert gateway.schemas.sampling.MAX_LOGIT_BIASES == limits.MAX_LOGIT_BIASES
+    assert 2 * gateway.schemas.sampling.MAX_BAD_WORDS <= limits.MAX_BAD_WORDS
+    sent = common_pb2.SamplingParams(
+        logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIASES), 1.0), min_tokens=5,
+        stop_token_ids=range(limits.MAX_STOP_TOKEN_IDS),
+        bad_words=[common_pb2.TokenSequence(token_ids=range(limits.MAX_BAD_WORD_TOKENS))] * limits.MAX_BAD_WORDS,
+    )  # fmt: skip
+    passed = limits.sampling_from_proto(sent)
+    admitted = Sampling(
+        logit_bias=dict(passed.logit_bias), min_tokens=passed.min_tokens, stop_token_ids=tuple(passed.stop_token_ids),
+        bad_words=passed.bad_words,
+    )  # fmt: skip
+    make_state([request(0, admitted)], 5000, ends=(0, 69))

@@ -1,0 +1,63 @@
+"""The search for a threshold on GPUs finds what histograms find; on a GPU, or in Triton's interpreter."""
+
+import pytest
+import torch
+
+from worker_svc.sampling import triton_search
+from worker_svc.sampling.filters import least_kept
+from worker_svc.sampling.workspace import Scratch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ONE = 2.0**44
+
+
+def both(
+    weights: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor
+) -> tuple[list[int], list[int]]:
+    """What histograms find, and what the kernels do; 0 for what is below all tokens."""
+    bits = weights.contiguous().view(torch.int32)
+    rows, vocab = weights.shape
+    ((_, tile),) = Scratch(rows, vocab, torch.device("cpu")).tiles(rows)
+    expected = least_kept(bits, measure, wanted, tile)
+    found = triton_search.least_kept(
+        bits.to(DEVICE), measure if measure is None else measure.to(DEVICE), wanted.to(DEVICE)
+    )
+    return [each.clamp_(min=0)[:, 0].tolist() for each in (expected, found.cpu())]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 2048, 5001])
+@pytest.mark.parametrize("scale", [0.01, 3.0, 40.0])
+def test_the_nucleus_is_that_of_histograms(vocab: int, scale: float) -> None:
+    """Flat, usual and steep rows; in bfloat16, where many weights are equal, and with dropped tokens, which have no mass."""
+    torch.manual_seed(vocab)
+    logits = (torch.randn(4, vocab) * scale).bfloat16().float()
+    weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
+    mass = (weights * ONE).long()
+    mass[2, ::3] = 0
+    total = mass.sum(dim=1, keepdim=True)
+    share = torch.tensor([[0.5], [0.9], [1.0], [1e-9]], dtype=torch.float64)
+    wanted = torch.minimum((share * total).ceil().long(), total).clamp(min=1)
+    expected, found = both(weights, mass, wanted)
+    assert found == expected
+    reached = (mass * (weights.view(torch.int32) >= torch.tensor(found)[:, None])).sum(dim=1, keepdim=True)
+    assert (reached >= torch.minimum(wanted, total)).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 5001])
+def test_the_kth_is_that_of_histograms(vocab: int) -> None:
+    """Each token counts as one; more than there are finds all of them."""
+    torch.manual_seed(vocab)
+    weights = torch.rand(4, vocab).bfloat16().float()
+    wanted = torch.tensor([[1], [min(vocab, 70)], [vocab], [vocab + 1]])
+    expected, found = both(weights, None, wanted)
+    assert found == expected
+    assert found[3] == 0
+    for row, count in zip(range(3), wanted[:3, 0].tolist(), strict=True):
+        assert found[row] == int(weights[row].view(torch.int32).sort(descending=True).values[count - 1])
+
+
+def test_the_largest_weight_is_found() -> None:
+    """A weight of 1 has the highest bits of all."""
+    weights = torch.tensor([[0.25, 1.0, 0.0]])
+    expected, found = both(weights, (weights * ONE).long(), torch.ones(1, 1, dtype=torch.int64))
+    assert found == expected == [0x3F800000]

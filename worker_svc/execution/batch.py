@@ -1,0 +1,276 @@
+"""The persistent batch: what plans made of each slot, as tensors on the device."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from protos.errors import Internal
+from worker_svc.devices.base import AttentionInput, InPlaceInput, StepInput
+from worker_svc.plans.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
+from worker_svc.plans.step_plan import Admission, DecodeWork, Growth, PrefillWork
+from worker_svc.sampling import SamplingBatch, SamplingState, Vocabulary
+
+
+class Batch:
+    """Token ids, computed tokens, block tables and sampling parameters of every slot.
+
+    Row ``max_num_seqs`` is padding: token 0 at position 0 of a sequence in the null block, greedy. A step gathers its rows by slot, and
+    padded rows gather that one.
+
+    Attributes:
+        sampling: the slots' sampling parameters.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        groups: Sequence[KvGroup],
+        num_blocks: Sequence[int],
+        device: torch.device,
+        vocabulary: Vocabulary,
+    ) -> None:
+        """Every slot starts free."""
+        self._geometry = geometry
+        self._groups = tuple(groups)
+        self._num_blocks = tuple(num_blocks)
+        self._device = device
+        self.padding_row = geometry.max_num_seqs
+        rows = geometry.max_num_seqs + 1
+        # One column more than the longest sequence: where the token after its last one would go.
+        self._tokens = torch.zeros((rows, geometry.max_model_len + 1), dtype=torch.int64, device=device)
+        self._computed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._tables = [
+            torch.full((rows, group.table_width(geometry)), NULL_BLOCK, dtype=torch.int32, device=device)
+            for group in groups
+        ]
+        self.sampling = SamplingState(self._tokens, vocabulary)
+        self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
+        # The host's copies, so that a plan is checked without waiting for the device. -1 marks a free slot.
+        self._num_known = [-1] * rows
+        self._num_computed = [0] * rows
+        self._num_table_blocks = [[0] * rows for _ in groups]
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; its table points to the null block again. A free slot stays free."""
+        if self._num_known[slot] < 0:
+            return
+        self._num_known[slot] = -1
+        self._num_computed[slot] = 0
+        for table, counts in zip(self._tables, self._num_table_blocks, strict=True):
+            table[slot] = NULL_BLOCK
+            counts[slot] = 0
+
+    def admit(self, request: Admission) -> None:
+        """Gives a request its slot.
+
+        Raises:
+            Internal: if the slot is taken or the request does not fit; nothing has changed then.
+            InvalidArgument: if its sampling parameters cannot be met; likewise.
+        """
+        slot, known = request.slot, len(request.token_ids)
+        if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
+            raise Internal(f"the plan admits a request to slot {slot}, which is taken or does not exist")
+        if not 0 <= request.num_computed_tokens < known <= self._geometry.max_model_len:
+            raise Internal(
+                f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot {slot};"
+                f" at least one must be left to compute and {self._geometry.max_model_len} fit"
+            )
+        grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
+        for grant in grants:
+            self._check_grant(grant, request.num_computed_tokens)
+        if not 0 <= request.prompt_len <= known:
+            raise Internal(
+                f"the plan admits {known} tokens with a prompt of {request.prompt_len} to slot {slot}"
+            )
+        self.sampling.check(request)
+        self._num_known[slot] = known
+        self._num_computed[slot] = request.num_computed_tokens
+        try:
+            self._computed[slot] = request.num_computed_tokens
+            self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
+            self.sampling.set(request)
+            for grant in grants:
+                self._append(grant)
+        except BaseException:
+            self.release(slot)
+            raise
+
+    def grow(self, growth: Growth) -> None:
+        """Appends blocks to a slot's table.
+
+        Raises:
+            Internal: if the slot is free, a block does not exist or the table is full; nothing has changed then.
+        """
+        self._check_known(growth.slot)
+        self._check_grant(growth, self._num_computed[growth.slot])
+        self._append(growth)
+
+    def check(self, work: PrefillWork | DecodeWork) -> None:
+        """Refuses work that does not fit what earlier plans made of its slots.
+
+        Raises:
+            Internal: naming the first slot that does not fit.
+        """
+        if isinstance(work, PrefillWork):
+            slot, end = work.slot, work.start + work.num_tokens
+            self._check_known(slot)
+            known, computed = self._num_known[slot], self._num_computed[slot]
+            if (
+                work.start != computed
+                or not work.start < end <= known
+                or work.num_tokens > self._geometry.chunk
+            ):
+                raise Internal(
+                    f"the plan prefills tokens {work.start} to {end} of slot {slot}, which has {computed} of {known} computed"
+                )
+            if work.sample != (end == known):
+                raise Internal(f"the plan samples slot {slot} elsewhere than at its last known token")
+            self._check_blocks(slot, end)
+            return
+        if work.bucket not in self._geometry.decode_buckets or len(work.slots) > work.bucket:
+            raise Internal(f"the plan decodes {len(work.slots)} slots in a bucket of {work.bucket}")
+        if len(work.slots) != len(work.positions) or len(set(work.slots)) != len(work.slots):
+            raise Internal("the plan's slots and positions do not match")
+        for slot, position in zip(work.slots, work.positions, strict=True):
+            self._check_known(slot)
+            known, computed = self._num_known[slot], self._num_computed[slot]
+            if position != computed or known != computed + 1:
+                raise Internal(
+                    f"the plan decodes slot {slot} at position {position}, which has {computed} of {known} computed"
+                )
+            self._check_blocks(slot, known)
+
+    def prefill_inputs(self, work: PrefillWork | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+        """The step's tensors, of static shapes; ``None`` for one of padding alone.
+
+        Returns:
+            Token ids [chunk], positions [chunk] and the attention's inputs per KV group.
+        """
+        chunk, block_size = self._geometry.chunk, self._geometry.block_size
+        slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
+        tokens = torch.zeros(chunk, dtype=torch.int64, device=self._device)
+        positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
+        tokens[:count] = self._tokens[slot, start : start + count]
+        torch.arange(start, start + count, out=positions[:count])
+        lengths = torch.tensor([0, count, start + count], dtype=torch.int32, device=self._device)
+        inputs: list[StepInput] = []
+        for group, table in zip(self._groups, self._tables, strict=True):
+            row = table[slot]
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                before = min(start, group.window)
+                fill = torch.tensor([before, before + count], dtype=torch.int32, device=self._device)
+                inputs.append(InPlaceInput(fill[:1, None], fill[1:, None], row[None], chunk))
+                continue
+            slots = torch.zeros(chunk, dtype=torch.int64, device=self._device)
+            real = positions[:count]
+            slots[:count] = row[real // block_size].long() * block_size + real % block_size
+            inputs.append(AttentionInput(lengths[2:], lengths[:2], row[None], slots, count))
+        return tokens, positions, inputs
+
+    def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+        """The same for a decode step whose rows are the slots ``rows`` (int64 [bucket], padding included)."""
+        block_size, bucket = self._geometry.block_size, rows.shape[0]
+        positions = self._computed[rows]
+        tokens = self._tokens[rows, positions]
+        seq_lens = (positions + 1).int()
+        blocks, offsets = (positions // block_size)[:, None], positions % block_size
+        inputs: list[StepInput] = []
+        for group, table in zip(self._groups, self._tables, strict=True):
+            tables = table[rows]
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                before = positions.clamp(max=group.window).int()[:, None]
+                inputs.append(InPlaceInput(before, before + 1, tables, 1))
+                continue
+            slots = tables.gather(1, blocks)[:, 0].long() * block_size + offsets
+            inputs.append(AttentionInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
+        return tokens, positions, inputs
+
+    def sampling_of(self, slots: Sequence[int]) -> SamplingBatch:
+        """What a step of these slots has to compute to choose their tokens."""
+        return self.sampling.batch(slots, self._num_known)
+
+    def tokens_of(self, slot: int, start: int, end: int) -> torch.Tensor:
+        """The slot's tokens at these positions, int64 [end - start]; none if ``end`` is not behind ``start``."""
+        return self._tokens[slot, start : max(start, end)]
+
+    def advance_prefill(self, work: PrefillWork, token: torch.Tensor | None) -> None:
+        """Records that a chunk is computed and, if it was sampled, the next token (int64 [1])."""
+        end = work.start + work.num_tokens
+        self._num_computed[work.slot] = end
+        self._computed[work.slot] = end
+        if token is not None:
+            self._tokens[work.slot, end] = token[0]
+            self._num_known[work.slot] = end + 1
+
+    def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Records one more computed token and the next token (int64 [bucket]) of each row; what the device keeps of it.
+
+        Without a look at what the tensors hold, so that it can be captured: padded rows are written too, to what they were.
+        """
+        real = rows != self.padding_row
+        computed = self._computed[rows] + real
+        self._computed[rows] = computed
+        self._tokens[rows, computed] = torch.where(real, tokens, 0)
+
+    def advance_decode(self, slots: Sequence[int]) -> None:
+        """The same for what the host keeps."""
+        for slot in slots:
+            self._num_computed[slot] += 1
+            self._num_known[slot] += 1
+
+    def append(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Records tokens that follow the last known one; none of them is computed yet."""
+        start = self._num_known[slot]
+        self._num_known[slot] = end = start + len(token_ids)
+        tokens = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        self._tokens[slot, start:end] = tokens
+        self.sampling.extend(slot, tokens)
+
+    def room(self, slot: int) -> int:
+        """Tokens that still fit into a slot's sequence."""
+        return self._geometry.max_model_len - self._num_known[slot]
+
+    def _check_known(self, slot: int) -> None:
+        if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] < 0:
+            raise Internal(f"the plan names slot {slot}, which is free or does not exist")
+
+    def _check_grant(self, growth: Growth, computed: int) -> None:
+        """Refuses blocks that do not exist or do not fit behind those of a slot that has so many computed tokens."""
+        slot, group_id = growth.slot, growth.group_id
+        if not 0 <= group_id < len(self._groups):
+            raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")
+        group, held = self._groups[group_id], self._num_table_blocks[group_id][slot]
+        # The next query is at position `computed` and sees as far back as this.
+        seen_from = computed - group.window + 1 if group.kind is GroupKind.PAGED_WINDOW else 0
+        for index, block in enumerate(growth.block_ids, start=held):
+            if not 0 <= block < self._num_blocks[group_id]:
+                raise Internal(
+                    f"the plan names block {block} of KV group {group_id}, which has {self._num_blocks[group_id]}"
+                )
+            if block == NULL_BLOCK and (index + 1) * self._geometry.block_size > seen_from:
+                raise Internal(
+                    f"the plan gives slot {slot} the null block as block {index} of KV group {group_id},"
+                    f" which is still seen with {computed} tokens computed"
+                )
+        end, width = held + len(growth.block_ids), group.table_width(self._geometry)
+        if end > width:
+            raise Internal(f"slot {slot} would get {end} blocks of group {group_id}, its table holds {width}")
+
+    def _append(self, growth: Growth) -> None:
+        counts = self._num_table_blocks[growth.group_id]
+        start = counts[growth.slot]
+        end = start + len(growth.block_ids)
+        blocks = torch.tensor(list(growth.block_ids), dtype=torch.int32)
+        self._tables[growth.group_id][growth.slot, start:end] = blocks
+        counts[growth.slot] = end
+
+    def _check_blocks(self, slot: int, num_tokens: int) -> None:
+        if num_tokens > self._geometry.max_model_len:
+            raise Internal(f"the plan takes slot {slot} beyond {self._geometry.max_model_len} tokens")
+        for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
+            in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds whatever is to be kept
+            if (1 if in_place else math.ceil(num_tokens / self._geometry.block_size)) > counts[slot]:
+                raise Internal(
+                    f"slot {slot} has {counts[slot]} blocks of group {group.group_id}, too few for {num_tokens} tokens"
+                )

@@ -1,0 +1,107 @@
+"""Keys and values: one tensor a KV group, addressed by block ids that the scheduler hands out."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device
+from worker_svc.plans.geometry import Geometry, KvGroup
+from worker_svc.plans.step_plan import BlockCopy
+
+
+class KvCache:
+    """The memory of all KV groups.
+
+    Attributes:
+        num_blocks: per group, the null block included.
+    """
+
+    def __init__(
+        self, device: Device, groups: Sequence[KvGroup], block_size: int, num_blocks: Sequence[int]
+    ) -> None:
+        """Allocates, zeroed, so that what padding reads is finite.
+
+        Raises:
+            ConfigurationRefused: if the memory is not there.
+        """
+        self.num_blocks = tuple(num_blocks)
+        self._device = device
+        self._groups = tuple(groups)
+        self._tokens_per_block = [group.tokens_per_block(block_size) for group in groups]
+        # Per group, tensors [layers, ...]: usually one, so that copying a block over all layers is one operation.
+        self._tensors: list[list[torch.Tensor]] = []
+        try:
+            for group, count in zip(groups, num_blocks, strict=True):
+                shape = device.cache_shape(group, count, block_size)
+                layers = [1] * len(group.layers) if device.caches_are_inputs else [len(group.layers)]
+                self._tensors.append(
+                    [device.allocate((each, *shape), group.layers[0].dtype) for each in layers]
+                )
+        except RuntimeError as error:
+            gib = sum(c * b for c, b in zip(num_blocks, self.bytes_per_block, strict=True)) / 2**30
+            raise ConfigurationRefused(
+                f"{gib:.1f} GiB of KV cache do not fit into memory; lower --kv-memory"
+            ) from error
+
+    @property
+    def bytes_per_block(self) -> tuple[int, ...]:
+        """Per group, over all of its layers."""
+        return tuple(
+            group.bytes_per_token * tokens
+            for group, tokens in zip(self._groups, self._tokens_per_block, strict=True)
+        )
+
+    def by_layer(self) -> dict[str, torch.Tensor]:
+        """Each layer's cache, by the layer's name; views of one tensor a group, unless the device wants one a layer."""
+        return {
+            layer.name: cache
+            for group, tensors in zip(self._groups, self._tensors, strict=True)
+            for layer, cache in zip(group.layers, itertools.chain.from_iterable(tensors), strict=True)
+        }
+
+    def clear(self, group_id: int, block_ids: Sequence[int]) -> None:
+        """Zeroes blocks that change hands.
+
+        Kernels read a block in whole tiles and weigh what lies behind a sequence's end with 0. That hides anything finite; but 0 times
+        NaN is NaN, so what one broken request left would break the next.
+        """
+        for caches, block in itertools.product(self._tensors[group_id], block_ids):
+            self._device.clear_block(caches, block)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks, in order. Whole blocks: how tokens lie within one is the kernels' business."""
+        for copy in copies:
+            for caches in self._tensors[copy.group_id]:
+                self._device.copy_block(caches, copy.source, copy.target)
+
+
+def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
+    """Blocks per group that fit into ``budget`` bytes, in the ratio in which the longest sequences use them.
+
+    No more than every slot can use at full length, with the windows that are kept for it; what shorter sequences leave is for prefixes
+    worth keeping. Where memory is short, fewer windows are kept, so that at least one sequence fits.
+
+    Raises:
+        ConfigurationRefused: if not even one sequence of the longest length fits.
+    """
+    bytes_per_block = [
+        group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups
+    ]
+    usable = budget - sum(bytes_per_block)  # the null blocks
+    per_sequence, one = [0], 0
+    for kept in range(geometry.windows_kept_per_slot, -1, -1):
+        fewer = replace(geometry, windows_kept_per_slot=kept)
+        per_sequence = [group.blocks_per_sequence(fewer) for group in groups]
+        one = sum(size * count for size, count in zip(bytes_per_block, per_sequence, strict=True))
+        if usable >= one:
+            break
+    else:
+        raise ConfigurationRefused(
+            f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, {max(budget, 0) / 2**20:.0f} MiB"
+            " are available; raise --kv-memory or lower --max-model-len"
+        )
+    sequences = min(usable / one, geometry.max_num_seqs)  # every slot at full length
+    return tuple(1 + int(count * sequences) for count in per_sequence)

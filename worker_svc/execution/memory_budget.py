@@ -1,0 +1,223 @@
+"""Whether a model fits its device: weights, working memory of its graphs and KV cache, before any of them is made.
+
+What a graph needs of memory for itself is estimated from shapes. A layer computes what its weights map from and to, so with ``width``
+the sum of the input and output sizes of all matrices of the widest layer (an expert layer's counted once for each expert), a step of
+``tokens`` tokens needs at most ::
+
+    tokens * (width * itemsize + 6 * hidden * 4)
+
+bytes: layers take turns in the same memory, and the second term is for norms, which some models compute in float32. Recorded graphs
+have memory of their own, so theirs add up over all signatures; without recording, the largest step counts alone. Behind them come the
+logits of the largest bucket, in the model's own type and in float32 ::
+
+    rows * vocab * (itemsize + 4)
+
+What sampling computes in, and its tables of parameters with a row per slot, come on top (``sampling/memory.py``): counted from the start,
+though they are made only when a request needs them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device
+from worker_svc.execution.kv_cache import count_blocks
+from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
+from worker_svc.sampling import sampling_bytes, state_bytes
+
+_GIB = 2**30
+_FLOAT32 = 4
+_WIDE_STATES = 6
+# What types that a setting may name take; models saved in float32 run in half of that unless they are asked not to.
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model its memory depends on."""
+
+    weight_bytes: int
+    """Of all parameters and buffers, each counted once."""
+    width: int
+    """Elements; see the module."""
+    hidden_size: int
+    """Elements of a token's state between layers."""
+    vocab_size: int
+    """Elements of a row of logits; 0 for a pooling model."""
+    itemsize: int
+    """Bytes of an element of weights and activations."""
+
+
+def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded: bool) -> int:
+    """Memory beside weights and KV cache.
+
+    Args:
+        size: the model's.
+        steps: tokens of a step of each signature.
+        rows: of the largest batch of logits.
+        recorded: whether each signature has memory of its own, as recorded graphs do.
+    """
+    per_token = size.width * size.itemsize + _WIDE_STATES * size.hidden_size * _FLOAT32
+    logits = rows * size.vocab_size * (size.itemsize + _FLOAT32)
+    return (sum(steps) if recorded else max(steps)) * per_token + logits
+
+
+def check_weights(checkpoint: Checkpoint, dtype: str, device: Device) -> None:
+    """Refuses weights that alone are more than the device has free, before they are read.
+
+    Args:
+        checkpoint: the model's.
+        dtype: the setting.
+        device: not yet holding anything of the model.
+
+    Raises:
+        ConfigurationRefused: with both sizes.
+    """
+    free = free_memory(device)
+    needed = checkpoint.num_bytes(_ITEMSIZES[dtype])
+    if free is not None and needed > free:
+        smaller = ", --dtype bfloat16" if dtype == "float32" else ""
+        raise ConfigurationRefused(
+            f"the weights need {_gib(needed)}, and device {device.name} has {_gib(free)} free;"
+            f" use a smaller model{smaller} or a device with more memory"
+        )
+
+
+def free_memory(device: Device) -> int | None:
+    """Bytes that are free, or ``None`` for a device that does not say."""
+    try:
+        return device.free_memory()
+    except ConfigurationRefused:
+        return None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How a device's memory is shared out once the weights are on it."""
+
+    device: Device
+    size: ModelSize
+    recorded: bool
+    """Whether steps run as recorded graphs; see :func:`working_bytes`."""
+    kv_memory: float | None
+    """The setting: GiB of KV cache."""
+    kv_share: float
+    """The setting: share of what is left beside weights and graphs."""
+
+    def _free(self) -> int | None:
+        free = free_memory(self.device)
+        if free is not None and self.device.weights_come_later:
+            free -= self.size.weight_bytes
+        return free
+
+    def fit_pool(self, geometry: PoolGeometry) -> None:
+        """Refuses shapes of a pooling model that are too large.
+
+        Raises:
+            ConfigurationRefused: with the numbers.
+        """
+        free = self._free()
+        steps = [shape.batch * shape.prompt_len for shape in geometry.shapes]
+        working = working_bytes(self.size, steps, 0, recorded=False)
+        if free is not None and working > free:
+            raise ConfigurationRefused(
+                f"{self._beside(free)}, and a step of {max(steps)} tokens needs {_gib(working)};"
+                " lower --pool-batch-sizes or --pool-prompt-lens"
+            )
+
+    def fit(self, geometry: Geometry, groups: Sequence[KvGroup]) -> Geometry:
+        """The geometry with its blocks counted.
+
+        Args:
+            geometry: with or without ``num_blocks``.
+            groups: the model's KV groups.
+
+        Raises:
+            ConfigurationRefused: if it needs more than is free: with the numbers, and the setting that would fit.
+        """
+        free = self._free()
+        if free is None and self.kv_memory is None and not geometry.num_blocks:
+            self.device.free_memory()  # says what to do about it
+        working = self._working(geometry)
+        if free is not None and working >= free:
+            raise ConfigurationRefused(
+                f"{self._beside(free)}, and graphs need {_gib(working)}; {self._smaller(geometry, free)}"
+            )
+        if geometry.num_blocks:
+            counted = geometry
+        else:
+            asked = None if self.kv_memory is None else int(self.kv_memory * _GIB)
+            counted = _counted(
+                geometry, groups, int(((free or 0) - working) * self.kv_share) if asked is None else asked
+            )
+        sizes = [group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups]
+        cache = sum(size * count for size, count in zip(sizes, counted.num_blocks, strict=True))
+        if free is not None and cache + working > free:
+            left = free - working
+            if geometry.num_blocks:
+                # One number for all groups, as the setting has it.
+                setting = f"--num-blocks {left // sum(sizes)} would"
+            else:
+                setting = f"--kv-memory {left * 100 // _GIB / 100:g} would"
+            if left // sum(sizes) <= geometry.table_width:
+                setting = "not even one sequence would; lower --max-model-len or use a smaller model"
+            raise ConfigurationRefused(
+                f"{self._beside(free)}, and {_gib(cache)} of KV cache and {_gib(working)} of graphs do not fit;"
+                f" {setting}"
+            )
+        return counted
+
+    def _working(self, geometry: Geometry) -> int:
+        steps = (geometry.chunk, *geometry.decode_buckets)
+        rows, vocab = geometry.decode_buckets[-1], self.size.vocab_size
+        graphs = working_bytes(self.size, steps, rows, recorded=self.recorded)
+        sampling = sampling_bytes(rows, vocab, geometry.max_model_len)
+        return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
+
+    def _beside(self, free: int) -> str:
+        return f"beside {_gib(self.size.weight_bytes)} of weights device {self.device.name} has {_gib(free)} free"
+
+    def _smaller(self, geometry: Geometry, free: int) -> str:
+        """The setting that would make graphs fit."""
+
+        def chunk(count: int) -> Geometry:
+            return replace(geometry, chunk=count)
+
+        def seqs(count: int) -> Geometry:
+            below = [bucket for bucket in geometry.decode_buckets if bucket < count]
+            return replace(geometry, max_num_seqs=count, decode_buckets=(*below, count))
+
+        ways: list[tuple[str, int, Callable[[int], Geometry]]] = [
+            ("--max-num-batched-tokens", geometry.chunk, chunk),
+            ("--max-num-seqs", geometry.max_num_seqs, seqs),
+        ]
+        # What has the larger part is the cause.
+        if geometry.chunk < sum(geometry.decode_buckets):
+            ways.reverse()
+        for flag, count, changed in ways:
+            for halvings in range(1, count.bit_length()):
+                if self._working(changed(count >> halvings)) < free:
+                    return f"{flag} {count >> halvings} would fit"
+        return "use a smaller model or a device with more memory"
+
+
+def _counted(geometry: Geometry, groups: Sequence[KvGroup], budget: int) -> Geometry:
+    """With as many blocks as the budget, in bytes, holds."""
+    try:
+        return replace(geometry, num_blocks=count_blocks(groups, geometry, budget))
+    except ConfigurationRefused as error:
+        # The text ends with the setting to lower.
+        for width in range(geometry.table_width - 1, 0, -1):
+            shorter = replace(geometry, max_model_len=width * geometry.block_size, windows_kept_per_slot=0)
+            needed = sum(
+                group.bytes_per_token * group.tokens_per_block(geometry.block_size) * (1 + group.blocks_in_use(shorter))
+                for group in groups
+            )  # fmt: skip
+            if needed <= budget:
+                raise ConfigurationRefused(f"{error.message} to {shorter.max_model_len}") from error
+        raise
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.3g} GiB"

@@ -1,0 +1,341 @@
+"""Runs plans: prepare the inputs, execute the model, sample."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from protos.errors import Internal, TriptychError
+from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
+from worker_svc.execution.batch import Batch
+from worker_svc.execution.decode_steps import DecodeStep, captured_step, decode_step, sampler
+from worker_svc.execution.kv_cache import KvCache
+from worker_svc.execution.prompt_logprobs import PromptLogprobs
+from worker_svc.execution.token_selection import Chooser
+from worker_svc.grammars.constraints import Constraints
+from worker_svc.graphs.capture import Recording
+from worker_svc.graphs.graphs import GraphOptions, Graphs, Signature
+from worker_svc.plans.geometry import Geometry, KvGroup
+from worker_svc.plans.step_plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
+from worker_svc.sampling import Vocabulary, report
+
+Progress = Callable[[int, int, str], None]
+"""Told of units done, units in total, and what is being done."""
+
+
+class Model(Protocol):
+    """What the runner asks of a model; ``vllm_adapter.engine.VllmModel`` is one."""
+
+    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
+        """Hands each attention layer its KV cache."""
+
+    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+        """Makes of each group's layer names and device plan what :meth:`forward` wants."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of token ids [tokens]."""
+        ...
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+        """Records :meth:`forward` on tensors of these shapes; raises ``NotStatic``."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
+        ...
+
+
+class Runner:
+    """One model, its KV cache and its persistent batch. Not thread-safe: one thread runs all plans.
+
+    Attributes:
+        cache: the KV cache.
+        graphs: the graphs that steps run as.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        groups: Sequence[KvGroup],
+        geometry: Geometry,
+        *,
+        vocabulary: Vocabulary,
+        options: GraphOptions | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
+        """Allocates the cache and the batch.
+
+        Args:
+            model: with its weights loaded.
+            device: the model's.
+            groups: the model's KV groups.
+            geometry: with ``num_blocks`` set.
+            vocabulary: the model's.
+            options: how steps are made graphs; see ``Graphs``. By default as the device does.
+            constraints: of requests whose output must match a grammar; without, there are none.
+
+        Raises:
+            ConfigurationRefused: if the cache does not fit into memory.
+        """
+        self._model = model
+        self._device = device
+        self._groups = tuple(groups)
+        self._geometry = geometry
+        self._constraints = constraints
+        self._layer_names = [[layer.name for layer in group.layers] for group in groups]
+        self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
+        self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
+        if device.captures:
+            # Captured steps know where tables and scratch are: neither may move afterwards.
+            self._batch.sampling.allocate()
+            self._batch.sampling.scratch(geometry.decode_buckets[-1])
+        self._chooser = Chooser(self._batch, constraints)
+        self._sample = sampler(self._batch)
+        self._prompt_logprobs = PromptLogprobs(self._batch, geometry, model.logits)
+        model.bind_caches(self.cache.by_layer())
+        self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
+        self._last_slots: list[int] = []
+        self._last_rows = torch.empty(0, dtype=torch.int64)
+        self._decode_steps: dict[int, DecodeStep] = {}
+        self._made: set[Signature] = set()
+        self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
+
+    def signatures(self) -> list[Signature]:
+        """Every kind of step that plans may ask for."""
+        decode = [Signature("decode", bucket, 1) for bucket in self._geometry.decode_buckets]
+        return [Signature("prefill", 1, self._geometry.chunk), *decode]
+
+    @torch.inference_mode()
+    def make_graphs(self, progress: Progress) -> None:
+        """Makes the graph of every signature.
+
+        Raises:
+            ConfigurationRefused: if one cannot be made, and there is to be one.
+        """
+        signatures = self.signatures()
+        for done, signature in enumerate(signatures):
+            progress(done, len(signatures), str(signature))
+            self._make(signature)
+        progress(len(signatures), len(signatures), "done")
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress) -> None:
+        """Runs every signature once, on padding alone."""
+        signatures = self.signatures()
+        for done, signature in enumerate(signatures):
+            progress(done, len(signatures), str(signature))
+            if signature.kind == "prefill":
+                self._model.logits(self._prefill_hidden(*self._batch.prefill_inputs(None))[:1])
+            else:
+                rows = self._padding_rows(signature.batch)
+                self._decode_step(signature.batch).forward(rows)
+        progress(len(signatures), len(signatures), "done")
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> list[Output]:
+        """Runs one step.
+
+        A request whose admission is refused fails alone: what the plan wants of its slot is left out.
+
+        Returns:
+            One output for each slot whose admission was refused, then one for each slot that produced a token, in the plan's order.
+
+        Raises:
+            Internal: if the plan contradicts earlier ones; the slots it names are not to be trusted any more.
+        """
+        for slot in plan.release:
+            self._release(slot)
+        self.cache.copy(plan.copies)
+        refused: dict[int, Output] = {}
+        for request in plan.admit:
+            try:
+                self._admit(request)
+            except TriptychError as error:
+                refused[request.slot] = Output(request.slot, (), error=error)
+        for growth in plan.grow:
+            if growth.slot not in refused:
+                self._batch.grow(growth)
+                self.cache.clear(growth.group_id, growth.block_ids)
+        if isinstance(plan.work, PoolWork):
+            raise Internal("the plan pools, and this model generates")
+        work = _without(plan.work, refused)
+        if work is None:
+            return list(refused.values())
+        self._batch.check(work)
+        outputs = self._prefill(work) if isinstance(work, PrefillWork) else self._decode(work)
+        return [*refused.values(), *outputs]
+
+    def reset(self) -> None:
+        """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
+        for slot in range(self._geometry.max_num_seqs):
+            self._release(slot)
+
+    def close(self) -> None:
+        """Lets go of the captured steps, which hold the runner and with it the cache: their memory is free at once."""
+        self._decode_steps.clear()
+        self._made.clear()
+        self._captured_prefill = None
+
+    def _release(self, slot: int) -> None:
+        self._batch.release(slot)
+        self._prompt_logprobs.release(slot)
+        if self._constraints is not None:
+            self._constraints.release(slot)
+
+    def _admit(self, request: Admission) -> None:
+        self._batch.admit(request)
+        try:
+            self._prompt_logprobs.admit(request)
+            if request.structured is not None:
+                if self._constraints is None:
+                    raise Internal("the plan admits a request with a grammar, and this worker matches none")
+                output = request.token_ids[request.prompt_len :]
+                self._constraints.admit(request.slot, request.structured, output)
+            for group_id, block_ids in request.blocks.items():
+                tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
+                hit = math.ceil(request.num_computed_tokens / tokens)
+                self.cache.clear(group_id, block_ids[hit:])
+        except BaseException:
+            self._release(request.slot)
+            raise
+
+    def _prefill(self, work: PrefillWork) -> list[Output]:
+        tokens, positions, inputs = self._batch.prefill_inputs(work)
+        hidden = self._prefill_hidden(tokens, positions, inputs)
+        prompt_logprobs = self._prompt_logprobs.of_chunk(work, hidden)
+        if not work.sample:
+            self._batch.advance_prefill(work, None)
+            return [Output(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
+        last = slice(work.num_tokens - 1, work.num_tokens)
+        logits = self._model.logits(hidden[last])
+        rows = torch.tensor([work.slot], device=self._device.torch_device)
+        chosen = self._chooser.choose([work.slot], rows, logits, positions[last], self._sample)
+        self._batch.advance_prefill(work, chosen.tokens)
+        (output,) = self._chooser.outputs([work.slot], chosen, report)
+        return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
+
+    def _prefill_hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
+    ) -> torch.Tensor:
+        """Hidden states [chunk, hidden]."""
+        signature = Signature("prefill", 1, self._geometry.chunk)
+        self._make_late(signature)
+        if self._captured_prefill is None:
+            return self._forward(signature, tokens, positions, inputs)
+        (hidden,) = self._captured_prefill(tokens, positions, *_tensors_of(inputs))
+        return hidden
+
+    def _decode(self, work: DecodeWork) -> list[Output]:
+        rows = self._rows_of(work)
+        step = self._decode_step(work.bucket)
+        logits, positions, *tokens = step.forward(rows)
+        likeliest = tokens[0] if tokens else None
+        taken = self._chooser.choose(work.slots, rows, logits, positions, step.sample, likeliest)
+        step.advance(rows, taken.tokens)
+        self._batch.advance_decode(work.slots)
+        return list(self._chooser.outputs(work.slots, taken, step.report))
+
+    def _rows_of(self, work: DecodeWork) -> torch.Tensor:
+        """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
+        padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
+        slots = [*work.slots, *padding]
+        if slots != self._last_slots:
+            self._last_slots = slots
+            self._last_rows = torch.tensor(slots, device=self._device.torch_device)
+        return self._last_rows
+
+    def _decode_step(self, bucket: int) -> DecodeStep:
+        self._make_late(Signature("decode", bucket, 1))
+        return self._decode_steps[bucket]
+
+    def _make_late(self, signature: Signature) -> None:
+        """Makes what is missing for a step, which is a defect once the worker serves."""
+        if signature not in self._made:
+            self.graphs.note_late(signature)
+            self._make(signature)
+
+    def _make(self, signature: Signature) -> None:
+        """Makes a signature's graph, and has the device capture the step around it. On padding, whoever is waiting for it."""
+        if signature.kind == "prefill":
+            tokens, positions, inputs = self._batch.prefill_inputs(None)
+            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            if self._device.captures and self.graphs.has(signature):
+                self._captured_prefill = self._capture_prefill(signature, tokens, positions, inputs)
+        else:
+            rows = self._padding_rows(signature.batch)
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            self._decode_steps[signature.batch] = self._decode_step_of(signature, rows)
+        self._made.add(signature)
+
+    def _capture_prefill(
+        self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        # How many of a chunk's tokens are real is on the device too: the host's number is no part of a captured step.
+        full = [
+            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
+            for step in inputs
+        ]
+
+        def forward(
+            tokens: torch.Tensor, positions: torch.Tensor, *rest: torch.Tensor
+        ) -> tuple[torch.Tensor]:
+            given = iter(rest)
+            steps = [with_tensors(step, given) for step in full]
+            return (self._forward(signature, tokens, positions, steps),)
+
+        return self._device.capture(forward, [tokens, positions, *_tensors_of(inputs)])
+
+    def _decode_step_of(self, signature: Signature, padding: torch.Tensor) -> DecodeStep:
+        def forward(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            return self._model.logits(self._forward(signature, tokens, positions, inputs)), positions
+
+        if self._device.captures and self.graphs.has(signature):
+            return captured_step(self._device, self._batch, forward, padding)
+        return decode_step(self._batch, forward)
+
+    def _padding_rows(self, bucket: int) -> torch.Tensor:
+        return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
+
+    def _plans(self, inputs: Sequence[StepInput]) -> dict[str, Any]:
+        """Each layer's attention metadata."""
+        return self._model.attention_plans(
+            [
+                (names, self._device.plan(group, self._geometry.block_size, step))
+                for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
+            ]
+        )
+
+    def _forward(
+        self,
+        signature: Signature,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: Sequence[StepInput],
+    ) -> torch.Tensor:
+        return self.graphs.run(signature, tokens, positions, self._plans(inputs))
+
+
+def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
+    return [tensor for step in inputs for tensor in tensors_of(step)]
+
+
+def _without(
+    work: PrefillWork | DecodeWork | None, slots: Collection[int]
+) -> PrefillWork | DecodeWork | None:
+    """What is left of a step's work without some slots. A decode step keeps its bucket."""
+    if isinstance(work, PrefillWork):
+        return None if work.slot in slots else work
+    if not isinstance(work, DecodeWork) or not slots:
+        return work
+    left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
+    if not left:
+        return None
+    return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])

@@ -1,0 +1,1 @@
+"""Rewrites of schemas and expressions into the part of xgrammar that enforces them."""

@@ -1,0 +1,1 @@
+"""Static graphs: recorded, replayed or compiled, and cached."""

@@ -1,0 +1,1 @@
+"""A model's files: found, checked and converted."""
