@@ -23,7 +23,7 @@ from worker_svc.plans.step_plan import (
     PrefillWork,
     Sampling,
 )
-from worker_svc.sampling import NUM_TOP
+from worker_svc.sampling.logprobs import NUM_TOP
 
 # Fields of SamplingParams that change what is sampled here. Those that only say when to stop are the scheduler's.
 _SAMPLING_FIELDS = (

@@ -9,7 +9,7 @@ from protos.errors import Internal
 from worker_svc.devices.base import AttentionInput, InPlaceInput, StepInput
 from worker_svc.plans.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
 from worker_svc.plans.step_plan import Admission, DecodeWork, Growth, PrefillWork
-from worker_svc.sampling import SamplingBatch, SamplingState, Vocabulary
+from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
 
 
 class Batch:
@@ -28,7 +28,7 @@ class Batch:
         groups: Sequence[KvGroup],
         num_blocks: Sequence[int],
         device: torch.device,
-        vocabulary: Vocabulary,
+        vocabulary: SamplingVocabulary,
     ) -> None:
         """Every slot starts free."""
         self._geometry = geometry

@@ -8,8 +8,10 @@ import torch
 from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Report, Sample
-from worker_svc.sampling import Needs, report, sample
-from worker_svc.sampling.argmax import likeliest
+from worker_svc.sampling.argmax import argmax_rows
+from worker_svc.sampling.logprobs import compute_logprobs
+from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.state import Needs
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Of rows, int64 [bucket]: logits, float32 [bucket, vocab], and the rows' positions, int64 [bucket]."""
@@ -42,7 +44,7 @@ def sampler(batch: Batch) -> Sample:
 
 def decode_step(batch: Batch, forward: Forward) -> DecodeStep:
     """A step that runs as it is written."""
-    return DecodeStep(forward, _advance(batch), sampler(batch), report)
+    return DecodeStep(forward, _advance(batch), sampler(batch), compute_logprobs)
 
 
 def captured_step(device: Device, batch: Batch, forward: Forward, padding: torch.Tensor) -> DecodeStep:
@@ -57,16 +59,16 @@ def captured_step(device: Device, batch: Batch, forward: Forward, padding: torch
 
     def forward_and_choose(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, positions = forward(rows)
-        return logits, positions, likeliest(logits)
+        return logits, positions, argmax_rows(logits)
 
     captured = device.capture(forward_and_choose, [padding])
     # What is captured behind it reads its results where they are.
     logits, positions, tokens = captured(padding)
-    reporting = device.capture(lambda tokens: (report(logits, tokens),), [tokens])
+    reporting = device.capture(lambda tokens: (compute_logprobs(logits, tokens),), [tokens])
 
     def report_of(given: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         # Not of logits that a grammar's mask lies on, where the step's own are: who has one brings a copy from before.
-        return reporting(tokens)[0] if given is logits else report(given, tokens)
+        return reporting(tokens)[0] if given is logits else compute_logprobs(given, tokens)
 
     return DecodeStep(
         captured,

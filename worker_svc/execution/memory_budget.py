@@ -24,7 +24,7 @@ from worker_svc.devices.base import Device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
-from worker_svc.sampling import sampling_bytes, state_bytes
+from worker_svc.sampling.footprint import sampling_bytes, state_bytes
 
 _GIB = 2**30
 _FLOAT32 = 4

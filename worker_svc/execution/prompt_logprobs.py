@@ -7,7 +7,7 @@ import torch
 from worker_svc.execution.batch import Batch
 from worker_svc.plans.geometry import Geometry
 from worker_svc.plans.step_plan import Admission, Logprobs, PrefillWork
-from worker_svc.sampling import report, reports_of
+from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
 
 
 class PromptLogprobs:
@@ -62,6 +62,6 @@ class PromptLogprobs:
         for start in range(0, len(found), rows):
             piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
             wanted = min(start + rows, len(found)) - start
-            reported = report(self._logits(hidden[piece]), targets[piece])[start - piece.start :]
-            logprobs += [each for each in reports_of(reported, [count] * wanted) if each is not None]
+            reported = compute_logprobs(self._logits(hidden[piece]), targets[piece])[start - piece.start :]
+            logprobs += [each for each in unpack_logprobs(reported, [count] * wanted) if each is not None]
         return logprobs

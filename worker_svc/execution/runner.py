@@ -19,7 +19,8 @@ from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions, Graphs, Signature
 from worker_svc.plans.geometry import Geometry, KvGroup
 from worker_svc.plans.step_plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
-from worker_svc.sampling import Vocabulary, report
+from worker_svc.sampling.logprobs import compute_logprobs
+from worker_svc.sampling.state import SamplingVocabulary
 
 Progress = Callable[[int, int, str], None]
 """Told of units done, units in total, and what is being done."""
@@ -65,7 +66,7 @@ class Runner:
         groups: Sequence[KvGroup],
         geometry: Geometry,
         *,
-        vocabulary: Vocabulary,
+        vocabulary: SamplingVocabulary,
         options: GraphOptions | None = None,
         constraints: Constraints | None = None,
     ) -> None:
@@ -94,7 +95,7 @@ class Runner:
         if device.captures:
             # Captured steps know where tables and scratch are: neither may move afterwards.
             self._batch.sampling.allocate()
-            self._batch.sampling.scratch(geometry.decode_buckets[-1])
+            self._batch.sampling.workspace(geometry.decode_buckets[-1])
         self._chooser = Chooser(self._batch, constraints)
         self._sample = sampler(self._batch)
         self._prompt_logprobs = PromptLogprobs(self._batch, geometry, model.logits)
@@ -217,7 +218,7 @@ class Runner:
         rows = torch.tensor([work.slot], device=self._device.torch_device)
         chosen = self._chooser.choose([work.slot], rows, logits, positions[last], self._sample)
         self._batch.advance_prefill(work, chosen.tokens)
-        (output,) = self._chooser.outputs([work.slot], chosen, report)
+        (output,) = self._chooser.outputs([work.slot], chosen, compute_logprobs)
         return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
 
     def _prefill_hidden(

@@ -9,13 +9,15 @@ from protos.errors import InvalidArgument
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, Constraints
 from worker_svc.plans.step_plan import Output
-from worker_svc.sampling import Needs, SamplingBatch, reports_of, sample
+from worker_svc.sampling.logprobs import unpack_logprobs
+from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.state import Needs, SamplingBatch
 
 Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""Of needs, logits [rows, vocab], slots and positions of the rows' last tokens, int64 [rows]: see ``sampling.sample``."""
+"""Of needs, logits [rows, vocab], slots and positions of the rows' last tokens, int64 [rows]: see ``sampling.sampler.sample``."""
 
 Report = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of logits [rows, vocab] and the tokens chosen, int64 [rows]: see ``sampling.report``."""
+"""Of logits [rows, vocab] and the tokens chosen, int64 [rows]: see ``sampling.logprobs.compute_logprobs``."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Chooser:
         """
         batch, choice = chosen.batch, chosen.choice
         reports = report(chosen.logits, chosen.tokens) if batch.reports else None
-        logprobs = [None] * len(slots) if reports is None else reports_of(reports, batch.logprobs)
+        logprobs = [None] * len(slots) if reports is None else unpack_logprobs(reports, batch.logprobs)
         for slot, token, entry in zip(slots, chosen.told[: len(slots)].tolist(), logprobs, strict=True):
             error = choice.errors.get(slot) if choice else None
             if error is None and token < 0:

@@ -24,7 +24,7 @@ from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
 from worker_svc.plans.step_plan import Output, Plan
-from worker_svc.sampling import Vocabulary
+from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Settings
 
 if TYPE_CHECKING:
@@ -200,7 +200,9 @@ class Worker:
                     self.device,
                     self.groups,
                     geometry,
-                    vocabulary=Vocabulary(self.description.vocab_size, self.description.eos_token_ids),
+                    vocabulary=SamplingVocabulary(
+                        self.description.vocab_size, self.description.eos_token_ids
+                    ),
                     options=self._graph_options(),
                     constraints=self._constraints(geometry),
                 )

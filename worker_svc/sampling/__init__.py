@@ -1,31 +1,8 @@
-"""Chooses tokens on the device, for all rows of a step at once, by static functions of [rows, vocab].
+"""Token sampling on the device: static functions of [rows, vocab] that handle all rows of a step at once.
 
-What a request asks for lies in tensors with a row per slot (``state``); a step gathers its rows'. The order is vLLM's:
-
-1. log-probabilities are of the logits as the model made them (``report``);
-2. ``adjust``: masks (``allowed_token_ids``, grammars), ``bad_words``, ``min_tokens``, ``logit_bias``, penalties;
-3. the greedy choice, or: temperature, then ``cut``: ``min_p``, ``top_k``, and ``top_p`` over what is left; then ``draw``.
-
-A step computes what its rows need (``Needs``) and no more: of a batch of greedy rows, the most probable tokens (``likeliest``). Nothing in
-here waits for the device, so that all of it can be captured.
+``state`` holds the slots' parameters as tensors, one row a slot; a step gathers its rows. ``sampler.sample`` applies them in vLLM's order:
+``adjust`` (masks, bad words, ``min_tokens``, ``logit_bias``, penalties), then either ``argmax`` (greedy) or temperature, ``filters``
+(``min_p``, ``top_k``, ``top_p``; ``triton_search`` on GPUs) and ``draw``. ``logprobs`` reads the model's own logits, before any of this.
+``workspace`` is the memory that steps compute in; ``footprint`` counts it. A step computes only what its rows need (``state.Needs``).
+Nothing here waits for the device, so steps can be captured. Imported by ``execution`` and ``api``; imports ``plans``.
 """
-
-from worker_svc.sampling.argmax import likeliest
-from worker_svc.sampling.memory import sampling_bytes, state_bytes
-from worker_svc.sampling.report import NUM_TOP, report, reports_of
-from worker_svc.sampling.sampler import sample
-from worker_svc.sampling.state import Needs, SamplingBatch, SamplingState, Vocabulary
-
-__all__ = [
-    "NUM_TOP",
-    "Needs",
-    "SamplingBatch",
-    "SamplingState",
-    "Vocabulary",
-    "likeliest",
-    "report",
-    "reports_of",
-    "sample",
-    "sampling_bytes",
-    "state_bytes",
-]

@@ -12,7 +12,7 @@ import torch
 from worker_svc.sampling.state import FOREVER, Needs, SamplingState
 
 
-def adjust(
+def adjust_logits(
     state: SamplingState,
     needs: Needs,
     logits: torch.Tensor,

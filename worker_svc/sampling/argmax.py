@@ -6,7 +6,7 @@ import torch
 _BLOCK = 128
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
+def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
     """The place of each row's largest value, the first of equal ones: what ``logits.argmax(dim=-1)`` returns, where NaN counts as the largest.
 
     Args:

@@ -27,7 +27,7 @@ FEW = 64
 """The largest ``top_k`` that is small."""
 
 
-def cut(
+def apply_filters(
     tile: Tile,
     min_p: torch.Tensor | None,
     top_k: torch.Tensor | None,
@@ -54,7 +54,7 @@ def cut(
     floor = None if min_p is None else min_p.view(torch.int32)[:, None]
     likeliest = _Likeliest.of(tile.weights, top_k) if top_k is not None and few else None
     if top_k is not None:
-        kth = likeliest.kth() if likeliest is not None else least_kept(bits, None, top_k[:, None], tile)
+        kth = likeliest.kth() if likeliest is not None else find_threshold(bits, None, top_k[:, None], tile)
         floor = kth if floor is None else torch.maximum(floor, kth)
     if floor is not None:
         _drop_below(floor, bits, tile)
@@ -62,9 +62,9 @@ def cut(
         total = mass.sum(dim=-1, keepdim=True)
         wanted = torch.minimum((top_p[:, None] * total).ceil_().long(), total)
         if likeliest is not None and nucleus_in_few:
-            nucleus = likeliest.least_kept(mass, wanted)
+            nucleus = likeliest.find_threshold(mass, wanted)
         else:
-            nucleus = least_kept(bits, mass, wanted, tile)
+            nucleus = find_threshold(bits, mass, wanted, tile)
         _drop_below(nucleus, bits, tile)
     return mass
 
@@ -87,8 +87,8 @@ class _Likeliest:
         """Bits of each row's k-th largest weight, int32 [rows, 1]; 0 for rows that keep all."""
         return self._bits(self.weights.gather(1, self.top_k.clamp(max=self.weights.shape[1]) - 1))
 
-    def least_kept(self, mass: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """The same as :func:`least_kept`; ``mass`` of what :meth:`kth` drops is 0 already."""
+    def find_threshold(self, mass: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The same as :func:`find_threshold`; ``mass`` of what :meth:`kth` drops is 0 already."""
         found = mass.gather(1, self.tokens)
         # Of equal tokens the first one counts: before it, there are only likelier ones.
         outside = found.cumsum(dim=1).sub_(found) >= wanted
@@ -98,7 +98,7 @@ class _Likeliest:
         return threshold.masked_fill(self.top_k > FEW, 0.0).view(torch.int32)
 
 
-def least_kept(
+def find_threshold(
     bits: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor, tile: Tile
 ) -> torch.Tensor:
     """The largest value such that the tokens that reach it have so much together.
@@ -115,7 +115,7 @@ def least_kept(
     if bits.is_cuda:
         from worker_svc.sampling import triton_search
 
-        return triton_search.least_kept(bits, measure, wanted)
+        return triton_search.find_threshold(bits, measure, wanted)
     if measure is None:
         measure = tile.logits.view(torch.int32).fill_(1)
     base = torch.zeros((bits.shape[0], 1), dtype=torch.int32, device=bits.device)

@@ -2,10 +2,10 @@
 
 import torch
 
-from worker_svc.sampling.adjust import adjust
-from worker_svc.sampling.argmax import likeliest
+from worker_svc.sampling.adjust import adjust_logits
+from worker_svc.sampling.argmax import argmax_rows
 from worker_svc.sampling.draw import draw, uniform
-from worker_svc.sampling.filters import cut
+from worker_svc.sampling.filters import apply_filters
 from worker_svc.sampling.state import Needs, Reach, SamplingState
 from worker_svc.sampling.workspace import Tile
 
@@ -37,20 +37,20 @@ def sample(
         The tokens, int64 [rows], and the same for telling others: -1 where no token at all was allowed.
     """
     if needs.none:
-        chosen = likeliest(logits)
+        chosen = argmax_rows(logits)
         return chosen, chosen
-    scratch = state.scratch(logits.shape[0])
+    workspace = state.workspace(logits.shape[0])
     adjusted = logits
     if needs.adjusts:
-        adjusted = adjust(state, needs, logits, rows, positions, scratch.logits(logits.shape[0]))
+        adjusted = adjust_logits(state, needs, logits, rows, positions, workspace.logits(logits.shape[0]))
     # First, as the tiles' memory is that of the adjusted logits.
-    chosen = likeliest(adjusted)
+    chosen = argmax_rows(adjusted)
     best = adjusted.gather(1, chosen[:, None])
     if needs.random:
         numbers = uniform(state.seed[rows], positions, attempt)
         parts = [
-            draw(kept_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
-            for part, tile in scratch.tiles(logits.shape[0])
+            draw(filtered_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
+            for part, tile in workspace.tiles(logits.shape[0])
         ]
         drawn = torch.cat(parts)
         chosen = torch.where(state.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
@@ -59,7 +59,7 @@ def sample(
     return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)
 
 
-def kept_masses(
+def filtered_masses(
     state: SamplingState,
     needs: Needs,
     adjusted: torch.Tensor,
@@ -82,7 +82,7 @@ def kept_masses(
     # A row of which nothing is allowed has no largest logit.
     largest = (best / temperature).clamp_(min=torch.finfo(torch.float32).min)
     torch.div(adjusted, temperature, out=tile.weights).sub_(largest).exp_()
-    return cut(
+    return apply_filters(
         tile,
         state.min_p[rows] if needs.min_p else None,
         state.top_k[rows] if needs.top_k else None,

@@ -1,7 +1,7 @@
 """The sampling parameters of every slot, as tensors, so that a step gathers its rows' without a loop.
 
 Small ones are always there. Tables and counts come with the first request that needs them, or before graphs are captured; how much memory
-they take is counted either way (``memory.state_bytes``).
+they take is counted either way (``footprint.state_bytes``).
 """
 
 import enum
@@ -14,7 +14,7 @@ from protos.errors import InvalidArgument
 from worker_svc.plans.step_plan import Admission, Sampling
 from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.filters import FEW
-from worker_svc.sampling.workspace import Scratch
+from worker_svc.sampling.workspace import Workspace
 
 # What one request may have; tables are as wide. No less than what a scheduler lets through (scheduler_svc/convert/sampling.py): bans are
 # bad words and, while min_tokens holds, its stop_token_ids and the model's end tokens.
@@ -27,7 +27,7 @@ _NARROWEST = 16
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class SamplingVocabulary:
     """What sampling has to know of a model."""
 
     size: int
@@ -125,7 +125,7 @@ class SamplingState:
     ban_prefix: torch.Tensor
     ban_prefix_len: torch.Tensor
 
-    def __init__(self, tokens: torch.Tensor, vocabulary: Vocabulary) -> None:
+    def __init__(self, tokens: torch.Tensor, vocabulary: SamplingVocabulary) -> None:
         """All slots start greedy.
 
         Args:
@@ -144,7 +144,7 @@ class SamplingState:
         self.repetition = torch.ones(rows, device=device)
         self.frequency = torch.zeros(rows, device=device)
         self.presence = torch.zeros(rows, device=device)
-        self._scratch = Scratch(0, vocabulary.size, device)
+        self._workspace = Workspace(0, vocabulary.size, device)
         self._has_tables = False
         # Equal ones are one object.
         self._known_needs: dict[Needs, Needs] = {}
@@ -174,11 +174,11 @@ class SamplingState:
         self.ban_prefix_len = torch.zeros((rows, MAX_BANS), dtype=torch.int32, device=device)
         self._has_tables = True
 
-    def scratch(self, rows: int) -> Scratch:
+    def workspace(self, rows: int) -> Workspace:
         """Memory for a step of so many rows; it stays for the next one."""
-        if rows > self._scratch.num_rows:
-            self._scratch = Scratch(rows, self.vocabulary.size, self.tokens.device)
-        return self._scratch
+        if rows > self._workspace.num_rows:
+            self._workspace = Workspace(rows, self.vocabulary.size, self.tokens.device)
+        return self._workspace
 
     def variants(self) -> list[Needs]:
         """What is captured: one of these covers any step, the cheapest first."""

@@ -1,4 +1,4 @@
-"""The search for a threshold on GPUs: what ``cut.least_kept`` finds, without histograms, whose atomics queue up for the bins that most tokens are in.
+"""The search for a threshold on GPUs: what ``filters.find_threshold`` finds, without histograms, whose atomics queue up for the bins that most tokens are in.
 
 The 30 bits that vary of a float in [0, 1] are found three at a time. In one launch per three bits, all processors add up, over a row's
 tokens, what reaches each of the seven values that those bits may have; the next launch reads off the sums how far its predecessors got.
@@ -55,8 +55,8 @@ def _tell(wanted, sums, found, BITS: tl.constexpr, PASSES: tl.constexpr):
     tl.store(found + row, base)
 
 
-def least_kept(bits: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """Like ``cut.least_kept``.
+def find_threshold(bits: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+    """Like ``filters.find_threshold``.
 
     Args:
         bits: int32 [rows, vocab], contiguous.

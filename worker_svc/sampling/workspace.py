@@ -26,7 +26,7 @@ class Tile:
     """int64."""
 
 
-class Scratch:
+class Workspace:
     """Logits of all rows of a step, and what is computed of them for a tile of rows at a time: on a CPU few, elsewhere all."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -69,5 +69,5 @@ class Scratch:
 
 
 _PER_TILE_ELEMENT = _FLOAT32 + _INT32 + 2 * _INT64
-SCRATCH_BYTES = _FLOAT32 + _PER_TILE_ELEMENT
+WORKSPACE_BYTES = _FLOAT32 + _PER_TILE_ELEMENT
 """Of each element of [rows, vocab], at most."""

@@ -23,7 +23,7 @@ from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
-from worker_svc.sampling import Vocabulary
+from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.vllm_adapter.engine import VllmModel
 
 
@@ -46,7 +46,7 @@ class LocalReplica:
             open_device("cpu"),
             layers,
             sizes,
-            vocabulary=Vocabulary(model.description.vocab_size, model.description.eos_token_ids),
+            vocabulary=SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids),
         )
         groups = [KvGroup(SchedulerKind[group.kind.name], group.window) for group in layers]
         geometry = SchedulerGeometry(max_model_len, slots, chunk, block_size, buckets)

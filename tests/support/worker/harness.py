@@ -24,7 +24,7 @@ from worker_svc.plans.step_plan import (
     PrefillWork,
     Sampling,
 )
-from worker_svc.sampling import Vocabulary
+from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
@@ -89,7 +89,7 @@ class Harness:
         assert count_blocks(self.groups, self.geometry, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
-        vocabulary = Vocabulary(model.description.vocab_size, model.description.eos_token_ids)
+        vocabulary = SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids)
         self.runner = Runner(
             model,
             device,

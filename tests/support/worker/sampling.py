@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from worker_svc.plans.step_plan import Admission, Sampling
-from worker_svc.sampling import SamplingState, Vocabulary, sample
+from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.state import SamplingState, SamplingVocabulary
 
 LONGEST = 64
 
@@ -33,7 +34,9 @@ def make_state(
 ) -> SamplingState:
     """Slots with these requests."""
     rows = (len(requests) if slots is None else slots) + 1
-    state = SamplingState(torch.zeros((rows, LONGEST + 1), dtype=torch.int64), Vocabulary(vocab, ends))
+    state = SamplingState(
+        torch.zeros((rows, LONGEST + 1), dtype=torch.int64), SamplingVocabulary(vocab, ends)
+    )
     for each in requests:
         admit(state, each)
     return state

@@ -21,7 +21,7 @@ from worker_svc.plans.step_plan import (
     PrefillWork,
     Sampling,
 )
-from worker_svc.sampling import NUM_TOP
+from worker_svc.sampling.logprobs import NUM_TOP
 
 
 def test_a_full_plan_arrives() -> None:

@@ -10,7 +10,7 @@ from worker_svc.devices.base import AttentionInput, InPlaceInput
 from worker_svc.execution.batch import Batch
 from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
 from worker_svc.plans.step_plan import Admission, DecodeWork, Growth, PrefillWork, Sampling
-from worker_svc.sampling import Vocabulary
+from worker_svc.sampling.state import SamplingVocabulary
 
 LAYERS = [
     AttentionLayer("full", 2, 1, 32, 0, torch.float32),
@@ -22,7 +22,7 @@ SIZES = Geometry(max_model_len=32, max_num_seqs=3, chunk=8, block_size=4, decode
 
 @pytest.fixture
 def batch() -> Batch:
-    return Batch(SIZES, GROUPS, (20, 20), torch.device("cpu"), Vocabulary(300))
+    return Batch(SIZES, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def sliding() -> Batch:
         group_layers(LAYERS, GroupKind.IN_PLACE_WINDOW),
         (20, 4),
         torch.device("cpu"),
-        Vocabulary(300),
+        SamplingVocabulary(300),
     )
 
 

@@ -13,7 +13,7 @@ from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
 from worker_svc.plans.step_plan import Admission, BlockCopy, DecodeWork, Growth, Plan, PrefillWork, Sampling
-from worker_svc.sampling import Vocabulary
+from worker_svc.sampling.state import SamplingVocabulary
 
 GREEDY = Sampling(temperature=0.0)
 VOCABULARY = 64
@@ -66,7 +66,7 @@ def runner() -> Runner:
         PlainDevice(),
         GROUPS,
         SIZES,
-        vocabulary=Vocabulary(VOCABULARY),
+        vocabulary=SamplingVocabulary(VOCABULARY),
         options=GraphOptions(level=0),
     )
     runner.warm_up(lambda *_: None)

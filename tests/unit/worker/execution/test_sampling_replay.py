@@ -24,7 +24,7 @@ from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.plans.geometry import Geometry
 from worker_svc.plans.step_plan import Admission, DecodeWork, Logprobs, Output, Plan, PrefillWork, Sampling
-from worker_svc.sampling import Vocabulary
+from worker_svc.sampling.state import SamplingVocabulary
 
 VOCAB = 300
 NEW = 12
@@ -161,7 +161,7 @@ class Worker:
         device = CapturingDevice() if captured else PlainDevice()
         self.constraints = Table()
         self.runner = Runner(
-            Noise(), device, GROUPS, SIZES, vocabulary=Vocabulary(VOCAB, (0, 1, 2)), options=GraphOptions(level=0),
+            Noise(), device, GROUPS, SIZES, vocabulary=SamplingVocabulary(VOCAB, (0, 1, 2)), options=GraphOptions(level=0),
             constraints=self.constraints,
         )  # fmt: skip
         if captured:
@@ -330,7 +330,7 @@ def test_a_grammar_forces_nothing_that_other_parameters_may_forbid(fields: dict[
 def test_captured_steps_stay_where_they_are() -> None:
     """Tables and scratch have their largest size before the first step is captured, as those of a small bucket hold their addresses."""
     sampling = Worker(captured=True).runner._batch.sampling
-    assert sampling.scratch(1).num_rows == SIZES.decode_buckets[-1]
+    assert sampling.workspace(1).num_rows == SIZES.decode_buckets[-1]
 
 
 def test_seeds_matter() -> None:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tests.support.worker.sampling import make_state, request
 from worker_svc.devices import open_device
 from worker_svc.plans.step_plan import Sampling
-from worker_svc.sampling import SamplingState, report
-from worker_svc.sampling.adjust import adjust
-from worker_svc.sampling.sampler import kept_masses, sample
+from worker_svc.sampling.adjust import adjust_logits
+from worker_svc.sampling.logprobs import compute_logprobs
+from worker_svc.sampling.sampler import filtered_masses, sample
+from worker_svc.sampling.state import SamplingState
 from worker_svc.vllm_adapter import startup
 
 VOCAB = 96
@@ -143,12 +144,14 @@ def ours(batch: list[Row], logits: torch.Tensor) -> tuple[SamplingState, torch.T
     lengths = [len(each.token_ids) for each in requests]
     slots = list(range(len(batch)))
     needs, index = state.batch(slots, lengths).needs, torch.tensor(slots)
-    scratch = state.scratch(len(batch))
-    adjusted = adjust(state, needs, logits, index, torch.tensor(lengths), scratch.logits(len(batch))).clone()
+    workspace = state.workspace(len(batch))
+    adjusted = adjust_logits(
+        state, needs, logits, index, torch.tensor(lengths), workspace.logits(len(batch))
+    ).clone()
     masses = []
-    for part, tile in scratch.tiles(len(batch)):
+    for part, tile in workspace.tiles(len(batch)):
         best = adjusted[part].amax(dim=-1, keepdim=True)
-        masses.append(kept_masses(state, needs, adjusted[part], best, index[part], tile).double())
+        masses.append(filtered_masses(state, needs, adjusted[part], best, index[part], tile).double())
     mass = torch.cat(masses)
     return state, adjusted, mass / mass.sum(dim=-1, keepdim=True)
 
@@ -227,7 +230,7 @@ def test_log_probabilities_are_vllms() -> None:
 
     logits, chosen = logits_of(5, 8), torch.arange(8) * 7
     expected = Sampler.gather_logprobs(Sampler.compute_logprobs(logits), 20, chosen)
-    found = report(logits, chosen)
+    found = compute_logprobs(logits, chosen)
     torch.testing.assert_close(found[:, :1].float(), expected.logprobs[:, :1])
     assert torch.equal(found[:, 1].long(), expected.selected_token_ranks.long())
     assert torch.equal(found[:, 2:22].long(), expected.logprob_token_ids[:, 1:].long())

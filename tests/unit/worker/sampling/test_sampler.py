@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.support.worker.sampling import admit, chi_square_p, choose, draw_many, make_state, request
 from worker_svc.plans.step_plan import Sampling
-from worker_svc.sampling import Needs, report, reports_of
-from worker_svc.sampling.argmax import likeliest
+from worker_svc.sampling.argmax import argmax_rows
 from worker_svc.sampling.draw import draw, sequence_seed, uniform
-from worker_svc.sampling.filters import least_kept
-from worker_svc.sampling.sampler import kept_masses
-from worker_svc.sampling.state import Reach
-from worker_svc.sampling.workspace import Scratch
+from worker_svc.sampling.filters import find_threshold
+from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
+from worker_svc.sampling.sampler import filtered_masses, sample
+from worker_svc.sampling.state import Needs, Reach
+from worker_svc.sampling.workspace import Workspace
 
 VOCAB = 50
 
@@ -168,11 +168,11 @@ def test_the_search_is_exact() -> None:
     values[:, ::7] = values[:, 1::7][:, : values[:, ::7].shape[1]]
     values[:, 5], values[:, 6] = 1.0, 0.0
     ordered = values.sort(dim=-1, descending=True).values
-    ((_, tile),) = Scratch(4, 300, torch.device("cpu")).tiles(4)
+    ((_, tile),) = Workspace(4, 300, torch.device("cpu")).tiles(4)
     for k in (1, 2, 3, 17, 150, 299, 300):
-        found = least_kept(values.view(torch.int32), None, torch.full((4, 1), k), tile)
+        found = find_threshold(values.view(torch.int32), None, torch.full((4, 1), k), tile)
         assert torch.equal(found.view(torch.float32)[:, 0], ordered[:, k - 1])
-    assert (least_kept(values.view(torch.int32), None, torch.full((4, 1), 301), tile) <= 0).all()
+    assert (find_threshold(values.view(torch.int32), None, torch.full((4, 1), 301), tile) <= 0).all()
 
 
 @given(
@@ -196,8 +196,10 @@ def test_the_likeliest_is_the_argmax(
     logits = logits.round() if flat else logits
     for row, token, value in special:
         logits[row % rows, token % vocab] = value
-    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
-    assert torch.equal(likeliest(torch.full((rows, vocab), -torch.inf)), torch.zeros(rows, dtype=torch.int64))
+    assert torch.equal(argmax_rows(logits), logits.argmax(dim=-1))
+    assert torch.equal(
+        argmax_rows(torch.full((rows, vocab), -torch.inf)), torch.zeros(rows, dtype=torch.int64)
+    )
 
 
 @given(
@@ -244,9 +246,9 @@ def test_the_few_likeliest_are_enough(kind: str) -> None:
         replace(few, top_k=Reach.ALL, top_p=Reach.ALL),
         replace(few, top_k=Reach.ALL),
     ):
-        ((_, tile),) = state.scratch(8).tiles(8)
+        ((_, tile),) = state.workspace(8).tiles(8)
         best = logits.amax(dim=-1, keepdim=True)
-        kept.append(kept_masses(state, needs, logits, best, torch.arange(8), tile).clone())
+        kept.append(filtered_masses(state, needs, logits, best, torch.arange(8), tile).clone())
     assert all(torch.equal(other, kept[0]) for other in kept[1:])
     assert (kept[0] > 0).any(dim=-1).all()
 
@@ -287,8 +289,6 @@ def test_seed_decides_whatever_the_neighbours() -> None:
 
 def test_every_variant_that_covers_a_step_draws_the_same() -> None:
     """What is captured computes more than a step needs; the tokens are those of a step that computes just that."""
-    from worker_svc.sampling import sample
-
     logits = some_logits(len(MIXED), seed=2)
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     rows, lengths = torch.arange(len(MIXED)), [4] * len(MIXED)
@@ -375,7 +375,7 @@ def test_a_prefill_between_steps_costs_no_other_union() -> None:
 def test_logprobs_are_of_the_unfiltered_distribution() -> None:
     """Chosen token, rank and likeliest tokens are reported before temperature and filters, for rows that asked."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    first, second = reports_of(report(logits, torch.tensor([2, 3])), [2, None])
+    first, second = unpack_logprobs(compute_logprobs(logits, torch.tensor([2, 3])), [2, None])
     expected = logits[0].log_softmax(-1)
     assert second is None
     assert first is not None
@@ -387,7 +387,7 @@ def test_logprobs_are_of_the_unfiltered_distribution() -> None:
 
 def test_logprobs_of_the_chosen_token_alone() -> None:
     """0 asks for the chosen token's log-probability and no others; padded rows are not reported."""
-    (entry,) = reports_of(report(torch.zeros(3, 4), torch.tensor([1, 0, 0])), [0])
+    (entry,) = unpack_logprobs(compute_logprobs(torch.zeros(3, 4), torch.tensor([1, 0, 0])), [0])
     assert entry is not None
     assert entry.logprob == pytest.approx(-1.386294, abs=1e-5)
     assert (entry.rank, list(entry.top_token_ids)) == (1, [])

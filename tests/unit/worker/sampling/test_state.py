@@ -19,10 +19,18 @@ from protos.triptych.v1 import common_pb2
 from tests.support.property_settings import machine
 from tests.support.worker.sampling import LONGEST, admit, choose, expected_logits, make_state, request
 from worker_svc.plans.step_plan import Sampling
-from worker_svc.sampling import Needs, SamplingState, Vocabulary, report, sample
-from worker_svc.sampling.memory import sampling_bytes, state_bytes
-from worker_svc.sampling.state import MAX_BAN_TOKENS, MAX_BANS, MAX_BIASES
-from worker_svc.sampling.workspace import SCRATCH_BYTES
+from worker_svc.sampling.footprint import sampling_bytes, state_bytes
+from worker_svc.sampling.logprobs import compute_logprobs
+from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.state import (
+    MAX_BAN_TOKENS,
+    MAX_BANS,
+    MAX_BIASES,
+    Needs,
+    SamplingState,
+    SamplingVocabulary,
+)
+from worker_svc.sampling.workspace import WORKSPACE_BYTES
 
 VOCAB = 70
 SLOTS = 4
@@ -140,7 +148,7 @@ def test_a_step_allocates_nothing_that_grows() -> None:
         Sampling(seed=2, allowed_token_ids=range(50), min_tokens=5),
     ]  # fmt: skip
     state = make_state([request(slot, each) for slot, each in enumerate(mix)], VOCAB, ends=ENDS)
-    scratch, shapes = state.scratch(2), set()
+    workspace, shapes = state.workspace(2), set()
     where = {
         name: tensor.data_ptr() for name, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)
     }
@@ -148,7 +156,7 @@ def test_a_step_allocates_nothing_that_grows() -> None:
         needs = state.batch([0, 1], [length, length]).needs
         shapes.add(needs)
         sample(state, needs, torch.randn(2, VOCAB), torch.arange(2), torch.full((2,), length))
-    assert state.scratch(2) is scratch
+    assert state.workspace(2) is workspace
     assert len(shapes) <= 3
     assert where == {name: getattr(state, name).data_ptr() for name in where}
 
@@ -168,17 +176,19 @@ def test_tables_come_with_the_first_request_that_needs_them() -> None:
 
 @pytest.mark.parametrize(("vocab", "longest"), [(3000, 20_000), (20_001, 64)])
 def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int) -> None:
-    """Each kind that is captured, with the report, beside the scratch that is there already."""
+    """Each kind that is captured, with the report, beside the workspace that is there already."""
     rows = 8
-    state = SamplingState(torch.zeros((rows + 1, longest + 1), dtype=torch.int64), Vocabulary(vocab, (0,)))
+    state = SamplingState(
+        torch.zeros((rows + 1, longest + 1), dtype=torch.int64), SamplingVocabulary(vocab, (0,))
+    )
     state.allocate()
-    scratch = state.scratch(rows)
+    workspace = state.workspace(rows)
     arguments = torch.randn(rows, vocab), torch.arange(rows), torch.full((rows,), longest)
-    counted = sampling_bytes(rows, vocab, longest) - rows * vocab * SCRATCH_BYTES
+    counted = sampling_bytes(rows, vocab, longest) - rows * vocab * WORKSPACE_BYTES
     sample(state, state.variants()[-1], *arguments)  # makes what stays
     known = [
         each
-        for each in (*vars(state).values(), *vars(scratch).values(), *arguments)
+        for each in (*vars(state).values(), *vars(workspace).values(), *arguments)
         if isinstance(each, torch.Tensor)
     ]
     peaks = []
@@ -187,7 +197,7 @@ def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int)
             sample(state, needs, *arguments)
         peaks.append(held.peak)
     with Held(known) as held:
-        report(arguments[0], arguments[1])
+        compute_logprobs(arguments[0], arguments[1])
     assert max(*peaks, held.peak) <= counted
     assert max(*peaks, held.peak) > counted / 2
 

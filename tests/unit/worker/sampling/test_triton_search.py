@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from worker_svc.sampling import triton_search
-from worker_svc.sampling.filters import least_kept
-from worker_svc.sampling.workspace import Scratch
+from worker_svc.sampling.filters import find_threshold
+from worker_svc.sampling.workspace import Workspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ONE = 2.0**44
@@ -17,9 +17,9 @@ def both(
     """What histograms find, and what the kernels do; 0 for what is below all tokens."""
     bits = weights.contiguous().view(torch.int32)
     rows, vocab = weights.shape
-    ((_, tile),) = Scratch(rows, vocab, torch.device("cpu")).tiles(rows)
-    expected = least_kept(bits, measure, wanted, tile)
-    found = triton_search.least_kept(
+    ((_, tile),) = Workspace(rows, vocab, torch.device("cpu")).tiles(rows)
+    expected = find_threshold(bits, measure, wanted, tile)
+    found = triton_search.find_threshold(
         bits.to(DEVICE), measure if measure is None else measure.to(DEVICE), wanted.to(DEVICE)
     )
     return [each.clamp_(min=0)[:, 0].tolist() for each in (expected, found.cpu())]  # type: ignore[return-value]

@@ -1,9 +1,9 @@
 """What sampling takes of a device's memory, whatever requests ask for."""
 
 from worker_svc.sampling.state import MAX_BAN_TOKENS, MAX_BANS, MAX_BIASES
-from worker_svc.sampling.workspace import SCRATCH_BYTES
+from worker_svc.sampling.workspace import WORKSPACE_BYTES
 
-# Of each element, at most, beside the scratch.
+# Of each element, at most, beside the workspace.
 _MASK = 4 + 1  # [rows, vocab]: what is added to logits, and the masks' bytes as indices
 _DRAW = 8  # the masses again, where the vocabulary is no multiple of a block
 _REPORT = (
@@ -22,7 +22,7 @@ def state_bytes(num_slots: int, vocab_size: int) -> int:
 
 
 def sampling_bytes(rows: int, vocab_size: int, longest: int) -> int:
-    """Memory that a step's choice computes in: the scratch, and what comes and goes, of which the largest counts.
+    """Memory that a step's choice computes in: the workspace, and what comes and goes, of which the largest counts.
 
     Args:
         rows: of the largest step.
@@ -35,4 +35,4 @@ def sampling_bytes(rows: int, vocab_size: int, longest: int) -> int:
         MAX_BIASES * _BIASES,
         longest * _HISTORY,
     )
-    return rows * vocab_size * SCRATCH_BYTES + rows * max(passing)
+    return rows * vocab_size * WORKSPACE_BYTES + rows * max(passing)

@@ -10,7 +10,7 @@ NUM_TOP = 20
 """Likeliest tokens that are found for each row, whoever asks: more than a chat client can ask for, few enough to be cheap."""
 
 
-def report(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """All there is to say of each row, as one tensor, so that it is fetched from the device at once.
 
     Args:
@@ -29,7 +29,7 @@ def report(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([(own - total).double(), rank.double(), ids.double(), (values - total).double()], dim=-1)
 
 
-def reports_of(rows: torch.Tensor, counts: Sequence[int | None]) -> list[Logprobs | None]:
+def unpack_logprobs(rows: torch.Tensor, counts: Sequence[int | None]) -> list[Logprobs | None]:
     """The rows of a :func:`report` as they are sent.
 
     Args:
