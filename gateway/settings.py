@@ -1,14 +1,15 @@
 """The gateway's settings: flags, or ``TRIPTYCH_*`` variables of the same name."""
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from gateway.tools.formats import FORMATS
 from protos.logs import LogFormat, LogLevel
-from protos.settings import ServiceSettings
+from protos.settings import Group, ServiceSettings
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
@@ -20,6 +21,21 @@ class Settings(ServiceSettings):
     """Everything that can be set about a gateway."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych gateway")
+
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
+        Group.HTTP_API: (
+            "tool_call_parser",
+            "reasoning_parser",
+            "max_body_bytes",
+            "max_prompts",
+            "max_inputs",
+            "model_poll_s",
+            "keep_alive_s",
+        ),
+        Group.ADDRESSES: ("host", "port", "scheduler_address"),
+        Group.TIMEOUTS: ("resume_timeout_s", "call_timeout_s", "drain_timeout_s"),
+        Group.LOGGING: ("log_level", "log_format"),
+    }
 
     host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[

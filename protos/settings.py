@@ -1,7 +1,11 @@
-"""How every service reads its settings: flags, then ``TRIPTYCH_*`` variables, then the names of the stacks that users come from."""
+"""How every service reads its settings: flags first, then ``TRIPTYCH_*`` variables, then the variables of other stacks."""
 
 import os
-from typing import Any, ClassVar, TypeVar
+import re
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -16,31 +20,36 @@ from pydantic_settings import (
 from protos.errors import ConfigurationRefused
 
 
-class ReferenceNames(PydanticBaseSettingsSource):
-    """Variables of other stacks, with exactly their meaning: what ``ServiceSettings.reference_names`` maps."""
+class Group(StrEnum):
+    """The headings of ``--help``, in the order in which it prints them."""
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - the base's signature
-        """The variable's text for a field, if it has one and it is set."""
-        names: dict[str, str] = getattr(self.settings_cls, "reference_names", {})
-        return os.environ.get(names.get(field_name, "")) or None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """All fields that are set this way."""
-        values = {
-            name: self.get_field_value(field, name)[0]
-            for name, field in self.settings_cls.model_fields.items()
-        }
-        return {name: value for name, value in values.items() if value is not None}
+    MODEL = "Model"
+    DEVICE = "Device"
+    BATCHING = "Batching"
+    KV_MEMORY = "KV memory"
+    COMPILATION = "Compilation"
+    EMBEDDINGS = "Embedding models"
+    STRUCTURED_OUTPUT = "Structured output"
+    QUEUE = "Waiting requests"
+    HTTP_API = "HTTP API"
+    ADDRESSES = "Addresses"
+    TIMEOUTS = "Timeouts and shutdown"
+    LOGGING = "Logging and statistics"
+    LAUNCHER = "Launcher"
 
 
 class ServiceSettings(BaseSettings):
-    """Base of each service's settings class: frozen, kebab-case flags, ``TRIPTYCH_`` variables.
+    """Base of each settings class: frozen, kebab-case flags, ``TRIPTYCH_`` variables.
 
-    Attributes:
-        reference_names: field name to the variable that sets it in a vLLM-RBLN or vLLM-Spyre deployment.
+    The three class variables describe the fields of the class that declares them; a subclass inherits the rest.
     """
 
-    reference_names: ClassVar[dict[str, str]] = {}
+    reference_names: ClassVar[Mapping[str, str]] = {}
+    """By field: the variable that sets it in a vLLM, vLLM-RBLN or vLLM-Spyre deployment, with the same meaning."""
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
+    """The fields under each heading of ``--help``. Every field has one heading."""
+    fixed: ClassVar[Mapping[str, str]] = {}
+    """Inherited fields that the program sets itself, with the reason. They have neither a flag nor a variable."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",
@@ -61,29 +70,132 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - we read no .env files
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - nor secret files
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Order of precedence."""
-        return init_settings, env_settings, ReferenceNames(settings_cls)
+        """Returns the sources in order of precedence."""
+        return init_settings, _NotFixed(settings_cls, env_settings), _ReferenceNames(settings_cls)
+
+
+def declared(cls: type[BaseSettings], variable: str) -> dict[Any, Any]:
+    """Merges one of the class variables above over a settings class and its bases; the subclass wins."""
+    merged: dict[Any, Any] = {}
+    for base in reversed(cls.__mro__):
+        merged |= vars(base).get(variable, {})
+    return merged
+
+
+def group_of(cls: type[BaseSettings], field: str) -> Group | None:
+    """Returns the heading of a field in ``--help``; ``None`` if no class declares one."""
+    for base in cls.__mro__:
+        groups: Mapping[Group, tuple[str, ...]] = vars(base).get("groups", {})
+        for group, fields in groups.items():
+            if field in fields:
+                return group
+    return None
+
+
+class _NotFixed(PydanticBaseSettingsSource):
+    """Another source without the fixed fields."""
+
+    def __init__(self, settings_cls: type[BaseSettings], source: PydanticBaseSettingsSource) -> None:
+        super().__init__(settings_cls)
+        self._source = source
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._source.get_field_value(field, field_name)
+
+    def __call__(self) -> dict[str, Any]:
+        fixed = declared(self.settings_cls, "fixed")
+        return {name: value for name, value in self._source().items() if name not in fixed}
+
+
+class _ReferenceNames(PydanticBaseSettingsSource):
+    """The variables that ``ServiceSettings.reference_names`` lists."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - the base's signature
+        variable = declared(self.settings_cls, "reference_names").get(field_name, "")
+        return os.environ.get(variable) or None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        fixed = declared(self.settings_cls, "fixed")
+        values = {
+            name: self.get_field_value(field, name)[0]
+            for name, field in self.settings_cls.model_fields.items()
+            if name not in fixed
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+# Descriptions say what an unset value means.
+_NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)| factory: .*)\)$")
+
+_METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,..."}
+
+
+class _Parser(ArgumentParser):
+    """Prints the flags of a settings class under their headings, and raises errors instead of exiting."""
+
+    def __init__(self, cls: type[ServiceSettings]) -> None:
+        prog = cls.model_config.get("cli_prog_name")
+        super().__init__(
+            prog=prog,
+            usage="%(prog)s [FLAGS]",
+            description=(cls.__doc__ or "").partition("\n\n")[0],
+            epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. A flag wins over its variable.",
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._settings = cls
+        self._fixed = declared(cls, "fixed")
+        used = {group_of(cls, name) for name in cls.model_fields if name not in self._fixed}
+        self._sections = {group: self.add_argument_group(group) for group in Group if group in used}
+
+    def add_setting(self, *names: str, **options: Any) -> None:
+        """Adds a flag under its field's heading, unless the field is fixed."""
+        # A field of a nested model is called `compilation_config.level`.
+        field = options["dest"].partition(".")[0]
+        text = options["help"]
+        if options.get("metavar") == "JSON":  # pydantic drops the description of a nested model
+            text = self._settings.model_fields[field].description or ""
+        options["help"] = _NO_DEFAULT.sub("", text)
+        if (metavar := options.get("metavar")) in _METAVARS:
+            options["metavar"] = _METAVARS[metavar]
+        if field not in self._fixed:
+            group = group_of(self._settings, field)
+            container = self if group is None else self._sections[group]
+            container.add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses a flag.
+
+        Raises:
+            ConfigurationRefused: Always.
+        """
+        raise ConfigurationRefused(message)
 
 
 S = TypeVar("S", bound=ServiceSettings)
 
 
 def load(cls: type[S], argv: list[str] | None = None) -> S:
-    """Reads flags (``sys.argv`` if ``None``) and environment.
+    """Reads the settings from flags (``sys.argv`` if ``None``) and the environment.
 
     Raises:
-        ConfigurationRefused: on a bad or unknown setting; one line that names it.
-        SystemExit: with code 0 after ``--help``.
+        ConfigurationRefused: A setting is bad or unknown. The message is one line that names it.
+        SystemExit: With code 0, after ``--help``.
     """
     try:
-        source: CliSettingsSource[S] = CliSettingsSource(
-            cls, cli_parse_args=True if argv is None else argv, cli_exit_on_error=False
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            cls,
+            root_parser=_Parser(cls),
+            add_argument_method=_Parser.add_setting,
+            # Nested models would get a heading of their own.
+            add_argument_group_method=lambda parser, **_: parser,
+            cli_parse_args=True if argv is None else argv,
         )
         return cls(_cli_settings_source=source)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if not first["loc"]:  # settings that do not go together: the text names them
+        if not first["loc"]:  # settings that contradict each other: the text names them
             raise ConfigurationRefused(text) from error
         name = str(first["loc"][0])
         flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"

@@ -1,6 +1,7 @@
 """The scheduler's settings: flags (``--block-size``), then ``TRIPTYCH_*`` variables, then the reference documents' own names."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -8,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.logs import LogFormat, LogLevel
-from protos.settings import ServiceSettings
+from protos.settings import Group, ServiceSettings
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
 
@@ -20,7 +21,37 @@ class Settings(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="triptych scheduler", use_attribute_docstrings=True)
 
-    reference_names: ClassVar[dict[str, str]] = {
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
+        Group.MODEL: ("served_model_name", "max_model_len"),
+        Group.BATCHING: (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "decode_steps_per_chunk",
+            "lease_steps",
+            "decode_bucket_strategy",
+            "decode_bucket_min",
+            "decode_bucket_step",
+            "decode_bucket_limit",
+            "decode_buckets",
+        ),
+        Group.KV_MEMORY: (
+            "block_size",
+            "num_blocks",
+            "enable_prefix_caching",
+            "sub_block_cache",
+            "cache_generated_tokens",
+            "keep_windows",
+            "windows_kept_per_slot",
+            "max_pinned_share",
+        ),
+        Group.EMBEDDINGS: ("pool_batch_sizes", "pool_prompt_lens"),
+        Group.QUEUE: ("order", "ageing_s", "tenant_weights", "max_waiting_requests", "max_waiting_tokens"),
+        Group.ADDRESSES: ("host", "port"),
+        Group.TIMEOUTS: ("step_timeout_s", "replica_wait_s", "drain_s"),
+        Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
+    }
+
+    reference_names: ClassVar[Mapping[str, str]] = {
         "decode_bucket_strategy": f"{_BUCKET}_STRATEGY",
         "decode_bucket_min": f"{_BUCKET}_MIN",
         "decode_bucket_step": f"{_BUCKET}_STEP",

@@ -1,5 +1,6 @@
 """What a worker can be told: flags (``--kv-memory``), or ``TRIPTYCH_*`` variables of the same name."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -7,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import SettingsConfigDict
 
 from protos.logs import LogFormat, LogLevel
-from protos.settings import ServiceSettings
+from protos.settings import Group, ServiceSettings
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
@@ -29,7 +30,43 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
 
     model_config = SettingsConfigDict(cli_shortcuts={"optimization-level": "O"})
 
-    reference_names: ClassVar[dict[str, str]] = {
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
+        Group.MODEL: ("model", "revision", "dtype", "load_format", "trust_remote_code", "seed"),
+        Group.DEVICE: (
+            "device",
+            "cpu_threads",
+            "rbln_backend",
+            "rbln_use_custom_kernel",
+            "rbln_moe_use_opt_kernel",
+            "rbln_moe_custom_kernel",
+        ),
+        Group.KV_MEMORY: ("kv_memory", "kv_share", "window_kv"),
+        Group.COMPILATION: (
+            "backend",
+            "optimization_level",
+            "compilation_config",
+            "compile_cache",
+            "disable_compile_cache",
+            "compile_cache_root",
+            "compile_cache_dir",
+            "require_precompiled",
+            "enable_warm_up",
+            "compile_only",
+            "compile_strict",
+        ),
+        Group.STRUCTURED_OUTPUT: (
+            "grammar_threads",
+            "grammar_time_s",
+            "grammar_memory_mib",
+            "grammar_cache_mib",
+            "jump_ahead_tokens",
+        ),
+        Group.ADDRESSES: ("host", "port", "scheduler_address", "advertise_host"),
+        Group.TIMEOUTS: ("stall_timeout_s",),
+        Group.LOGGING: ("log_level", "log_format"),
+    }
+
+    reference_names: ClassVar[Mapping[str, str]] = {
         "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
         "compile_only": "VLLM_RBLN_COMPILE_ONLY",
