@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pydantic_settings import SettingsConfigDict
 
-from deploy.launcher.settings import LaunchSettings, scheduler_flags, worker_flags
+from deploy.launcher.service_flags import scheduler_flags, worker_flags
+from deploy.launcher.settings import LaunchSettings
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
 from protos.settings import load

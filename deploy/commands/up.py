@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from deploy.launcher import settings as flags
+from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.process import ChildSpec
@@ -82,14 +82,14 @@ class Launcher:
         with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
             self._scheduler_port = scheduler_port
             run_dir = settings.run_dir
-            gateway = flags.gateway_flags(settings, self._port, scheduler_port)
-            scheduler = flags.scheduler_flags(settings, scheduler_port)
+            gateway = service_flags.gateway_flags(settings, self._port, scheduler_port)
+            scheduler = service_flags.scheduler_flags(settings, scheduler_port)
             self._workers = [
                 ChildSpec(
                     f"worker-{index}",
-                    (*_COMMAND, "worker", *flags.worker_flags(settings, port, scheduler_port)),
+                    (*_COMMAND, "worker", *service_flags.worker_flags(settings, port, scheduler_port)),
                     run_dir,
-                    flags.worker_environment(settings, index),
+                    service_flags.worker_environment(settings, index),
                 )
                 for index, port in enumerate(worker_ports)
             ]

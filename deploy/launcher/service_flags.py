@@ -1,0 +1,91 @@
+"""Translates the launcher's settings into the command line of each service."""
+
+import os
+
+from pydantic import BaseModel
+
+from deploy.launcher.settings import LaunchSettings
+from gateway.settings import Settings as GatewaySettings
+from protos.settings import ServiceSettings
+from scheduler_svc.settings import Settings as SchedulerSettings
+from worker_svc.settings import Settings as WorkerSettings
+
+LOOPBACK = "127.0.0.1"
+# Running requests may continue this long after Ctrl-C. The supervisor waits longer, so the services exit in order.
+_GATEWAY_DRAIN_S = 5.0
+_SCHEDULER_DRAIN_S = 2.0
+
+
+def gateway_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
+    """Returns the gateway's flags; it alone listens where HTTP clients connect."""
+    return _flags(
+        GatewaySettings,
+        settings,
+        host=settings.host,
+        port=port,
+        scheduler_address=f"{LOOPBACK}:{scheduler_port}",
+        drain_timeout_s=_GATEWAY_DRAIN_S,
+    )
+
+
+def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
+    """Returns the scheduler's flags."""
+    return _flags(SchedulerSettings, settings, host=LOOPBACK, port=port, drain_s=_SCHEDULER_DRAIN_S)
+
+
+def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
+    """Returns the flags of one worker. Several workers share the cores equally unless `cpu_threads` is set."""
+    shared = {}
+    if settings.workers > 1 and settings.cpu_threads is None:
+        shared["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    return _flags(
+        WorkerSettings,
+        settings,
+        model=settings.model,
+        host=LOOPBACK,
+        port=port,
+        scheduler_address=f"{LOOPBACK}:{scheduler_port}",
+        **shared,
+    )
+
+
+def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
+    """Returns the variables that give the `index`-th of several workers a device of its own.
+
+    The devices are those that the launcher's own environment makes visible. Workers share them in turn if there are
+    too few.
+    """
+    variable = {"cuda": "CUDA_VISIBLE_DEVICES", "rbln": "RBLN_DEVICES"}.get(settings.device)
+    if settings.workers == 1 or variable is None:
+        return {}
+    visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    if not visible:
+        return {variable: str(index)}
+    return {variable: visible[index % len(visible)]}
+
+
+def _flags(service: type[ServiceSettings], settings: LaunchSettings, **launcher_values: object) -> list[str]:
+    """Returns what the user set for a service, overridden by what the launcher decides.
+
+    Settings that the user did not set are omitted: the service applies its own defaults.
+    """
+    given = [name for name in service.model_fields if name in settings.model_fields_set]
+    values = {name: getattr(settings, name) for name in given} | launcher_values
+    values["log_format"] = "json"
+    return [_flag(name, value) for name, value in values.items() if value is not None]
+
+
+def _flag(name: str, value: object) -> str:
+    """Returns a flag that `protos.settings.load` reads back as `value`."""
+    flag = f"--{name.replace('_', '-')}"
+    match value:
+        case bool():
+            return flag if value else f"--no-{flag[2:]}"
+        case tuple():
+            return f"{flag}={','.join(map(str, value))}"
+        case dict():
+            return f"{flag}={','.join(f'{key}={item}' for key, item in value.items())}"
+        case BaseModel():
+            return f"{flag}={value.model_dump_json(exclude_unset=True)}"
+        case _:
+            return f"{flag}={value}"

@@ -1,0 +1,63 @@
+"""`triptych up` before it starts anything: bad settings, ports, the example request."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.commands import up
+from deploy.launcher.settings import LaunchSettings
+from protos.settings import load
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["--port", "99999"], "--port (TRIPTYCH_PORT)"),
+        (["--workers", "0"], "--workers"),
+        (["--device", "tpu"], "--device"),
+        (["--max-model-len", "many"], "--max-model-len"),
+        (["--modle", "x"], "unrecognized arguments: --modle x"),
+        (["--log-format", "console"], "--log-format"),
+        (["--block-size", "100", "--max-num-batched-tokens", "64"], "block_size 100"),
+        (["-O", "0", "--backend", "compiled"], "--backend compiled and -O 0"),
+        (["--tool-call-parser", "own"], "--tool-call-parser"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(
+    arguments: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the flag, nothing is started, and the exit code is 2; also where one service alone refuses."""
+    assert cli.main(["up", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("triptych up: ")
+    assert fragment in lines[0]
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A taken HTTP port is reported before any service starts."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert (
+            up.main(["--model", str(tmp_path), "--port", str(port), "--run-dir", str(tmp_path / "run")]) == 2
+        )
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"port {port}" in error
+    assert "--port" in error
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_ports_are_all_different() -> None:
+    """The gateway, the scheduler and every worker get a free port each."""
+    with up.free_ports(load(LaunchSettings, ["--port", "0", "--workers", "4"])) as ports:
+        assert len(set(ports)) == 6
+
+
+def test_the_example_request_fits_the_model() -> None:
+    """An embedding model gets no chat request."""
+    assert up.first_request({"id": "m", "embedding_size": 384})[0] == "/v1/embeddings"
+    path, body = up.first_request({"id": "m"})
+    assert (path, body["model"]) == ("/v1/chat/completions", "m")

@@ -1,0 +1,131 @@
+"""Which flags the launcher gives to which service."""
+
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from deploy.launcher import service_flags
+from deploy.launcher.settings import LaunchSettings
+from gateway.settings import Settings as GatewaySettings
+from protos.settings import ServiceSettings, load
+from scheduler_svc.settings import Settings as SchedulerSettings
+from worker_svc.settings import Settings as WorkerSettings
+
+
+def gateway(*arguments: str) -> list[str]:
+    return service_flags.gateway_flags(load(LaunchSettings, list(arguments)), 8123, 9)
+
+
+def scheduler(*arguments: str) -> list[str]:
+    return service_flags.scheduler_flags(load(LaunchSettings, list(arguments)), 9)
+
+
+def worker(*arguments: str) -> list[str]:
+    return service_flags.worker_flags(load(LaunchSettings, list(arguments)), 8, 9)
+
+
+SERVICES = ((GatewaySettings, gateway), (SchedulerSettings, scheduler), (WorkerSettings, worker))
+
+
+def test_each_service_gets_its_own_settings() -> None:
+    """The model goes to the worker, the geometry to the scheduler, the HTTP address to the gateway, and nothing elsewhere."""
+    arguments = (
+        "--model", "m", "--served-model-name", "pet", "--host", "0.0.0.0", "--max-num-seqs", "4",
+        "--no-enable-prefix-caching", "--trust-remote-code", "--tool-call-parser", "hermes",
+    )  # fmt: skip
+    assert set(gateway(*arguments)) == {
+        "--host=0.0.0.0", "--port=8123", "--scheduler-address=127.0.0.1:9", "--drain-timeout-s=5.0",
+        "--log-format=json", "--tool-call-parser=hermes",
+    }  # fmt: skip
+    assert set(scheduler(*arguments)) == {
+        "--host=127.0.0.1", "--port=9", "--drain-s=2.0", "--log-format=json", "--served-model-name=pet",
+        "--max-num-seqs=4", "--no-enable-prefix-caching",
+    }  # fmt: skip
+    assert set(worker(*arguments)) == {
+        "--model=m", "--host=127.0.0.1", "--port=8", "--scheduler-address=127.0.0.1:9", "--log-format=json",
+        "--trust-remote-code",
+    }  # fmt: skip
+
+
+def test_unset_settings_are_omitted() -> None:
+    """The services' own defaults hold where the launcher has no value."""
+    assert set(scheduler()) == {"--host=127.0.0.1", "--port=9", "--drain-s=2.0", "--log-format=json"}
+
+
+# Arguments for fields whose sample value cannot be told from their type.
+ARGUMENTS = {
+    "compilation_config": ['--compilation-config={"level": 3, "candidate_compile_sizes": [1, 8]}'],
+    "compile_strict": ["--compile-strict"],
+    "decode_bucket_strategy": ["--decode-bucket-strategy=linear"],
+    "decode_buckets": ["--decode-buckets=1,3", "--decode-bucket-strategy=manual"],
+    "pool_batch_sizes": ["--pool-batch-sizes=1,4", "--pool-prompt-lens=4096,1024"],
+    "pool_prompt_lens": ["--pool-batch-sizes=2", "--pool-prompt-lens=512"],
+    "reasoning_parser": ["--reasoning-parser=vllm:own"],
+    "tenant_weights": ["--tenant-weights=paid=4,trial=0.5"],
+    "tool_call_parser": ["--tool-call-parser=hermes"],
+    "batchsize_log_interval_s": ["--batchsize-log-interval-s=-1"],
+}
+PASSED_ON = [
+    pytest.param(service, flags, name, id=f"{service.__module__.partition('.')[0]}-{name}")
+    for service, flags in SERVICES
+    for name in service.model_fields
+    if name not in {"host", "port", *LaunchSettings.fixed}
+]
+
+
+@pytest.mark.parametrize(("service", "flags", "name"), PASSED_ON)
+def test_a_service_reads_the_value_that_up_was_given(
+    service: type[ServiceSettings], flags: Any, name: str
+) -> None:
+    """Each setting survives the way through the launcher, alone and unchanged."""
+    arguments = ARGUMENTS.get(name) or [sample(service, name)]
+    given = load(LaunchSettings, arguments)
+    value = getattr(given, name)
+    assert value != service.model_fields[name].get_default(call_default_factory=True)
+    assert getattr(load(service, flags(*arguments)), name) == value
+
+
+def sample(service: type[ServiceSettings], name: str) -> str:
+    """A flag with a valid value that is not the default."""
+    field = service.model_fields[name]
+    flag = f"--{name.replace('_', '-')}"
+    kind = next((part for part in get_args(field.annotation) if part is not type(None)), field.annotation)
+    if get_origin(field.annotation) is Literal:
+        kind = Literal
+    if kind is bool:
+        return flag.replace("--", "--no-", 1) if field.default else flag
+    if kind is Literal:
+        return f"{flag}={next(choice for choice in get_args(field.annotation) if choice != field.default)}"
+    if kind in {int, float}:
+        bounds = {type(item).__name__: item for item in field.metadata}
+        low = getattr(bounds.get("Ge"), "ge", None) or getattr(bounds.get("Gt"), "gt", None) or 0
+        high = getattr(bounds.get("Le"), "le", None)
+        values = [low + 1, high, (low + (high or 9)) / 2]
+        value = next(
+            item
+            for item in values
+            if item is not None and item != field.default and (not high or item <= high)
+        )
+        return f"{flag}={value}"
+    return f"{flag}=some-value"
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several workers split the cores unless --cpu-threads is set; a single one takes its default."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert "--cpu-threads=2" in worker("--workers", "3")
+    assert "--cpu-threads=5" in worker("--workers", "3", "--cpu-threads", "5")
+    assert not any(flag.startswith("--cpu-threads") for flag in worker())
+
+
+def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several workers take one visible device each, in turn."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("RBLN_DEVICES", raising=False)
+    cuda = load(LaunchSettings, ["--device", "cuda", "--workers", "3"])
+    assert [service_flags.worker_environment(cuda, index) for index in range(3)] == [
+        {"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "4")
+    ]
+    rbln = load(LaunchSettings, ["--device", "rbln", "--workers", "2"])
+    assert service_flags.worker_environment(rbln, 1) == {"RBLN_DEVICES": "1"}
+    assert service_flags.worker_environment(load(LaunchSettings, ["--device", "cuda"]), 0) == {}
