@@ -63,8 +63,7 @@ async def serve(settings: Settings) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(grace_s=0.5)
         await thread.close(wait_s=0.5)
-        if worker.grammars is not None:
-            worker.grammars.close()
+        worker.close()
         log.info("stopped")
 
 

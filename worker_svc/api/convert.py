@@ -7,10 +7,11 @@ from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
-from worker_svc.execution.worker import Phase, Ready, Worker
+from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import Spec
 from worker_svc.model_files.loader import display_name
 from worker_svc.plans.geometry import Geometry, GroupKind, PoolGeometry, PoolShape
+from worker_svc.plans.phases import Phase
 from worker_svc.plans.step_plan import (
     Admission,
     BlockCopy,

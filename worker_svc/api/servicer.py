@@ -11,8 +11,9 @@ from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
 from worker_svc.api.model_thread import ModelThread
-from worker_svc.execution.worker import Phase, Ready, Worker
+from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files import loader
+from worker_svc.plans.phases import Phase
 from worker_svc.plans.step_plan import DecodeWork, Plan
 
 

@@ -1,4 +1,4 @@
-"""The persistent batch: what plans made of each slot, as tensors on the device."""
+"""The persistent batch: the state of every slot, as tensors on the device."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVoca
 class Batch:
     """Token ids, computed tokens, block tables and sampling parameters of every slot.
 
-    Row ``max_num_seqs`` is padding: token 0 at position 0 of a sequence in the null block, greedy. A step gathers its rows by slot, and
-    padded rows gather that one.
-
-    Attributes:
-        sampling: the slots' sampling parameters.
+    Row ``max_num_seqs`` is the padding row: a greedy sequence in the null block with token 0 at position 0.
+    A step gathers its rows by slot; padded rows gather the padding row.
     """
+
+    sampling: SamplingState
+    """The slots' sampling parameters."""
+    padding_row: int
+    """The row that stands in for missing slots."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Batch:
         self._device = device
         self.padding_row = geometry.max_num_seqs
         rows = geometry.max_num_seqs + 1
-        # One column more than the longest sequence: where the token after its last one would go.
+        # One column more than the longest sequence, for the token sampled after its last one.
         self._tokens = torch.zeros((rows, geometry.max_model_len + 1), dtype=torch.int64, device=device)
         self._computed = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tables = [
@@ -46,13 +48,13 @@ class Batch:
         ]
         self.sampling = SamplingState(self._tokens, vocabulary)
         self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
-        # The host's copies, so that a plan is checked without waiting for the device. -1 marks a free slot.
+        # Copies on the host: plans are checked without waiting for the device. -1 marks a free slot.
         self._num_known = [-1] * rows
         self._num_computed = [0] * rows
         self._num_table_blocks = [[0] * rows for _ in groups]
 
     def release(self, slot: int) -> None:
-        """Frees a slot; its table points to the null block again. A free slot stays free."""
+        """Frees a slot and points its tables to the null block. Releasing a free slot does nothing."""
         if self._num_known[slot] < 0:
             return
         self._num_known[slot] = -1
@@ -62,11 +64,11 @@ class Batch:
             counts[slot] = 0
 
     def admit(self, request: Admission) -> None:
-        """Gives a request its slot.
+        """Puts a request into its slot. Changes nothing if it raises.
 
         Raises:
-            Internal: if the slot is taken or the request does not fit; nothing has changed then.
-            InvalidArgument: if its sampling parameters cannot be met; likewise.
+            Internal: if the slot is taken or the request does not fit.
+            InvalidArgument: if the sampling parameters cannot be met.
         """
         slot, known = request.slot, len(request.token_ids)
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
@@ -74,7 +76,7 @@ class Batch:
         if not 0 <= request.num_computed_tokens < known <= self._geometry.max_model_len:
             raise Internal(
                 f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot {slot};"
-                f" at least one must be left to compute and {self._geometry.max_model_len} fit"
+                f" at least one must be left to compute and at most {self._geometry.max_model_len} fit"
             )
         grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
         for grant in grants:
@@ -97,20 +99,20 @@ class Batch:
             raise
 
     def grow(self, growth: Growth) -> None:
-        """Appends blocks to a slot's table.
+        """Appends blocks to a slot's table. Changes nothing if it raises.
 
         Raises:
-            Internal: if the slot is free, a block does not exist or the table is full; nothing has changed then.
+            Internal: if the slot is free, a block does not exist or the table is full.
         """
         self._check_known(growth.slot)
         self._check_grant(growth, self._num_computed[growth.slot])
         self._append(growth)
 
     def check(self, work: PrefillWork | DecodeWork) -> None:
-        """Refuses work that does not fit what earlier plans made of its slots.
+        """Refuses work that contradicts the state of its slots.
 
         Raises:
-            Internal: naming the first slot that does not fit.
+            Internal: naming the first slot that does not match.
         """
         if isinstance(work, PrefillWork):
             slot, end = work.slot, work.start + work.num_tokens
@@ -125,7 +127,7 @@ class Batch:
                     f"the plan prefills tokens {work.start} to {end} of slot {slot}, which has {computed} of {known} computed"
                 )
             if work.sample != (end == known):
-                raise Internal(f"the plan samples slot {slot} elsewhere than at its last known token")
+                raise Internal(f"the plan must sample slot {slot} at its last known token, and only there")
             self._check_blocks(slot, end)
             return
         if work.bucket not in self._geometry.decode_buckets or len(work.slots) > work.bucket:
@@ -142,10 +144,10 @@ class Batch:
             self._check_blocks(slot, known)
 
     def prefill_inputs(self, work: PrefillWork | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """The step's tensors, of static shapes; ``None`` for one of padding alone.
+        """Returns the static-shaped tensors of a prefill step; ``None`` makes a step of padding only.
 
         Returns:
-            Token ids [chunk], positions [chunk] and the attention's inputs per KV group.
+            Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
         """
         chunk, block_size = self._geometry.chunk, self._geometry.block_size
         slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
@@ -169,7 +171,14 @@ class Batch:
         return tokens, positions, inputs
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """The same for a decode step whose rows are the slots ``rows`` (int64 [bucket], padding included)."""
+        """Returns the tensors of a decode step.
+
+        Args:
+            rows: int64 [bucket], the rows' slots, including padding.
+
+        Returns:
+            Token ids [bucket], positions [bucket] and the attention inputs of each KV group.
+        """
         block_size, bucket = self._geometry.block_size, rows.shape[0]
         positions = self._computed[rows]
         tokens = self._tokens[rows, positions]
@@ -186,16 +195,16 @@ class Batch:
             inputs.append(AttentionInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
         return tokens, positions, inputs
 
-    def sampling_of(self, slots: Sequence[int]) -> SamplingBatch:
-        """What a step of these slots has to compute to choose their tokens."""
+    def sampling_batch(self, slots: Sequence[int]) -> SamplingBatch:
+        """Returns what a step must compute to sample tokens for these slots."""
         return self.sampling.batch(slots, self._num_known)
 
     def tokens_of(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """The slot's tokens at these positions, int64 [end - start]; none if ``end`` is not behind ``start``."""
+        """Returns the slot's tokens at positions `start` to `end`, int64 [end - start]; empty if ``end <= start``."""
         return self._tokens[slot, start : max(start, end)]
 
     def advance_prefill(self, work: PrefillWork, token: torch.Tensor | None) -> None:
-        """Records that a chunk is computed and, if it was sampled, the next token (int64 [1])."""
+        """Records a computed chunk and the token sampled after it, int64 [1], if there is one."""
         end = work.start + work.num_tokens
         self._num_computed[work.slot] = end
         self._computed[work.slot] = end
@@ -204,9 +213,10 @@ class Batch:
             self._num_known[work.slot] = end + 1
 
     def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Records one more computed token and the next token (int64 [bucket]) of each row; what the device keeps of it.
+        """Records on the device one more computed token and the next token (int64 [bucket]) of each row.
 
-        Without a look at what the tensors hold, so that it can be captured: padded rows are written too, to what they were.
+        Nothing depends on the tensors' values, so a device can capture this. Padded rows are written with the values
+        that they already have.
         """
         real = rows != self.padding_row
         computed = self._computed[rows] + real
@@ -214,21 +224,21 @@ class Batch:
         self._tokens[rows, computed] = torch.where(real, tokens, 0)
 
     def advance_decode(self, slots: Sequence[int]) -> None:
-        """The same for what the host keeps."""
+        """Records the same on the host."""
         for slot in slots:
             self._num_computed[slot] += 1
             self._num_known[slot] += 1
 
     def append(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Records tokens that follow the last known one; none of them is computed yet."""
+        """Appends tokens to a slot's sequence; they count as known but not as computed."""
         start = self._num_known[slot]
         self._num_known[slot] = end = start + len(token_ids)
         tokens = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
         self._tokens[slot, start:end] = tokens
         self.sampling.extend(slot, tokens)
 
-    def room(self, slot: int) -> int:
-        """Tokens that still fit into a slot's sequence."""
+    def free_positions(self, slot: int) -> int:
+        """Returns how many tokens still fit into a slot's sequence."""
         return self._geometry.max_model_len - self._num_known[slot]
 
     def _check_known(self, slot: int) -> None:
@@ -236,12 +246,17 @@ class Batch:
             raise Internal(f"the plan names slot {slot}, which is free or does not exist")
 
     def _check_grant(self, growth: Growth, computed: int) -> None:
-        """Refuses blocks that do not exist or do not fit behind those of a slot that has so many computed tokens."""
+        """Refuses blocks that do not exist, do not fit the table, or are null where a token is still visible.
+
+        Args:
+            growth: the blocks.
+            computed: the slot's computed tokens.
+        """
         slot, group_id = growth.slot, growth.group_id
         if not 0 <= group_id < len(self._groups):
             raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")
         group, held = self._groups[group_id], self._num_table_blocks[group_id][slot]
-        # The next query is at position `computed` and sees as far back as this.
+        # The earliest position that the next query, at position `computed`, attends to.
         seen_from = computed - group.window + 1 if group.kind is GroupKind.PAGED_WINDOW else 0
         for index, block in enumerate(growth.block_ids, start=held):
             if not 0 <= block < self._num_blocks[group_id]:
@@ -251,11 +266,11 @@ class Batch:
             if block == NULL_BLOCK and (index + 1) * self._geometry.block_size > seen_from:
                 raise Internal(
                     f"the plan gives slot {slot} the null block as block {index} of KV group {group_id},"
-                    f" which is still seen with {computed} tokens computed"
+                    f" which is still visible with {computed} tokens computed"
                 )
         end, width = held + len(growth.block_ids), group.table_width(self._geometry)
         if end > width:
-            raise Internal(f"slot {slot} would get {end} blocks of group {group_id}, its table holds {width}")
+            raise Internal(f"slot {slot} would get {end} blocks of group {group_id}; its table holds {width}")
 
     def _append(self, growth: Growth) -> None:
         counts = self._num_table_blocks[growth.group_id]
@@ -269,7 +284,7 @@ class Batch:
         if num_tokens > self._geometry.max_model_len:
             raise Internal(f"the plan takes slot {slot} beyond {self._geometry.max_model_len} tokens")
         for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
-            in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds whatever is to be kept
+            in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds the whole window
             if (1 if in_place else math.ceil(num_tokens / self._geometry.block_size)) > counts[slot]:
                 raise Internal(
                     f"slot {slot} has {counts[slot]} blocks of group {group.group_id}, too few for {num_tokens} tokens"

@@ -1,4 +1,4 @@
-"""Keys and values: one tensor a KV group, addressed by block ids that the scheduler hands out."""
+"""The memory of keys and values: one tensor per KV group, addressed by the scheduler's block ids."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,25 +13,24 @@ from worker_svc.plans.step_plan import BlockCopy
 
 
 class KvCache:
-    """The memory of all KV groups.
+    """The memory of all KV groups."""
 
-    Attributes:
-        num_blocks: per group, the null block included.
-    """
+    num_blocks: tuple[int, ...]
+    """Blocks per group, including the null block."""
 
     def __init__(
         self, device: Device, groups: Sequence[KvGroup], block_size: int, num_blocks: Sequence[int]
     ) -> None:
-        """Allocates, zeroed, so that what padding reads is finite.
+        """Allocates zeroed memory, so that padding reads finite numbers.
 
         Raises:
-            ConfigurationRefused: if the memory is not there.
+            ConfigurationRefused: if there is not enough memory.
         """
         self.num_blocks = tuple(num_blocks)
         self._device = device
         self._groups = tuple(groups)
         self._tokens_per_block = [group.tokens_per_block(block_size) for group in groups]
-        # Per group, tensors [layers, ...]: usually one, so that copying a block over all layers is one operation.
+        # Per group, tensors [layers, ...]. Usually one tensor: then one operation copies a block in all layers.
         self._tensors: list[list[torch.Tensor]] = []
         try:
             for group, count in zip(groups, num_blocks, strict=True):
@@ -43,19 +42,19 @@ class KvCache:
         except RuntimeError as error:
             gib = sum(c * b for c, b in zip(num_blocks, self.bytes_per_block, strict=True)) / 2**30
             raise ConfigurationRefused(
-                f"{gib:.1f} GiB of KV cache do not fit into memory; lower --kv-memory"
+                f"a KV cache of {gib:.1f} GiB does not fit into memory; lower --kv-memory"
             ) from error
 
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
-        """Per group, over all of its layers."""
+        """Bytes of one block of each group, over all of its layers."""
         return tuple(
             group.bytes_per_token * tokens
             for group, tokens in zip(self._groups, self._tokens_per_block, strict=True)
         )
 
     def by_layer(self) -> dict[str, torch.Tensor]:
-        """Each layer's cache, by the layer's name; views of one tensor a group, unless the device wants one a layer."""
+        """Returns each layer's cache by the layer's name: views of the group's tensor, or a tensor per layer."""
         return {
             layer.name: cache
             for group, tensors in zip(self._groups, self._tensors, strict=True)
@@ -63,26 +62,27 @@ class KvCache:
         }
 
     def clear(self, group_id: int, block_ids: Sequence[int]) -> None:
-        """Zeroes blocks that change hands.
+        """Zeroes blocks before another request uses them.
 
-        Kernels read a block in whole tiles and weigh what lies behind a sequence's end with 0. That hides anything finite; but 0 times
-        NaN is NaN, so what one broken request left would break the next.
+        Kernels read whole tiles and multiply the entries past a sequence's end by 0. That hides any finite
+        value, but 0 times NaN is NaN: without zeroing, one broken request would break the next.
         """
         for caches, block in itertools.product(self._tensors[group_id], block_ids):
             self._device.clear_block(caches, block)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks, in order. Whole blocks: how tokens lie within one is the kernels' business."""
+        """Copies whole blocks, in order. Only the kernels know the layout within a block."""
         for copy in copies:
             for caches in self._tensors[copy.group_id]:
                 self._device.copy_block(caches, copy.source, copy.target)
 
 
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
-    """Blocks per group that fit into ``budget`` bytes, in the ratio in which the longest sequences use them.
+    """Returns how many blocks of each group fit into `budget` bytes, in the ratio that the longest sequences use.
 
-    No more than every slot can use at full length, with the windows that are kept for it; what shorter sequences leave is for prefixes
-    worth keeping. Where memory is short, fewer windows are kept, so that at least one sequence fits.
+    The count stops at the blocks that all slots need at full length, including the windows kept per slot. Shorter
+    sequences leave blocks free for cached prefixes. When memory is short, fewer windows are kept so that at least
+    one sequence fits.
 
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.
@@ -90,7 +90,7 @@ def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> 
     bytes_per_block = [
         group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups
     ]
-    usable = budget - sum(bytes_per_block)  # the null blocks
+    usable = budget - sum(bytes_per_block)  # minus the null blocks
     per_sequence, one = [0], 0
     for kept in range(geometry.windows_kept_per_slot, -1, -1):
         fewer = replace(geometry, windows_kept_per_slot=kept)
@@ -100,8 +100,8 @@ def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> 
             break
     else:
         raise ConfigurationRefused(
-            f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, {max(budget, 0) / 2**20:.0f} MiB"
-            " are available; raise --kv-memory or lower --max-model-len"
+            f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, but"
+            f" {max(budget, 0) / 2**20:.0f} MiB are available; raise --kv-memory or lower --max-model-len"
         )
-    sequences = min(usable / one, geometry.max_num_seqs)  # every slot at full length
+    sequences = min(usable / one, geometry.max_num_seqs)
     return tuple(1 + int(count * sequences) for count in per_sequence)

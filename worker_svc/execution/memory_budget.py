@@ -1,19 +1,19 @@
-"""Whether a model fits its device: weights, working memory of its graphs and KV cache, before any of them is made.
+"""Checks that weights, graphs and KV cache fit into the device's memory before any of them is made.
 
-What a graph needs of memory for itself is estimated from shapes. A layer computes what its weights map from and to, so with ``width``
-the sum of the input and output sizes of all matrices of the widest layer (an expert layer's counted once for each expert), a step of
-``tokens`` tokens needs at most ::
+The working memory of a graph is estimated from shapes. ``width`` is the sum of the input and output sizes of
+all matrices of the widest layer (an expert layer's matrices count once for each expert). Layers take turns in
+the same memory, so a step of ``tokens`` tokens needs at most ::
 
     tokens * (width * itemsize + 6 * hidden * 4)
 
-bytes: layers take turns in the same memory, and the second term is for norms, which some models compute in float32. Recorded graphs
-have memory of their own, so theirs add up over all signatures; without recording, the largest step counts alone. Behind them come the
-logits of the largest bucket, in the model's own type and in float32 ::
+bytes. The second term is for norms, which some models compute in float32. Recorded graphs have separate
+memory, so their needs add up over all signatures. Without recording, only the largest step counts.
+The logits of the largest bucket, in the model's type and in float32, add ::
 
     rows * vocab * (itemsize + 4)
 
-What sampling computes in, and its tables of parameters with a row per slot, come on top (``sampling/memory.py``): counted from the start,
-though they are made only when a request needs them.
+Sampling adds its workspace and its parameter tables, which have a row per slot. They count from the start,
+although they are allocated when the first request needs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,39 +24,24 @@ from worker_svc.devices.base import Device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
+from worker_svc.plans.model_description import ModelSize
 from worker_svc.sampling.footprint import sampling_bytes, state_bytes
 
 _GIB = 2**30
 _FLOAT32 = 4
 _WIDE_STATES = 6
-# What types that a setting may name take; models saved in float32 run in half of that unless they are asked not to.
+# Bytes per element. "auto" runs models that were saved in float32 in half precision.
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """What of a model its memory depends on."""
-
-    weight_bytes: int
-    """Of all parameters and buffers, each counted once."""
-    width: int
-    """Elements; see the module."""
-    hidden_size: int
-    """Elements of a token's state between layers."""
-    vocab_size: int
-    """Elements of a row of logits; 0 for a pooling model."""
-    itemsize: int
-    """Bytes of an element of weights and activations."""
-
-
 def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded: bool) -> int:
-    """Memory beside weights and KV cache.
+    """Returns the bytes that steps need beside weights and KV cache.
 
     Args:
         size: the model's.
-        steps: tokens of a step of each signature.
-        rows: of the largest batch of logits.
-        recorded: whether each signature has memory of its own, as recorded graphs do.
+        steps: tokens of one step, for each signature.
+        rows: rows of the largest batch of logits.
+        recorded: whether each signature has its own memory, as recorded graphs do.
     """
     per_token = size.width * size.itemsize + _WIDE_STATES * size.hidden_size * _FLOAT32
     logits = rows * size.vocab_size * (size.itemsize + _FLOAT32)
@@ -64,12 +49,12 @@ def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded:
 
 
 def check_weights(checkpoint: Checkpoint, dtype: str, device: Device) -> None:
-    """Refuses weights that alone are more than the device has free, before they are read.
+    """Refuses weights that exceed the device's free memory, before they are read.
 
     Args:
         checkpoint: the model's.
-        dtype: the setting.
-        device: not yet holding anything of the model.
+        dtype: the ``--dtype`` setting.
+        device: without any part of the model on it yet.
 
     Raises:
         ConfigurationRefused: with both sizes.
@@ -79,13 +64,13 @@ def check_weights(checkpoint: Checkpoint, dtype: str, device: Device) -> None:
     if free is not None and needed > free:
         smaller = ", --dtype bfloat16" if dtype == "float32" else ""
         raise ConfigurationRefused(
-            f"the weights need {_gib(needed)}, and device {device.name} has {_gib(free)} free;"
+            f"the weights need {_gib(needed)}, but device {device.name} has {_gib(free)} free;"
             f" use a smaller model{smaller} or a device with more memory"
         )
 
 
 def free_memory(device: Device) -> int | None:
-    """Bytes that are free, or ``None`` for a device that does not say."""
+    """Returns the free bytes, or ``None`` if the device cannot tell."""
     try:
         return device.free_memory()
     except ConfigurationRefused:
@@ -93,17 +78,18 @@ def free_memory(device: Device) -> int | None:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How a device's memory is shared out once the weights are on it."""
+class MemoryBudget:
+    """Divides the memory that the weights leave free between graphs and KV cache."""
 
     device: Device
     size: ModelSize
+    """The model's."""
     recorded: bool
     """Whether steps run as recorded graphs; see :func:`working_bytes`."""
     kv_memory: float | None
-    """The setting: GiB of KV cache."""
+    """The setting ``--kv-memory``: GiB of KV cache."""
     kv_share: float
-    """The setting: share of what is left beside weights and graphs."""
+    """The setting ``--kv-share``: the KV cache's share of what weights and graphs leave free."""
 
     def _free(self) -> int | None:
         free = free_memory(self.device)
@@ -111,8 +97,8 @@ class Budget:
             free -= self.size.weight_bytes
         return free
 
-    def fit_pool(self, geometry: PoolGeometry) -> None:
-        """Refuses shapes of a pooling model that are too large.
+    def check_pooling(self, geometry: PoolGeometry) -> None:
+        """Refuses shapes of a pooling model that do not fit.
 
         Raises:
             ConfigurationRefused: with the numbers.
@@ -122,48 +108,47 @@ class Budget:
         working = working_bytes(self.size, steps, 0, recorded=False)
         if free is not None and working > free:
             raise ConfigurationRefused(
-                f"{self._beside(free)}, and a step of {max(steps)} tokens needs {_gib(working)};"
+                f"{self._beside(free)}, but a step of {max(steps)} tokens needs {_gib(working)};"
                 " lower --pool-batch-sizes or --pool-prompt-lens"
             )
 
     def fit(self, geometry: Geometry, groups: Sequence[KvGroup]) -> Geometry:
-        """The geometry with its blocks counted.
+        """Returns the geometry with its blocks counted.
 
         Args:
             geometry: with or without ``num_blocks``.
             groups: the model's KV groups.
 
         Raises:
-            ConfigurationRefused: if it needs more than is free: with the numbers, and the setting that would fit.
+            ConfigurationRefused: if it needs more than is free; names the numbers and a setting that would fit.
         """
         free = self._free()
         if free is None and self.kv_memory is None and not geometry.num_blocks:
-            self.device.free_memory()  # says what to do about it
+            self.device.free_memory()  # raises with advice
         working = self._working(geometry)
         if free is not None and working >= free:
             raise ConfigurationRefused(
-                f"{self._beside(free)}, and graphs need {_gib(working)}; {self._smaller(geometry, free)}"
+                f"{self._beside(free)}, but graphs need {_gib(working)}; {self._smaller(geometry, free)}"
             )
         if geometry.num_blocks:
             counted = geometry
         else:
-            asked = None if self.kv_memory is None else int(self.kv_memory * _GIB)
-            counted = _counted(
-                geometry, groups, int(((free or 0) - working) * self.kv_share) if asked is None else asked
-            )
+            share = ((free or 0) - working) * self.kv_share
+            budget = int(share if self.kv_memory is None else self.kv_memory * _GIB)
+            counted = _count(geometry, groups, budget)
         sizes = [group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups]
         cache = sum(size * count for size, count in zip(sizes, counted.num_blocks, strict=True))
         if free is not None and cache + working > free:
             left = free - working
             if geometry.num_blocks:
-                # One number for all groups, as the setting has it.
+                # The setting is one number for all groups.
                 setting = f"--num-blocks {left // sum(sizes)} would"
             else:
                 setting = f"--kv-memory {left * 100 // _GIB / 100:g} would"
             if left // sum(sizes) <= geometry.table_width:
                 setting = "not even one sequence would; lower --max-model-len or use a smaller model"
             raise ConfigurationRefused(
-                f"{self._beside(free)}, and {_gib(cache)} of KV cache and {_gib(working)} of graphs do not fit;"
+                f"{self._beside(free)}, but {_gib(cache)} of KV cache and {_gib(working)} of graphs do not fit;"
                 f" {setting}"
             )
         return counted
@@ -176,10 +161,10 @@ class Budget:
         return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
 
     def _beside(self, free: int) -> str:
-        return f"beside {_gib(self.size.weight_bytes)} of weights device {self.device.name} has {_gib(free)} free"
+        return f"device {self.device.name} has {_gib(free)} free beside {_gib(self.size.weight_bytes)} of weights"
 
     def _smaller(self, geometry: Geometry, free: int) -> str:
-        """The setting that would make graphs fit."""
+        """Names the setting that would make graphs fit."""
 
         def chunk(count: int) -> Geometry:
             return replace(geometry, chunk=count)
@@ -192,7 +177,7 @@ class Budget:
             ("--max-num-batched-tokens", geometry.chunk, chunk),
             ("--max-num-seqs", geometry.max_num_seqs, seqs),
         ]
-        # What has the larger part is the cause.
+        # Try the larger part of the memory first.
         if geometry.chunk < sum(geometry.decode_buckets):
             ways.reverse()
         for flag, count, changed in ways:
@@ -202,12 +187,12 @@ class Budget:
         return "use a smaller model or a device with more memory"
 
 
-def _counted(geometry: Geometry, groups: Sequence[KvGroup], budget: int) -> Geometry:
-    """With as many blocks as the budget, in bytes, holds."""
+def _count(geometry: Geometry, groups: Sequence[KvGroup], budget: int) -> Geometry:
+    """Returns the geometry with as many blocks as fit into `budget` bytes."""
     try:
         return replace(geometry, num_blocks=count_blocks(groups, geometry, budget))
     except ConfigurationRefused as error:
-        # The text ends with the setting to lower.
+        # The text ends with the setting to lower; add the largest length that fits.
         for width in range(geometry.table_width - 1, 0, -1):
             shorter = replace(geometry, max_model_len=width * geometry.block_size, windows_kept_per_slot=0)
             needed = sum(

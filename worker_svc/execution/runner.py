@@ -1,4 +1,4 @@
-"""Runs plans: prepare the inputs, execute the model, sample."""
+"""Runs a generating model's plans: prepares inputs, executes the model, selects tokens."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,36 +10,34 @@ import torch
 from protos.errors import Internal, TriptychError
 from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.decode_steps import DecodeStep, captured_step, decode_step, sampler
+from worker_svc.execution.decode_steps import DecodeStep, captured_step, make_sampler, plain_step
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.prompt_logprobs import PromptLogprobs
-from worker_svc.execution.token_selection import Chooser
+from worker_svc.execution.token_selection import TokenSelector
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions, Graphs, Signature
 from worker_svc.plans.geometry import Geometry, KvGroup
+from worker_svc.plans.phases import Progress
 from worker_svc.plans.step_plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
 
-Progress = Callable[[int, int, str], None]
-"""Told of units done, units in total, and what is being done."""
-
 
 class Model(Protocol):
-    """What the runner asks of a model; ``vllm_adapter.engine.VllmModel`` is one."""
+    """What the runner needs from a model; ``vllm_adapter.engine.VllmModel`` implements it."""
 
     def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
-        """Hands each attention layer its KV cache."""
+        """Gives each attention layer its KV cache."""
 
     def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
-        """Makes of each group's layer names and device plan what :meth:`forward` wants."""
+        """Returns the attention metadata that :meth:`forward` takes, from each group's layer names and device plan."""
         ...
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of token ids [tokens]."""
+        """Returns hidden states [tokens, hidden] for token ids [tokens]."""
         ...
 
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
@@ -47,17 +45,16 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
+        """Returns logits, float32 [rows, vocab], for hidden states [rows, hidden]."""
         ...
 
 
 class Runner:
-    """One model, its KV cache and its persistent batch. Not thread-safe: one thread runs all plans.
+    """A model, its KV cache and its persistent batch. Not thread-safe: one thread runs all plans."""
 
-    Attributes:
-        cache: the KV cache.
-        graphs: the graphs that steps run as.
-    """
+    cache: KvCache
+    graphs: Graphs
+    """The graphs that steps run as."""
 
     def __init__(
         self,
@@ -74,12 +71,12 @@ class Runner:
 
         Args:
             model: with its weights loaded.
-            device: the model's.
+            device: where the model runs.
             groups: the model's KV groups.
             geometry: with ``num_blocks`` set.
             vocabulary: the model's.
-            options: how steps are made graphs; see ``Graphs``. By default as the device does.
-            constraints: of requests whose output must match a grammar; without, there are none.
+            options: how steps become graphs; ``None`` for the device's default level.
+            constraints: matches outputs with grammars; ``None`` if the model does not support grammars.
 
         Raises:
             ConfigurationRefused: if the cache does not fit into memory.
@@ -93,11 +90,11 @@ class Runner:
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
         if device.captures:
-            # Captured steps know where tables and scratch are: neither may move afterwards.
+            # Captured steps hold the addresses of tables and workspace, which must not move afterwards.
             self._batch.sampling.allocate()
             self._batch.sampling.workspace(geometry.decode_buckets[-1])
-        self._chooser = Chooser(self._batch, constraints)
-        self._sample = sampler(self._batch)
+        self._selector = TokenSelector(self._batch, constraints)
+        self._sample = make_sampler(self._batch)
         self._prompt_logprobs = PromptLogprobs(self._batch, geometry, model.logits)
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
@@ -108,7 +105,7 @@ class Runner:
         self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[Signature]:
-        """Every kind of step that plans may ask for."""
+        """Returns every kind of step that plans may ask for."""
         decode = [Signature("decode", bucket, 1) for bucket in self._geometry.decode_buckets]
         return [Signature("prefill", 1, self._geometry.chunk), *decode]
 
@@ -117,7 +114,7 @@ class Runner:
         """Makes the graph of every signature.
 
         Raises:
-            ConfigurationRefused: if one cannot be made, and there is to be one.
+            ConfigurationRefused: if a graph cannot be made but is required.
         """
         signatures = self.signatures()
         for done, signature in enumerate(signatures):
@@ -127,7 +124,7 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
-        """Runs every signature once, on padding alone."""
+        """Runs every signature once, on padding only."""
         signatures = self.signatures()
         for done, signature in enumerate(signatures):
             progress(done, len(signatures), str(signature))
@@ -142,13 +139,13 @@ class Runner:
     def execute(self, plan: Plan) -> list[Output]:
         """Runs one step.
 
-        A request whose admission is refused fails alone: what the plan wants of its slot is left out.
+        A request whose admission is refused fails alone; the rest of the plan runs without its slot.
 
         Returns:
-            One output for each slot whose admission was refused, then one for each slot that produced a token, in the plan's order.
+            One output for each refused admission, then one for each slot that produced a token, in the plan's order.
 
         Raises:
-            Internal: if the plan contradicts earlier ones; the slots it names are not to be trusted any more.
+            Internal: if the plan contradicts earlier plans. The state of the slots that it names is then undefined.
         """
         for slot in plan.release:
             self._release(slot)
@@ -164,8 +161,8 @@ class Runner:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
         if isinstance(plan.work, PoolWork):
-            raise Internal("the plan pools, and this model generates")
-        work = _without(plan.work, refused)
+            raise Internal("the plan pools prompts, but this model generates tokens")
+        work = _drop_slots(plan.work, refused)
         if work is None:
             return list(refused.values())
         self._batch.check(work)
@@ -173,12 +170,12 @@ class Runner:
         return [*refused.values(), *outputs]
 
     def reset(self) -> None:
-        """Frees every slot. What the cache's blocks hold stays, as the scheduler may know it as a prefix."""
+        """Frees every slot. Blocks keep their contents: the scheduler may have cached them as prefixes."""
         for slot in range(self._geometry.max_num_seqs):
             self._release(slot)
 
     def close(self) -> None:
-        """Lets go of the captured steps, which hold the runner and with it the cache: their memory is free at once."""
+        """Drops the captured steps. They reference the runner, so the cache's memory would stay in use otherwise."""
         self._decode_steps.clear()
         self._made.clear()
         self._captured_prefill = None
@@ -195,7 +192,9 @@ class Runner:
             self._prompt_logprobs.admit(request)
             if request.structured is not None:
                 if self._constraints is None:
-                    raise Internal("the plan admits a request with a grammar, and this worker matches none")
+                    raise Internal(
+                        "the plan admits a request with a grammar, but this worker has no grammar compiler"
+                    )
                 output = request.token_ids[request.prompt_len :]
                 self._constraints.admit(request.slot, request.structured, output)
             for group_id, block_ids in request.blocks.items():
@@ -209,24 +208,24 @@ class Runner:
     def _prefill(self, work: PrefillWork) -> list[Output]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         hidden = self._prefill_hidden(tokens, positions, inputs)
-        prompt_logprobs = self._prompt_logprobs.of_chunk(work, hidden)
+        prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
             return [Output(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits = self._model.logits(hidden[last])
         rows = torch.tensor([work.slot], device=self._device.torch_device)
-        chosen = self._chooser.choose([work.slot], rows, logits, positions[last], self._sample)
-        self._batch.advance_prefill(work, chosen.tokens)
-        (output,) = self._chooser.outputs([work.slot], chosen, compute_logprobs)
+        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample)
+        self._batch.advance_prefill(work, selection.tokens)
+        (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
         return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
 
     def _prefill_hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> torch.Tensor:
-        """Hidden states [chunk, hidden]."""
+        """Returns a chunk's hidden states [chunk, hidden]."""
         signature = Signature("prefill", 1, self._geometry.chunk)
-        self._make_late(signature)
+        self._ensure_made(signature)
         if self._captured_prefill is None:
             return self._forward(signature, tokens, positions, inputs)
         (hidden,) = self._captured_prefill(tokens, positions, *_tensors_of(inputs))
@@ -236,14 +235,14 @@ class Runner:
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
         logits, positions, *tokens = step.forward(rows)
-        likeliest = tokens[0] if tokens else None
-        taken = self._chooser.choose(work.slots, rows, logits, positions, step.sample, likeliest)
-        step.advance(rows, taken.tokens)
+        argmax = tokens[0] if tokens else None
+        selection = self._selector.select(work.slots, rows, logits, positions, step.sample, argmax)
+        step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
-        return list(self._chooser.outputs(work.slots, taken, step.report))
+        return list(self._selector.outputs(work.slots, selection, step.compute_logprobs))
 
     def _rows_of(self, work: DecodeWork) -> torch.Tensor:
-        """The slots of a step's rows, int64 [bucket]; the tensor of the step before if they are the same, as they mostly are."""
+        """Returns the slots of a step's rows, int64 [bucket]. Consecutive steps with the same slots share a tensor."""
         padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
         slots = [*work.slots, *padding]
         if slots != self._last_slots:
@@ -252,17 +251,17 @@ class Runner:
         return self._last_rows
 
     def _decode_step(self, bucket: int) -> DecodeStep:
-        self._make_late(Signature("decode", bucket, 1))
+        self._ensure_made(Signature("decode", bucket, 1))
         return self._decode_steps[bucket]
 
-    def _make_late(self, signature: Signature) -> None:
-        """Makes what is missing for a step, which is a defect once the worker serves."""
+    def _ensure_made(self, signature: Signature) -> None:
+        """Makes a step that is missing, and counts it: once the worker serves, a request waits for it."""
         if signature not in self._made:
             self.graphs.note_late(signature)
             self._make(signature)
 
     def _make(self, signature: Signature) -> None:
-        """Makes a signature's graph, and has the device capture the step around it. On padding, whoever is waiting for it."""
+        """Makes a signature's graph on padding, and captures the step around it if the device captures."""
         if signature.kind == "prefill":
             tokens, positions, inputs = self._batch.prefill_inputs(None)
             self.graphs.make(signature, tokens, positions, self._plans(inputs))
@@ -278,7 +277,7 @@ class Runner:
     def _capture_prefill(
         self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        # How many of a chunk's tokens are real is on the device too: the host's number is no part of a captured step.
+        # The number of real tokens is also on the device; the captured step must not contain the host's number.
         full = [
             replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
             for step in inputs
@@ -300,13 +299,13 @@ class Runner:
 
         if self._device.captures and self.graphs.has(signature):
             return captured_step(self._device, self._batch, forward, padding)
-        return decode_step(self._batch, forward)
+        return plain_step(self._batch, forward)
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
 
     def _plans(self, inputs: Sequence[StepInput]) -> dict[str, Any]:
-        """Each layer's attention metadata."""
+        """Returns the attention metadata of each layer."""
         return self._model.attention_plans(
             [
                 (names, self._device.plan(group, self._geometry.block_size, step))
@@ -328,10 +327,10 @@ def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
     return [tensor for step in inputs for tensor in tensors_of(step)]
 
 
-def _without(
+def _drop_slots(
     work: PrefillWork | DecodeWork | None, slots: Collection[int]
 ) -> PrefillWork | DecodeWork | None:
-    """What is left of a step's work without some slots. A decode step keeps its bucket."""
+    """Returns the step's work without some slots; ``None`` if nothing is left. A decode step keeps its bucket."""
     if isinstance(work, PrefillWork):
         return None if work.slot in slots else work
     if not isinstance(work, DecodeWork) or not slots:

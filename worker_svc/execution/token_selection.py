@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: sampling, grammars, and what is told of both."""
+"""Turns a step's logits into tokens: sampling, grammars, log-probabilities and errors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,82 +14,87 @@ from worker_svc.sampling.sampler import sample
 from worker_svc.sampling.state import Needs, SamplingBatch
 
 Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""Of needs, logits [rows, vocab], slots and positions of the rows' last tokens, int64 [rows]: see ``sampling.sampler.sample``."""
+"""Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64 [rows].
 
-Report = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of logits [rows, vocab] and the tokens chosen, int64 [rows]: see ``sampling.logprobs.compute_logprobs``."""
+Returns what ``sampling.sampler.sample`` returns."""
+
+ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes logits [rows, vocab] and the selected tokens, int64 [rows]; see ``sampling.logprobs.compute_logprobs``."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """The tokens of a step."""
 
     tokens: torch.Tensor
-    """int64 [bucket]."""
-    told: torch.Tensor
-    """The same, but -1 where nothing was allowed."""
+    """int64 [bucket], one valid token for each row."""
+    reported: torch.Tensor
+    """The same, but -1 where no token was allowed."""
     batch: SamplingBatch
+    """What the step's rows asked for."""
     logits: torch.Tensor
-    """float32 [bucket, vocab], as the model made them."""
+    """float32 [bucket, vocab], as the model computed them."""
     choice: Choice | None = None
-    """What grammars made of it; ``None`` if no row has one."""
+    """What the grammars decided; ``None`` if no row has a grammar."""
 
 
-class Chooser:
-    """Chooses for the slots of a batch."""
+class TokenSelector:
+    """Selects tokens for the slots of a batch."""
 
     def __init__(self, batch: Batch, constraints: Constraints | None) -> None:
-        """Chooses for ``batch``, some of whose slots ``constraints`` may hold."""
+        """Selects for `batch`; `constraints` has the grammars of its slots, if the model supports them."""
         self._batch = batch
         self._constraints = constraints
 
-    def choose(
+    def select(
         self,
         slots: Sequence[int],
         rows: torch.Tensor,
         logits: torch.Tensor,
         positions: torch.Tensor,
         draw: Sample,
-        likeliest: torch.Tensor | None = None,
-    ) -> Chosen:
-        """A token for each row; whoever takes them counts as having done so.
+        argmax: torch.Tensor | None = None,
+    ) -> Selection:
+        """Selects a token for each row and counts it for penalties.
 
         Args:
-            slots: of the real rows.
-            rows: int64 [bucket], all rows' slots.
-            logits: float32 [bucket, vocab]; those of constrained rows may be changed.
-            positions: int64 [bucket], of the rows' last tokens.
-            draw: chooses where more is asked for than the most probable token.
-            likeliest: the most probable tokens, int64 [bucket], if they are known.
+            slots: the slots of the real rows.
+            rows: int64 [bucket], the slots of all rows.
+            logits: float32 [bucket, vocab]; the logits of constrained rows may be overwritten.
+            positions: int64 [bucket], the positions of the rows' last tokens.
+            draw: samples the rows that need more than the most probable token.
+            argmax: the most probable tokens, int64 [bucket], if they are known.
         """
-        batch = self._batch.sampling_of(slots)
+        batch = self._batch.sampling_batch(slots)
         needs = batch.needs
         if self._constraints is not None and self._constraints.any_of(slots):
-            chosen = self._constrained(
-                self._constraints, slots, rows, logits, positions, draw, batch, likeliest
+            selection = self._select_constrained(
+                self._constraints, slots, rows, logits, positions, draw, batch, argmax
             )
-        elif needs.none and likeliest is not None:
-            return Chosen(likeliest, likeliest, batch, logits)
+        elif needs.none and argmax is not None:
+            return Selection(argmax, argmax, batch, logits)
         else:
-            tokens, told = draw(needs, logits, rows, positions)
-            chosen = Chosen(tokens, told, batch, logits)
-        self._batch.sampling.count(needs, rows, chosen.tokens)
-        return chosen
+            tokens, reported = draw(needs, logits, rows, positions)
+            selection = Selection(tokens, reported, batch, logits)
+        self._batch.sampling.count(needs, rows, selection.tokens)
+        return selection
 
-    def _constrained(
+    def _select_constrained(
         self, constraints: Constraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
-        positions: torch.Tensor, draw: Sample, batch: SamplingBatch, likeliest: torch.Tensor | None,
-    ) -> Chosen:  # fmt: skip
-        known = logits.clone() if batch.reports else logits
+        positions: torch.Tensor, draw: Sample, batch: SamplingBatch, argmax: torch.Tensor | None,
+    ) -> Selection:  # fmt: skip
+        # Grammars mask the logits in place; log-probabilities are of the model's own.
+        unmasked = logits.clone() if batch.reports else logits
 
-        def drawn(wanted: Sequence[int] | None) -> torch.Tensor:
-            """The tokens as they are told; what is taken in the place of none is nobody's choice."""
-            if wanted is None:
-                if likeliest is not None and batch.needs.none:
-                    return likeliest.clone()
+        def redraw(indices: Sequence[int] | None) -> torch.Tensor:
+            """Draws tokens for some rows, or for all: -1 where no token is allowed."""
+            if indices is None:
+                if argmax is not None and batch.needs.none:
+                    return argmax.clone()
                 return draw(batch.needs, logits, rows, positions)[1].clone()
-            index = torch.tensor(list(wanted), device=logits.device)
-            # Other random numbers: what the first ones drew is known not to be allowed, and says something about them.
+            index = torch.tensor(list(indices), device=logits.device)
+            # The second attempt takes new random numbers: the first ones led to a token that is not allowed,
+            # so they are no longer independent of the mask.
             return sample(
                 self._batch.sampling, batch.needs, logits[index], rows[index], positions[index] + 1, attempt=1
             )[1]
@@ -97,40 +102,41 @@ class Chooser:
         choice = constraints.choose(
             slots,
             logits,
-            drawn,
+            redraw,
             masked_first=[self._batch.sampling.filters(slot) for slot in slots],
             room=[
-                self._room(slot) if count is None else 0
+                self._jump_limit(slot) if count is None else 0
                 for slot, count in zip(slots, batch.logprobs, strict=True)
             ],
         )
-        return Chosen(choice.tokens.clamp(min=0), choice.tokens, batch, known, choice)
+        return Selection(choice.tokens.clamp(min=0), choice.tokens, batch, unmasked, choice)
 
-    def _room(self, slot: int) -> int:
-        """Tokens that a grammar may force behind the one that is chosen.
+    def _jump_limit(self, slot: int) -> int:
+        """Returns how many tokens a grammar may force behind the selected one.
 
-        None where other parameters may forbid them, which each step looks at anew; nor where log-probabilities are wanted, which take the
-        forward pass that forced tokens are spared.
+        None if other parameters may forbid them, since each step checks these anew. The caller also forbids them if
+        log-probabilities are wanted: those need the forward pass that forced tokens skip.
         """
-        return 0 if self._batch.sampling.restricts(slot) else self._batch.room(slot) - 1
+        return 0 if self._batch.sampling.restricts(slot) else self._batch.free_positions(slot) - 1
 
     def outputs(
-        self,
-        slots: Sequence[int],
-        chosen: Chosen,
-        report: Report,
+        self, slots: Sequence[int], selection: Selection, compute_logprobs: ComputeLogprobs
     ) -> Iterator[Output]:
-        """What is told of each slot. The batch has its tokens by now; those that a grammar forces behind them it gets here.
+        """Yields each slot's output. Call it after the batch has the selected tokens.
+
+        Tokens that a grammar forces behind the selected ones are appended to the batch here.
 
         Args:
-            slots: of the real rows.
-            chosen: for them.
-            report: log-probabilities of tokens.
+            slots: the slots of the real rows.
+            selection: their tokens.
+            compute_logprobs: computes log-probabilities of tokens.
         """
-        batch, choice = chosen.batch, chosen.choice
-        reports = report(chosen.logits, chosen.tokens) if batch.reports else None
-        logprobs = [None] * len(slots) if reports is None else unpack_logprobs(reports, batch.logprobs)
-        for slot, token, entry in zip(slots, chosen.told[: len(slots)].tolist(), logprobs, strict=True):
+        batch, choice = selection.batch, selection.choice
+        rows = compute_logprobs(selection.logits, selection.tokens) if batch.reports else None
+        logprobs = [None] * len(slots) if rows is None else unpack_logprobs(rows, batch.logprobs)
+        for slot, token, entry in zip(
+            slots, selection.reported[: len(slots)].tolist(), logprobs, strict=True
+        ):
             error = choice.errors.get(slot) if choice else None
             if error is None and token < 0:
                 error = InvalidArgument(

@@ -1,39 +1,34 @@
-"""A worker without its wire: opens the device and the model, takes a geometry, runs plans. All of it on one thread."""
+"""A worker without its gRPC service: opens the device and the model, is configured, runs plans."""
 
 import gc
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
-from protos.errors import ConfigurationRefused, Internal
+from protos.errors import Internal
 from protos.logs import get_logger
 from worker_svc.devices import Device, DeviceOptions, open_device
-from worker_svc.execution.memory_budget import Budget, check_weights
-from worker_svc.execution.pool_runner import PoolRunner
-from worker_svc.execution.runner import Runner
+from worker_svc.execution.compilation import Compilation, graph_options
+from worker_svc.execution.engine import Engine
+from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.memory_budget import MemoryBudget, check_weights
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.lowering.limits import CompilerLimits
-from worker_svc.graphs.compile_cache import CompileCache
-from worker_svc.graphs.fingerprint import code_fields
-from worker_svc.graphs.graphs import GENERATED, GraphOptions
-from worker_svc.graphs.precompiled import CompiledCode
+from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
+from worker_svc.plans.model_description import ModelDescription
+from worker_svc.plans.phases import Phase, PhaseProgress, Phases
 from worker_svc.plans.step_plan import Output, Plan
-from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
 
 if TYPE_CHECKING:
-    from worker_svc.vllm_adapter.description import ModelDescription
     from worker_svc.vllm_adapter.engine import VllmModel
-
-Phase = Literal["load", "allocate", "compile", "warm_up"]
-Progress = Callable[[Phase, int, int, str], None]
-"""Told of a phase, its units done, its units in total (0: unknown) and what is being done."""
 
 _WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE_WINDOW}
 
@@ -43,51 +38,50 @@ class Ready:
     """What a configured worker runs with."""
 
     geometry: Geometry | PoolGeometry
-    """With ``num_blocks`` set."""
+    """The sizes, with ``num_blocks`` set."""
     bytes_per_block: tuple[int, ...]
-    """Per KV group, over all of its layers; a pooling model has none."""
+    """Bytes of one block of each KV group, over all of its layers; empty for a pooling model."""
     phase_seconds: Mapping[Phase, float]
+    """How long each phase of the configuration took."""
 
 
 class Worker:
-    """One model on one device.
+    """One model on one device. All calls come from one thread."""
 
-    Attributes:
-        device: set by :meth:`prepare`.
-        folder: the model's files; set by :meth:`prepare`.
-        groups: the model's KV groups; set by :meth:`prepare`.
-        grammars: compiles what outputs must match, on threads of its own; set by :meth:`prepare`, ``None`` if this model's cannot be matched.
-    """
+    device: Device
+    """Set by :meth:`prepare`."""
+    folder: Path
+    """The model's files; set by :meth:`prepare`."""
+    groups: tuple[KvGroup, ...]
+    """The model's KV groups; set by :meth:`prepare`."""
+    grammars: GrammarCompiler | None
+    """Compiles grammars on its own threads; ``None`` before :meth:`prepare` and for models without grammar support."""
 
     def __init__(self, settings: Settings) -> None:
-        """Does nothing yet: what takes time is in :meth:`prepare` and :meth:`configure`."""
+        """Does nothing slow: :meth:`prepare` and :meth:`configure` do."""
         self._settings = settings
         self._log = get_logger()
         self._model: VllmModel | None = None
-        self._runner: Runner | PoolRunner | None = None
+        self._engine: Engine[Any] | None = None
         self._loaded = False
-        self._code: CompiledCode | None = None
-        self._has_compiled = False
         self._asked: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
-        self.grammars: GrammarCompiler | None = None
-        self.device: Device
-        self.folder: Path
-        self.groups: tuple[KvGroup, ...] = ()
+        self.grammars = None
+        self.groups = ()
 
     @property
     def code_folder(self) -> Path | None:
-        """Where the compiled code is that :meth:`configure` found or made; ``None`` if there is none."""
-        return None if self._code is None else self._code.folder
+        """The folder of the compiled code that :meth:`configure` found or made, if there is any."""
+        return None if self._engine is None else self._engine.code_folder
 
     @property
     def num_compiled(self) -> int:
-        """What a compiler was called for: pieces of steps, or whole steps."""
-        return self._runner.graphs.num_compiled if isinstance(self._runner, Runner) else 0
+        """How often a compiler ran in the last :meth:`configure`."""
+        return 0 if self._engine is None else self._engine.num_compiled
 
     @property
-    def description(self) -> "ModelDescription":
-        """What the model is.
+    def description(self) -> ModelDescription:
+        """The model's description.
 
         Raises:
             Internal: before :meth:`prepare`.
@@ -97,7 +91,7 @@ class Worker:
         return self._model.description
 
     def prepare(self) -> None:
-        """Opens the device and the model's configuration; no weights. Takes the seconds that importing takes.
+        """Opens the device and reads the model's configuration, without weights. Importing vLLM takes seconds.
 
         Raises:
             ConfigurationRefused: if a setting cannot be met, in one line.
@@ -110,26 +104,12 @@ class Worker:
             load_format=settings.load_format,
             trust_remote_code=settings.trust_remote_code,
         )
-        # Told now rather than after the seconds that come.
+        # Damaged or oversized weights are refused before the slow imports.
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
-        import torch
-
-        if self._settings.cpu_threads is not None:
-            torch.set_num_threads(self._settings.cpu_threads)
-        name = self._settings.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        options = DeviceOptions(
-            rbln_backend=self._settings.rbln_backend,
-            rbln_use_custom_kernel=self._settings.rbln_use_custom_kernel,
-            compile_only=self._settings.compile_only,
-            compile_strict=self._settings.compile_strict,
-            rbln_moe_use_opt_kernel=self._settings.rbln_moe_use_opt_kernel,
-            rbln_moe_custom_kernel=self._settings.rbln_moe_custom_kernel,
-        )
-        self.device = open_device(name, options)
+        self.device = _open_device(settings)
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device)
+        options = graph_options(settings, self.device)
         from worker_svc.vllm_adapter import engine, startup
 
         startup.prepare(self.device)
@@ -141,11 +121,12 @@ class Worker:
             load_format=settings.load_format,
             seed=settings.seed,
             trust_remote_code=settings.trust_remote_code,
-            compiled=self._level() > 0,
+            compiled=options.level > 0,
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
         self.grammars = self._grammar_compiler()
+        self._engine = self._open_engine(self._model, options)
         self._log.info(
             "prepared", model=loader.display_name(settings.model), architecture=self.description.architecture,
             device=self.device.name, device_name=self.device.product_name(),
@@ -156,201 +137,97 @@ class Worker:
         """Whether :meth:`configure` with this geometry would change nothing."""
         return self._ready is not None and geometry == self._asked
 
-    def configure(self, geometry: Geometry | PoolGeometry, progress: Progress) -> Ready:
-        """Loads, allocates and warms up; the same geometry again changes nothing.
+    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+        """Loads the weights, allocates memory and warms up. The same geometry again changes nothing.
 
         Raises:
             ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be configured again.
         """
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready
-        asked = geometry
-        model = self._model
-        if model is None:
+        engine, phases = self._engine, Phases(progress)
+        if engine is None:
             raise Internal("the worker is not prepared yet")
-        geometry = self._checked(geometry)
-        seconds: dict[Phase, float] = {}
-        clock = time.monotonic()
-
-        def lap(phase: Phase) -> None:
-            nonlocal clock
-            now = time.monotonic()
-            seconds[phase] = now - clock
-            clock = now
-
-        self._release(model)
-        runner: Runner | PoolRunner | None = None
+        checked = engine.check(geometry)
+        # The old cache must go first: both may not fit.
+        self._release(engine)
         try:
-            if isinstance(geometry, PoolGeometry):
-                assert self.description.pooling is not None
-                self._load_once(model, progress)
-                lap("load")
-                self._budget(model).fit_pool(geometry)
-                runner = PoolRunner(model, self.device, self.description.pooling, geometry)
-            else:
-                if self.device.caches_are_inputs and not geometry.num_blocks:
-                    geometry = self._budget(model).fit(geometry, self.groups)
-                self._code = self._find_code(geometry)
-                self._load_once(model, progress)
-                lap("load")
-                geometry = self._budget(model).fit(geometry, self.groups)
-                progress("allocate", 0, 0, f"KV cache of {' + '.join(map(str, geometry.num_blocks))} blocks")
-                runner = Runner(
-                    model,
-                    self.device,
-                    self.groups,
-                    geometry,
-                    vocabulary=SamplingVocabulary(
-                        self.description.vocab_size, self.description.eos_token_ids
-                    ),
-                    options=self._graph_options(),
-                    constraints=self._constraints(geometry),
-                )
-            lap("allocate")
-            self._make_ready(runner, progress, lap)
+            started = engine.start(checked, lambda: self._load_once(phases), phases)
         except BaseException:
-            self._runner = runner
-            self._release(model)
+            self._release(engine)
             raise
-        # What exists now mostly lives as long as the process; collections need not look at it again.
+        # Most objects that exist now live as long as the process; later collections can skip them.
         gc.collect()
         gc.freeze()
-        self._runner, self._asked = runner, asked
-        bytes_per_block = runner.cache.bytes_per_block if isinstance(runner, Runner) else ()
-        self._ready = Ready(geometry, bytes_per_block, seconds)
+        self._asked = geometry
+        self._ready = Ready(started, engine.bytes_per_block, phases.seconds)
         return self._ready
 
-    def _release(self, model: "VllmModel") -> None:
-        """Lets go of what an earlier configuration made: the old cache goes before the new one comes, as both might not fit."""
-        if isinstance(self._runner, Runner):
-            self._runner.close()
-        if self._code is not None:
-            self._code.discard()
-        self._asked, self._ready, self._runner, self._code = None, None, None, None
-        model.release_caches()
-        self.device.release_unused()
-
-    def _load_once(self, model: "VllmModel", progress: Progress) -> None:
-        if self._loaded:
-            return
-        if self._settings.load_format == "dummy":
-            progress("load", 0, 0, "made up weights")
-        model.load_weights(lambda done, total, what: progress("load", done, total, what))
-        self._loaded = True
-
-    def _make_ready(
-        self, runner: Runner | PoolRunner, progress: Progress, lap: Callable[[Phase], None]
-    ) -> None:
-        """Makes every graph and runs it once, unless that is left to the first requests."""
-        started = time.monotonic()
-        code = self._code
-        if code is not None:
-            code.use()
-            self.device.use_code_folder(code.folder)
-        if self._settings.enable_warm_up:
-            if isinstance(runner, Runner):
-                runner.make_graphs(lambda done, total, what: progress("compile", done, total, what))
-                lap("compile")
-            runner.warm_up(lambda done, total, what: progress("warm_up", done, total, what))
-            lap("warm_up")
-        if not isinstance(runner, Runner):
-            return
-        runner.graphs.finish()
-        if code is not None and self._settings.enable_warm_up:
-            if self._has_compiled and not code.is_warm:
-                # What this process has compiled before is in its memory, not in the new folder: the entry would have holes.
-                self._log.info("compiled_code_not_kept", reason="this process was configured before")
-                code.discard()
-            else:
-                code.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
-            self.device.use_code_folder(None)
-        self._has_compiled |= code is not None
-
-    def _level(self) -> int:
-        """Of optimization.
-
-        Raises:
-            ConfigurationRefused: if the device has no such level.
-        """
-        level = self._settings.level_for(self.device.default_level)
-        if level > self.device.highest_level:
-            raise ConfigurationRefused(
-                f"-O {level} generates kernels, and device {self.device.name} has a compiler of its own; use -O 1 or leave it away"
-            )
-        return level
-
-    def _graph_options(self) -> GraphOptions:
-        settings = self._settings
-        config = settings.compilation_config
-        return GraphOptions(
-            level=self._level(),
-            sizes=config.candidate_compile_sizes if config else None,
-            required=settings.backend == "compiled",
-            strict=settings.compile_strict,
-        )
-
-    def _find_code(self, geometry: Geometry) -> CompiledCode | None:
-        """The compiled code of a configuration; ``None`` if it has none.
-
-        Raises:
-            ConfigurationRefused: if it is to be precompiled and is not.
-        """
-        options, settings = self._graph_options(), self._settings
-        if options.level < GENERATED and not (self.device.has_own_compiler and options.level):
-            if settings.require_precompiled:
-                self._log.info("nothing_to_precompile", level=options.level)
-            return None
-        folder = settings.cache_folder(self.device.name)
-        fields = code_fields(
-            self.folder,
-            device=self.device,
-            level=options.level,
-            dtype=str(self.description.dtype).removeprefix("torch."),
-            quantization=self.description.quantization,
-            groups=self.groups,
-            geometry=geometry,
-            sizes=options.sizes,
-            made_up=settings.seed if settings.load_format == "dummy" else None,
-        )
-        cache = CompileCache(folder) if folder else None
-        return CompiledCode(cache, fields, required=settings.require_precompiled)
-
-    def _checked(self, geometry: Geometry | PoolGeometry) -> Geometry | PoolGeometry:
-        """The geometry, complete but for counted blocks.
-
-        Raises:
-            ConfigurationRefused: if the model or the device cannot run it.
-        """
-        description = self.description
-        if isinstance(geometry, PoolGeometry) != (description.pooling is not None):
-            shapes = "pool_shapes" if description.pooling else "a chunk and decode buckets"
-            raise ConfigurationRefused(f"{description.architecture} is to be configured with {shapes}")
-        if isinstance(geometry, PoolGeometry):
-            geometry.check(longest_context=description.max_model_len)
-            return geometry
-        if len(geometry.num_blocks) == 1:  # one number for all groups
-            geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self.groups))
-        geometry.check(
-            self.groups,
-            block_size_multiple=self.device.block_size_multiple,
-            longest_context=description.max_model_len,
-        )
-        return geometry
-
     def execute(self, plan: Plan) -> list[Output]:
-        """Runs one step; see ``Runner.execute``.
+        """Runs one step; see :meth:`Engine.execute`.
 
         Raises:
-            Internal: if the worker is not configured, or the plan contradicts earlier ones.
+            Internal: if the worker is not configured, or the plan contradicts earlier plans.
         """
-        if self._runner is None:
+        if self._engine is None or self._ready is None:
             raise Internal("the worker is not configured")
-        return self._runner.execute(plan)
+        return self._engine.execute(plan)
 
     def reset(self) -> None:
         """Frees every slot."""
-        if self._runner is not None:
-            self._runner.reset()
+        if self._engine is not None:
+            self._engine.reset()
+
+    def close(self) -> None:
+        """Stops compiling grammars."""
+        if self.grammars is not None:
+            self.grammars.close()
+
+    def _release(self, engine: Engine[Any]) -> None:
+        """Drops the current configuration."""
+        self._asked, self._ready = None, None
+        engine.release()
+        assert self._model is not None
+        self._model.release_caches()
+        self.device.release_unused()
+
+    def _load_once(self, phases: Phases) -> None:
+        """Loads the weights in the first configuration only."""
+        if self._loaded:
+            return
+        assert self._model is not None
+        progress = phases.progress("load")
+        if self._settings.load_format == "dummy":
+            progress(0, 0, "made up weights")
+        self._model.load_weights(progress)
+        self._loaded = True
+
+    def _open_engine(self, model: "VllmModel", options: GraphOptions) -> Engine[Any]:
+        settings, device = self._settings, self.device
+        recorded = options.level > 0 and not device.has_own_compiler
+        budget = MemoryBudget(device, model.size, recorded, settings.kv_memory, settings.kv_share)
+        if self.description.pooling is not None:
+            return PoolingEngine(
+                model,
+                device,
+                self.description,
+                check_memory=budget.check_pooling,
+                warm_up=settings.enable_warm_up,
+            )
+        compilation = Compilation(
+            settings, device, options, folder=self.folder, description=self.description, groups=self.groups
+        )
+        return GenerationEngine(
+            model,
+            device,
+            self.description,
+            self.groups,
+            budget=budget,
+            compilation=compilation,
+            options=options,
+            constraints=self._constraints,
+            warm_up=settings.enable_warm_up,
+        )
 
     def _grammar_compiler(self) -> GrammarCompiler | None:
         description, settings = self.description, self._settings
@@ -377,7 +254,22 @@ class Worker:
             least_jump=self._settings.jump_ahead_tokens if self.device.chunks_start_anywhere else 0,
         )
 
-    def _budget(self, model: "VllmModel") -> Budget:
-        settings = self._settings
-        recorded = self._level() > 0 and not self.device.has_own_compiler
-        return Budget(self.device, model.size, recorded, settings.kv_memory, settings.kv_share)
+
+def _open_device(settings: Settings) -> Device:
+    """Opens the device that the settings name; ``auto`` takes a GPU if there is one."""
+    import torch
+
+    if settings.cpu_threads is not None:
+        torch.set_num_threads(settings.cpu_threads)
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    options = DeviceOptions(
+        rbln_backend=settings.rbln_backend,
+        rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
+        compile_only=settings.compile_only,
+        compile_strict=settings.compile_strict,
+        rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,
+        rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
+    )
+    return open_device(name, options)

@@ -3,42 +3,16 @@
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.execution.memory_budget import ModelSize
-from worker_svc.execution.pooler import PoolingDescription
 from worker_svc.plans.geometry import AttentionLayer
+from worker_svc.plans.model_description import ModelDescription, ModelSize, PoolingDescription
 
 _MATRIX = 2  # dimensions
-
-
-@dataclass(frozen=True)
-class ModelDescription:
-    """What a model is, as far as its configuration tells."""
-
-    architecture: str
-    """For example "LlamaForCausalLM"."""
-    vocab_size: int
-    """Length of a row of logits."""
-    max_model_len: int
-    """Tokens of context that the model was made for."""
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence, ascending."""
-    dtype: torch.dtype
-    """Of weights and activations."""
-    quantization: str | None
-    """Of the weights, by vLLM's name."""
-    layers: tuple[AttentionLayer, ...]
-    """Attention layers in the model's order."""
-    pooling: PoolingDescription | None
-    """Set for a pooling model, which has no layers to cache."""
-    default_sampling: Mapping[str, float]
-    """Sampling parameters that the model's authors recommend, by their names in generation_config.json."""
 
 
 def is_experts(layer: Any) -> bool:

@@ -15,7 +15,7 @@ from tests.support import tiny_models
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import open_device
 from worker_svc.devices.cpu import CpuDevice
-from worker_svc.execution.runner import Runner
+from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.worker import Worker
 from worker_svc.plans.geometry import Geometry
 from worker_svc.settings import LoadFormat, Settings
@@ -140,8 +140,9 @@ def test_an_old_cache_is_free_when_the_new_one_is_computed(single: Path) -> None
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
     worker.prepare()
     worker.configure(GEOMETRY, lambda *_: None)
-    assert isinstance(worker._runner, Runner)
-    old = [weakref.ref(cache) for tensors in worker._runner.cache._tensors for cache in tensors]
+    assert isinstance(worker._engine, GenerationEngine)
+    assert worker._engine._runner is not None
+    old = [weakref.ref(cache) for tensors in worker._engine._runner.cache._tensors for cache in tensors]
     held: list[bool] = []
 
     def look(phase: str, *_: object) -> None:

@@ -12,11 +12,11 @@ from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from protos.errors import ConfigurationRefused
 from tests.support.worker.harness import load
 from worker_svc.devices import open_device
-from worker_svc.execution.pool_runner import PoolRunner
-from worker_svc.execution.pooler import PoolingDescription
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.model_description import PoolingDescription
 from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork, Sampling
+from worker_svc.pooling.pool_runner import PoolRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

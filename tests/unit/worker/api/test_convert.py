@@ -9,7 +9,7 @@ from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc.api import convert
 from worker_svc.execution.worker import Ready
-from worker_svc.plans.geometry import Geometry
+from worker_svc.plans.geometry import Geometry, PoolGeometry, PoolShape
 from worker_svc.plans.step_plan import (
     Admission,
     BlockCopy,
@@ -18,6 +18,7 @@ from worker_svc.plans.step_plan import (
     Logprobs,
     Output,
     Plan,
+    PoolWork,
     PrefillWork,
     Sampling,
 )
@@ -201,3 +202,20 @@ def test_only_recommendations_that_are_served_reach_the_gateways() -> None:
         {"temperature": 0.7, "repetition_penalty": 1.5, "top_k": -1.0, "typical_p": 0.8}
     )
     assert {field.name for field, _ in defaults.ListFields()} == {"temperature", "repetition_penalty"}
+
+
+def test_pooling_messages_are_converted() -> None:
+    """Shapes, work, normalization and results of a pooling model survive the conversion."""
+    shape = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_POOL, batch=3, query_len=4)
+    request = worker_pb2.ConfigureRequest(max_model_len=4, pool_shapes=[shape])
+    geometry = convert.geometry_from_proto(request)
+    assert geometry == PoolGeometry((PoolShape(3, 4),))
+    assert list(convert.ready_to_proto(Ready(geometry, (), {})).ready.graphs) == [shape]
+    slot = worker_pb2.SlotRequest(slot=1, token_ids=[5, 6], pooling=common_pb2.PoolingParams(normalize=False))
+    message = worker_pb2.StepPlan(step=3, admit=[slot], pool=worker_pb2.Pool(slots=[1], shape=shape))
+    plan = convert.plan_from_proto(message)
+    assert plan.work == PoolWork((1,), PoolShape(3, 4))
+    assert plan.admit[0].normalize is False
+    result = convert.result_to_proto(plan, [Output(1, (), pooled=(0.5, 2.0))], 7)
+    assert not result.token_ids
+    assert [list(output.pooled) for output in result.outputs] == [[0.5, 2.0]]

@@ -1,4 +1,4 @@
-"""The persistent batch: what plans make of slots, and what steps see of them."""
+"""The persistent batch: how plans change slots, and the inputs that steps get."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def batch() -> Batch:
 
 @pytest.fixture
 def sliding() -> Batch:
-    """Blocks of 8 tokens; the window of 8 slides in place."""
+    """A batch with blocks of 8 tokens and a window of 8 that slides in place."""
     return Batch(
         replace(SIZES, block_size=8),
         group_layers(LAYERS, GroupKind.IN_PLACE_WINDOW),
@@ -38,31 +38,31 @@ def sliding() -> Batch:
 
 
 def sliding_request(slot: int, tokens: int, computed: int, block: int) -> Admission:
-    """Enough paged blocks for the longest sequence, and one that slides."""
+    """A request with paged blocks for the longest sequence, and one block that slides."""
     blocks = {0: range(1 + 4 * slot, 5 + 4 * slot), 1: [block]}
     return Admission(slot, range(tokens), computed, Sampling(temperature=0.0), blocks)
 
 
 def paged(step: object) -> AttentionInput:
-    """An input that is known to be a paged group's."""
+    """Narrows a step's input to a paged group's."""
     assert isinstance(step, AttentionInput)
     return step
 
 
 def in_place(step: object) -> InPlaceInput:
-    """An input that is known to be an in-place group's."""
+    """Narrows a step's input to an in-place group's."""
     assert isinstance(step, InPlaceInput)
     return step
 
 
 def request(slot: int = 0, tokens: int = 10, computed: int = 0, blocks: int = 3) -> Admission:
-    """Token ids 100, 101, …; blocks 1, 2, … in group 0 and 11, 12, … in group 1."""
+    """A request with token ids 100, 101, …; blocks 1, 2, … in group 0 and 11, 12, … in group 1."""
     ids = {0: range(1, 1 + blocks), 1: range(11, 11 + blocks)}
     return Admission(slot, range(100, 100 + tokens), computed, Sampling(temperature=0.0), ids)
 
 
 def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
-    """The second chunk of 10 tokens has two real ones; six padded ones are written to block 0."""
+    """The second chunk of 10 tokens has two real tokens; the six padding tokens are written to block 0."""
     batch.admit(request(computed=8))
     work = PrefillWork(0, 8, 2, sample=True)
     batch.check(work)
@@ -77,7 +77,7 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
 
 
 def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
-    """Rows come in the plan's order; padded rows are one token in the null block."""
+    """Rows follow the plan's order; padded rows are one token in the null block."""
     batch.admit(request(slot=2, tokens=6, computed=5))
     batch.admit(Admission(0, range(200, 205), 4, Sampling(), {0: [7, 8], 1: [17, 18]}))
     batch.check(DecodeWork((2, 0), (5, 4), 4))
@@ -91,8 +91,8 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     assert paged(full).query_start.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_sampled_tokens_stay_and_advance(batch: Batch) -> None:
-    """A sampled token is the next step's input, without anybody sending it."""
+def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
+    """A sampled token stays in the batch, so the next plan does not send it."""
     batch.admit(request(tokens=8))
     work = PrefillWork(0, 0, 8, sample=True)
     batch.check(work)
@@ -107,7 +107,7 @@ def test_sampled_tokens_stay_and_advance(batch: Batch) -> None:
 
 
 def test_growth_appends(batch: Batch) -> None:
-    """New blocks go behind the slot's own."""
+    """New blocks follow the slot's existing ones."""
     batch.admit(request(tokens=4, blocks=1))
     batch.grow(Growth(0, 0, (9,)))
     batch.grow(Growth(0, 0, (8,)))
@@ -116,8 +116,8 @@ def test_growth_appends(batch: Batch) -> None:
     assert paged(window).block_table[0, :4].tolist() == [11, 0, 0, 0]
 
 
-def test_release_forgets(batch: Batch) -> None:
-    """A released slot points to the null block and can be admitted again; releasing it twice does nothing."""
+def test_a_released_slot_is_free(batch: Batch) -> None:
+    """A released slot points to the null block and can be taken again; releasing it twice does nothing."""
     batch.admit(request())
     batch.release(0)
     batch.release(0)
@@ -133,8 +133,8 @@ def test_release_forgets(batch: Batch) -> None:
     [
         (PrefillWork(0, 0, 4, sample=False), "2 of 10 computed"),
         (PrefillWork(0, 2, 9, sample=True), "2 of 10 computed"),
-        (PrefillWork(0, 2, 8, sample=False), "elsewhere than at its last known token"),
-        (PrefillWork(0, 2, 4, sample=True), "elsewhere than at its last known token"),
+        (PrefillWork(0, 2, 8, sample=False), "must sample slot 0 at its last known token"),
+        (PrefillWork(0, 2, 4, sample=True), "must sample slot 0 at its last known token"),
         (PrefillWork(1, 0, 4, sample=False), "slot 1, which is free"),
         (DecodeWork((0,), (2,), 1), "2 of 10 computed"),
         (DecodeWork((0,), (9,), 1), "position 9"),
@@ -146,14 +146,14 @@ def test_release_forgets(batch: Batch) -> None:
 def test_work_that_contradicts_the_state_is_refused(
     batch: Batch, work: PrefillWork | DecodeWork, message: str
 ) -> None:
-    """Both ends must agree on what is computed; the refusal says what this end knows."""
+    """Scheduler and worker must agree on what is computed; the refusal says what the worker knows."""
     batch.admit(request(computed=2))
     with pytest.raises(Internal, match=message):
         batch.check(work)
 
 
 def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
-    """Tokens without a block would be written to somebody else's memory."""
+    """Tokens without a block would overwrite another request's memory."""
     batch.admit(request(tokens=8, blocks=1))
     with pytest.raises(Internal, match="too few for 8 tokens"):
         batch.check(PrefillWork(0, 0, 8, sample=True))
@@ -171,13 +171,13 @@ def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
     ],
 )
 def test_requests_that_do_not_fit_are_refused(batch: Batch, admission: Admission, message: str) -> None:
-    """The refusal names what does not fit."""
+    """The refusal names the value that does not fit."""
     with pytest.raises(Internal, match=message):
         batch.admit(admission)
 
 
 def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
-    """Nothing of a request that does not fit stays behind."""
+    """A refused request leaves no state behind."""
     with pytest.raises(Internal, match="block 20"):
         batch.admit(Admission(0, range(5), 0, Sampling(), {0: (1, 2), 1: (11, 20)}))
     with pytest.raises(Internal, match="slot 0, which is free"):
@@ -191,7 +191,7 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
 
 @pytest.mark.parametrize("computed", [11, 12, 16])
 def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -> None:
-    """With 11 tokens computed the next query sees positions 4 to 11: block 0 is behind the window."""
+    """With 11 tokens computed the next query attends to positions 4 to 11, so block 0 is behind the window."""
     blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
     batch.admit(Admission(0, range(20), computed, Sampling(), blocks))
     _, _, (_, window) = batch.prefill_inputs(PrefillWork(0, computed, 4, sample=False))
@@ -201,22 +201,22 @@ def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -
 @pytest.mark.parametrize(
     ("computed", "blocks"),
     [
-        (10, {0: (1, 2, 3), 1: (0, 12, 13)}),  # position 3 is seen
+        (10, {0: (1, 2, 3), 1: (0, 12, 13)}),  # position 3 is visible
         (11, {0: (1, 2, 3), 1: (0, 0, 13)}),
-        (11, {0: (0, 2, 3), 1: (0, 12, 13)}),  # full attention sees everything
+        (11, {0: (0, 2, 3), 1: (0, 12, 13)}),  # everything is visible to full attention
         (0, {0: (1,), 1: (0,)}),
     ],
 )
-def test_the_null_block_within_sight_is_refused(
+def test_a_visible_null_block_is_refused(
     batch: Batch, computed: int, blocks: dict[int, tuple[int, ...]]
 ) -> None:
-    """What is seen must be memory of the request's own."""
+    """Positions that a query attends to must lie in the request's own blocks."""
     with pytest.raises(Internal, match="null block"):
         batch.admit(Admission(0, range(12), computed, Sampling(), blocks))
 
 
-def test_prefill_of_a_window_in_place(sliding: Batch) -> None:
-    """The block holds what is computed, up to a window; padding does not count."""
+def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
+    """The inputs count the computed tokens, up to a window, without padding."""
     sliding.admit(sliding_request(0, 5, 0, block=3))
     sliding.admit(sliding_request(1, 20, 16, block=2))
     for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
@@ -231,8 +231,8 @@ def test_prefill_of_a_window_in_place(sliding: Batch) -> None:
     assert in_place(sliding.prefill_inputs(None)[2][1]).block_table.tolist() == [[0]]
 
 
-def test_decode_of_a_window_in_place(sliding: Batch) -> None:
-    """A row each, on both sides of the window; padded rows are empty and in the null block."""
+def test_decode_of_an_in_place_window(sliding: Batch) -> None:
+    """Rows below and above the window's length count correctly; padded rows are empty and in the null block."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.admit(sliding_request(2, 31, 30, block=1))
     work = DecodeWork((2, 0), (30, 3), 4)
@@ -245,10 +245,10 @@ def test_decode_of_a_window_in_place(sliding: Batch) -> None:
     assert step.query_len == 1
 
 
-def test_a_window_in_place_has_exactly_one_block(sliding: Batch) -> None:
-    """Neither a second one nor none, nor the null block."""
+def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
+    """No block, a second block and the null block are refused."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
-    with pytest.raises(Internal, match="would get 2 blocks of group 1, its table holds 1"):
+    with pytest.raises(Internal, match="would get 2 blocks of group 1; its table holds 1"):
         sliding.grow(Growth(0, 1, (2,)))
     sliding.admit(Admission(1, range(4), 0, Sampling(), {0: (5,)}))
     with pytest.raises(Internal, match="slot 1 has 0 blocks of group 1"):

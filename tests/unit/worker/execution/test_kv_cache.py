@@ -1,4 +1,4 @@
-"""The KV cache: what a block is over all layers, and copying one."""
+"""The KV cache: the size of a block over all layers, copies and clears."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ BLOCK = 32
 
 @pytest.fixture
 def cache() -> KvCache:
-    """Two layers of full attention in 4 blocks, one layer of a window in 3."""
+    """Two layers with full attention and 4 blocks; one layer with a window and 3 blocks."""
     layers = [
         AttentionLayer(name, 4, 2, 32, window, torch.bfloat16)
         for name, window in (("a", 0), ("b", 0), ("w", 64))
@@ -21,8 +21,8 @@ def cache() -> KvCache:
     return KvCache(CpuDevice(), group_layers(layers), BLOCK, (4, 3))
 
 
-def test_layers_have_blocks_of_their_own(cache: KvCache) -> None:
-    """Each layer's cache is zeroed, separate memory with its group's number of blocks."""
+def test_layers_have_separate_memory(cache: KvCache) -> None:
+    """Each layer's cache is zeroed memory with its group's number of blocks."""
     layers = cache.by_layer()
     assert {name: tensor.shape[0] for name, tensor in layers.items()} == {"a": 4, "b": 4, "w": 3}
     layers["a"].fill_(1)
@@ -30,14 +30,14 @@ def test_layers_have_blocks_of_their_own(cache: KvCache) -> None:
 
 
 def test_bytes_per_block_count_all_layers(cache: KvCache) -> None:
-    """A block is keys and values of all of the group's layers."""
+    """A block holds keys and values of all of the group's layers."""
     one_layer = 2 * 2 * 32 * 2 * BLOCK
     assert cache.bytes_per_block == (2 * one_layer, one_layer)
     assert cache.by_layer()["w"][0].nbytes == one_layer
 
 
-def test_copy_takes_a_block_of_all_layers_of_one_group(cache: KvCache) -> None:
-    """The target equals the source in each of the group's layers; nothing else changes."""
+def test_a_copy_covers_all_layers_of_one_group(cache: KvCache) -> None:
+    """After a copy the target equals the source in each of the group's layers; nothing else changes."""
     layers = cache.by_layer()
     for number, tensor in enumerate(layers.values()):
         tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view(tensor.shape) + number)
@@ -49,8 +49,8 @@ def test_copy_takes_a_block_of_all_layers_of_one_group(cache: KvCache) -> None:
     assert torch.equal(layers["w"], before["w"])
 
 
-def test_a_block_in_place_is_a_window() -> None:
-    """Its bytes are those of a window, whatever the size of paged blocks; it is copied and cleared like any block."""
+def test_an_in_place_block_holds_one_window() -> None:
+    """Its size is one window, whatever the size of paged blocks; it is copied and cleared like any block."""
     layers = [AttentionLayer(name, 4, 2, 32, 64, torch.bfloat16) for name in ("v", "w")]
     groups = group_layers(
         [*layers, AttentionLayer("a", 4, 2, 32, 0, torch.bfloat16)], GroupKind.IN_PLACE_WINDOW
@@ -71,7 +71,7 @@ def test_a_block_in_place_is_a_window() -> None:
 
 
 def test_copies_happen_in_order(cache: KvCache) -> None:
-    """A later copy sees what an earlier one wrote."""
+    """A later copy reads what an earlier one wrote."""
     tensor = cache.by_layer()["a"]
     tensor[1] = 5
     cache.copy([BlockCopy(0, 1, 2, BLOCK), BlockCopy(0, 2, 3, BLOCK)])
@@ -79,7 +79,7 @@ def test_copies_happen_in_order(cache: KvCache) -> None:
 
 
 def test_cleared_blocks_are_zero_in_all_layers_of_one_group(cache: KvCache) -> None:
-    """What a former owner left is gone; other blocks and groups stay."""
+    """Clearing removes the contents of a former request; other blocks and groups stay."""
     layers = cache.by_layer()
     for tensor in layers.values():
         tensor.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""The runner: what a plan does to the cache and the batch before its work, and which requests a fault costs."""
+"""The runner: how a plan changes cache and batch before its work, and which requests a fault affects."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ SIZES = Geometry(
 
 
 class PlainDevice(CudaDevice):
-    """Nothing runs on it: the model has no layers."""
+    """A CUDA device on the CPU; the model has no layers, so no kernel runs."""
 
     torch_device: ClassVar[torch.device] = torch.device("cpu")
 
@@ -36,31 +36,31 @@ class Successor:
     """A model without layers: the next token is always the last one plus 1."""
 
     def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
-        """There is nobody to read them."""
+        """Does nothing: there are no layers."""
 
     def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
-        """One a layer."""
+        """Returns one plan per layer."""
         return {name: plan for names, plan in groups for name in names}
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Hidden states are the token ids."""
+        """Returns the token ids as hidden states."""
         del positions, plans
         return token_ids[:, None].float()
 
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """Nobody asks for it on a device that does not compile."""
+        """Is never called at level 0."""
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Certain of the successor."""
+        """Gives the successor all of the probability."""
         return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, VOCABULARY).float()
 
 
 @pytest.fixture
 def runner() -> Runner:
-    """Warmed up, with 1 in all of its memory."""
+    """A warmed-up runner with 1 in every cache entry."""
     runner = Runner(
         Successor(),
         PlainDevice(),
@@ -78,27 +78,27 @@ def runner() -> Runner:
 def request(
     slot: int, token_ids: Sequence[int], computed: int = 0, blocks: tuple[int, int] | None = None
 ) -> Admission:
-    """A request with a block in each group, by default one of its own number."""
+    """A request with one block in each group; by default the block number is 1 + slot."""
     full, window = blocks or (1 + slot, 1 + slot)
     return Admission(slot, token_ids, computed, GREEDY, {0: (full,), 1: (window,)})
 
 
 def cleared(runner: Runner, name: str) -> list[int]:
-    """Blocks of a layer that hold zeroes only."""
+    """The blocks of a layer that hold only zeroes."""
     cache = runner.cache.by_layer()[name]
     return [block for block in range(cache.shape[0]) if not cache[block].any()]
 
 
 def test_fresh_blocks_are_cleared(runner: Runner) -> None:
-    """A request that starts anew gets empty blocks, a grown one too; in place as in pages."""
+    """New requests and grown ones get zeroed blocks, paged and in place."""
     runner.execute(Plan(1, admit=[request(0, [5, 6])]))
     assert (cleared(runner, "full"), cleared(runner, "window")) == ([1], [1])
     runner.execute(Plan(2, grow=[Growth(0, 0, (7,))]))
     assert (cleared(runner, "full"), cleared(runner, "window")) == ([1, 7], [1])
 
 
-def test_what_a_request_resumes_from_stays(runner: Runner) -> None:
-    """Copies come before admissions and in order: first a window is kept, then it is what another request resumes from."""
+def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
+    """Copies run in order and before admissions, so a request can resume from a window that the same plan saved."""
     runner.cache.by_layer()["window"][2] = 7
     admission = Admission(0, range(1, 21), 4, GREEDY, {0: (3, 4), 1: (1,)})
     runner.execute(Plan(1, copies=[BlockCopy(1, 2, 4, 8), BlockCopy(1, 4, 1, 8)], admit=[admission]))
@@ -107,7 +107,7 @@ def test_what_a_request_resumes_from_stays(runner: Runner) -> None:
 
 
 def test_a_refused_admission_fails_alone(runner: Runner) -> None:
-    """The others are admitted and their step runs; the refused request's own part of it is left out."""
+    """The other requests are admitted and their step runs without the refused request."""
     runner.execute(Plan(1, admit=[request(0, [5])], work=PrefillWork(0, 0, 1, sample=True)))
     bad = request(1, [7], blocks=(9, 2))
     outputs = runner.execute(
@@ -121,7 +121,7 @@ def test_a_refused_admission_fails_alone(runner: Runner) -> None:
     assert [(each.slot, list(each.token_ids)) for each in outputs] == [(1, []), (0, [7]), (2, [11])]
     assert isinstance(outputs[0].error, Internal)
     assert "block 9 of KV group 0" in outputs[0].error.message
-    # The slot is free, and what the plan would have given it is untouched.
+    # The slot is free, and the blocks that the plan granted it are untouched.
     assert 6 not in cleared(runner, "full")
     (again,) = runner.execute(Plan(3, admit=[request(1, [7])], work=PrefillWork(1, 0, 1, sample=True)))
     assert (again.slot, list(again.token_ids), again.error) == (1, [8], None)
@@ -131,13 +131,13 @@ def test_a_refused_admission_fails_alone(runner: Runner) -> None:
 def test_a_step_for_a_refused_request_alone_does_nothing(
     runner: Runner, work: PrefillWork | DecodeWork | None
 ) -> None:
-    """There is nothing to run, only to report."""
+    """The step reports the refusal and runs nothing."""
     (output,) = runner.execute(Plan(1, admit=[request(1, range(40))], work=work))
     assert output.slot == 1
     assert isinstance(output.error, Internal)
 
 
 def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -> None:
-    """Then the two ends disagree, and nothing of the step is to be trusted."""
+    """Scheduler and worker disagree, so the whole step fails."""
     with pytest.raises(Internal, match="prefills tokens 1 to 2"):
         runner.execute(Plan(1, admit=[request(0, [5, 6])], work=PrefillWork(0, 1, 1, sample=True)))

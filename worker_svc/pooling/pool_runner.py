@@ -1,37 +1,39 @@
-"""Runs plans of a pooling model: all tokens of some requests at once, in a static shape, without a KV cache."""
+"""Runs a pooling model's plans: whole prompts at once, in a static shape, without a KV cache."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from protos.errors import Internal
 from worker_svc.devices.base import Device, RowsInput
-from worker_svc.execution.pooler import PoolingDescription, pool_rows, to_length_one
 from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.model_description import PoolingDescription
+from worker_svc.plans.phases import Progress
 from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork
+from worker_svc.pooling.pooler import normalize_rows, pool_rows
 
 
 class PoolingModel(Protocol):
-    """What the runner asks of a model; ``vllm_adapter.engine.VllmModel`` is one."""
+    """What the runner needs from a model; ``vllm_adapter.engine.VllmModel`` implements it."""
 
     def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        """Makes of a step's rows what :meth:`forward` wants."""
+        """Returns the attention metadata that :meth:`forward` takes for a step's rows."""
         ...
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of token ids [tokens]."""
+        """Returns hidden states [tokens, hidden] for token ids [tokens]."""
         ...
 
     def project(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Embeddings [rows, size] of pooled hidden states, float32 [rows, hidden]."""
+        """Returns embeddings [rows, size] for pooled hidden states, float32 [rows, hidden]."""
         ...
 
 
 class PoolRunner:
-    """One pooling model and the prompts of its slots. Not thread-safe: one thread runs all plans."""
+    """A pooling model and the prompts in its slots. Not thread-safe: one thread runs all plans."""
 
     def __init__(
         self, model: PoolingModel, device: Device, description: PoolingDescription, geometry: PoolGeometry
@@ -40,8 +42,8 @@ class PoolRunner:
 
         Args:
             model: with its weights loaded.
-            device: the model's.
-            description: what the model makes of a prompt.
+            device: where the model runs.
+            description: how the model pools.
             geometry: the static shapes.
         """
         self._model = model
@@ -52,8 +54,8 @@ class PoolRunner:
         self._slots: dict[int, Admission] = {}
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Runs every shape once, on padding alone."""
+    def warm_up(self, progress: Progress) -> None:
+        """Runs every shape once, on padding only."""
         for done, shape in enumerate(self._shapes):
             progress(done, len(self._shapes), f"pooling of {shape.batch} x {shape.prompt_len} tokens")
             self._embed([], shape)
@@ -61,13 +63,13 @@ class PoolRunner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Output]:
-        """Runs one step. A request whose admission is refused or whose result is not finite fails alone.
+        """Runs one step. A request fails alone if its admission is refused or its result is not finite.
 
         Returns:
-            One output for each slot whose admission was refused, then one for each other slot of the work, in its order.
+            One output for each refused admission, then one for each other slot of the work, in the work's order.
 
         Raises:
-            Internal: if the plan contradicts earlier ones.
+            Internal: if the plan contradicts earlier plans.
         """
         for slot in plan.release:
             self._slots.pop(slot, None)
@@ -78,7 +80,7 @@ class PoolRunner:
         if plan.work is None:
             return list(refused.values())
         if not isinstance(plan.work, PoolWork):
-            raise Internal("the plan generates, and this is a pooling model")
+            raise Internal("the plan generates tokens, but this is a pooling model")
         requests = self._requests_of(plan.work, refused)
         rows = self._embed(requests, plan.work.shape) if requests else []
         outputs = [_output(request.slot, row) for request, row in zip(requests, rows, strict=True)]
@@ -89,6 +91,7 @@ class PoolRunner:
         self._slots.clear()
 
     def _admit(self, request: Admission) -> Internal | None:
+        """Puts a request into its slot, or returns why it cannot."""
         if request.slot in self._slots:
             return Internal(f"the plan admits a request to slot {request.slot}, which is taken")
         if not 1 <= len(request.token_ids) <= self._longest:
@@ -99,6 +102,7 @@ class PoolRunner:
         return None
 
     def _requests_of(self, work: PoolWork, refused: Mapping[int, Output]) -> list[Admission]:
+        """Returns the admitted requests of a step, checked against its shape."""
         shape = work.shape
         if shape not in self._shapes or len(work.slots) > shape.batch:
             raise Internal(
@@ -115,33 +119,33 @@ class PoolRunner:
                 raise Internal(f"the plan names slot {slot}, which is free")
             if len(request.token_ids) > shape.prompt_len:
                 raise Internal(
-                    f"slot {slot} has {len(request.token_ids)} tokens, more than {shape.prompt_len} fit a row"
+                    f"slot {slot} has {len(request.token_ids)} tokens; a row holds {shape.prompt_len}"
                 )
             requests.append(request)
         return requests
 
     def _embed(self, requests: Sequence[Admission], shape: PoolShape) -> list[list[float]]:
-        """The embeddings of some requests, which fit the shape; the other rows are padding."""
+        """Returns the embeddings of requests that fit `shape`; the remaining rows are padding."""
         batch, row_len = shape.batch, shape.prompt_len
         tokens = torch.zeros((batch, row_len), dtype=torch.int64)
         lengths = torch.ones(batch, dtype=torch.int64)
         for row, request in enumerate(requests):
             lengths[row] = len(request.token_ids)
             tokens[row, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
-        where = self._device.torch_device
-        lengths = lengths.to(where)
-        positions = torch.arange(row_len, device=where).repeat(batch)
+        device = self._device.torch_device
+        lengths = lengths.to(device)
+        positions = torch.arange(row_len, device=device).repeat(batch)
         plans = self._model.row_plans(RowsInput.of(lengths, row_len))
-        hidden = self._model.forward(tokens.to(where).flatten(), positions, plans)
+        hidden = self._model.forward(tokens.to(device).flatten(), positions, plans)
         pooled = pool_rows(hidden.view(batch, row_len, -1), lengths, self._description.method)
         raw = self._model.project(pooled).float()
         if not requests:
             return []
         default = self._description.normalize
-        wanted = [default if request.normalize is None else request.normalize for request in requests]
-        normalize = torch.tensor(wanted, device=where)[:, None]
+        choices = [default if request.normalize is None else request.normalize for request in requests]
+        normalize = torch.tensor(choices, device=device)[:, None]
         raw = raw[: len(requests)]
-        rows: list[list[float]] = torch.where(normalize, to_length_one(raw), raw).tolist()
+        rows: list[list[float]] = torch.where(normalize, normalize_rows(raw), raw).tolist()
         return rows
 
 

@@ -1,4 +1,4 @@
-"""Pooling in a worker without a real model: rows, plans that do not fit, rows that fail alone."""
+"""The pool runner without a real model: pooling of rows, refused plans, rows that fail alone."""
 
 import math
 from collections.abc import Mapping
@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.triptych.v1 import common_pb2, worker_pb2
-from worker_svc.api import convert
 from worker_svc.devices import open_device
 from worker_svc.devices.base import AttentionShape, RowsInput
-from worker_svc.execution.pool_runner import PoolRunner
-from worker_svc.execution.pooler import Method, PoolingDescription, pool_rows
-from worker_svc.execution.worker import Ready
 from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.model_description import PoolingDescription, PoolingMethod
 from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork, PrefillWork, Sampling
+from worker_svc.pooling.pool_runner import PoolRunner
+from worker_svc.pooling.pooler import pool_rows
 
 SHAPES = (PoolShape(1, 4), PoolShape(3, 4), PoolShape(2, 8))
 POISON = 99
 
 
 class Echo:
-    """A model whose hidden states are a token's id and its position; one token's are not finite."""
+    """A model whose hidden states are a token's id and position, and NaN for one token."""
 
     def __init__(self) -> None:
         self.forwards: list[tuple[int, ...]] = []
@@ -44,7 +42,9 @@ class Echo:
         return pooled
 
 
-def make_runner(model: Echo | None = None, *, method: Method = "MEAN", normalize: bool = False) -> PoolRunner:
+def make_runner(
+    model: Echo | None = None, *, method: PoolingMethod = "MEAN", normalize: bool = False
+) -> PoolRunner:
     description = PoolingDescription(method, normalize, 2)
     return PoolRunner(model or Echo(), open_device("cpu"), description, PoolGeometry(SHAPES))
 
@@ -61,24 +61,24 @@ def run(runner: PoolRunner, *prompts: list[int], shape: PoolShape = SHAPES[1]) -
 @pytest.mark.parametrize(
     ("method", "rows"), [("MEAN", [[6, 1], [4, 0.5]]), ("CLS", [[5, 0], [3, 0]]), ("LAST", [[7, 2], [5, 1]])]
 )
-def test_what_is_made_of_the_real_tokens(method: Method, rows: list[list[float]]) -> None:
-    """Padding is not a number here, and changes nothing."""
+def test_only_real_tokens_are_pooled(method: PoolingMethod, rows: list[list[float]]) -> None:
+    """Padding is NaN here and does not change any result."""
     outputs = run(make_runner(method=method), [5, 6, 7], [3, 5])
     assert [list(output.pooled) for output in outputs] == rows
 
 
-def test_an_embedding_is_scaled_as_the_model_says_or_the_request_asks() -> None:
-    """Row by row."""
+def test_a_request_overrides_the_models_normalization() -> None:
+    """Each row is scaled as its request asks, or else as the model does."""
     runner = make_runner(normalize=True)
-    wishes = (None, False, True)
-    admit = [admission(slot, [3, 3, 3], normalize=wish) for slot, wish in enumerate(wishes)]
+    choices = (None, False, True)
+    admit = [admission(slot, [3, 3, 3], normalize=choice) for slot, choice in enumerate(choices)]
     outputs = runner.execute(Plan(1, admit=admit, work=PoolWork((0, 1, 2), SHAPES[1])))
     lengths = [math.hypot(*output.pooled) for output in outputs]
     assert lengths == pytest.approx([1, math.hypot(3, 1), 1])
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
-    """Its neighbours keep their results."""
+    """The other rows keep their results."""
     first, bad, last = run(make_runner(), [5], [POISON], [7])
     assert (list(first.pooled), list(last.pooled)) == ([5, 0], [7, 0])
     assert isinstance(bad.error, Internal)
@@ -86,14 +86,14 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
 
 
 def test_a_refused_admission_fails_alone() -> None:
-    """Too many tokens for any row: the rest of the batch runs."""
+    """A prompt that fits no row is refused; the rest of the batch runs."""
     refused, good = run(make_runner(), [1] * 9, [7])
     assert "1 to 8 fit" in str(refused.error)
     assert (good.slot, list(good.pooled)) == (1, [7, 0])
 
 
 def test_slots_are_released_and_taken_again() -> None:
-    """In one plan, as the scheduler does."""
+    """One plan can release a slot and admit another request to it."""
     runner = make_runner()
     run(runner, [1], [2])
     plan = Plan(2, release=(0, 1), admit=[admission(0, [8])], work=PoolWork((0,), SHAPES[0]))
@@ -107,12 +107,12 @@ def test_slots_are_released_and_taken_again() -> None:
         (PoolWork((0, 1), SHAPES[0]), "pools 2 slots in 1 x 4 tokens"),
         (PoolWork((0, 0), SHAPES[1]), "names a slot twice"),
         (PoolWork((2,), SHAPES[1]), "slot 2, which is free"),
-        (PoolWork((1,), SHAPES[1]), "slot 1 has 5 tokens, more than 4"),
+        (PoolWork((1,), SHAPES[1]), "slot 1 has 5 tokens; a row holds 4"),
         (PrefillWork(0, 0, 1, sample=True), "this is a pooling model"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(work: PoolWork | PrefillWork, text: str) -> None:
-    """Whole: what it names is not to be trusted."""
+def test_a_plan_that_does_not_fit_fails_whole(work: PoolWork | PrefillWork, text: str) -> None:
+    """Work that contradicts shapes or slots fails the step, with the reason."""
     runner = make_runner()
     admit = [admission(0, [1]), admission(1, [1] * 5)]
     with pytest.raises(Internal, match=text):
@@ -120,7 +120,7 @@ def test_a_plan_that_does_not_fit_is_refused(work: PoolWork | PrefillWork, text:
 
 
 def test_every_shape_is_warmed_up() -> None:
-    """Once, on padding alone."""
+    """Warm-up runs each shape once, on padding only."""
     model = Echo()
     make_runner(model).warm_up(lambda *_: None)
     assert model.forwards == [(shape.batch, shape.prompt_len) for shape in SHAPES]
@@ -135,7 +135,7 @@ def test_every_shape_is_warmed_up() -> None:
     ],
 )
 def test_shapes_that_cannot_run_are_refused(geometry: PoolGeometry, text: str) -> None:
-    """Whatever the scheduler thinks of them."""
+    """The worker checks shapes itself."""
     with pytest.raises(ConfigurationRefused, match=text):
         geometry.check(longest_context=64)
 
@@ -143,7 +143,7 @@ def test_shapes_that_cannot_run_are_refused(geometry: PoolGeometry, text: str) -
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: int) -> None:
-    """Against attention written out, row by row, over the real tokens alone."""
+    """Batched attention equals naive attention over each row's real tokens."""
     torch.manual_seed(0)
     lengths, row_len, heads, size = [5, 1, 3], 5, 4, 8
     shape = AttentionShape(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
@@ -166,23 +166,6 @@ def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: in
 
 
 def test_mean_of_half_precision_is_taken_in_full() -> None:
-    """A sum of many halves would round."""
+    """The mean is computed in float32, as a sum of many halves would round."""
     hidden = torch.full((1, 4096, 1), 1.0009765625, dtype=torch.float16)
     assert pool_rows(hidden, torch.tensor([4096]), "MEAN").item() == 1.0009765625
-
-
-def test_over_the_wire() -> None:
-    """Shapes, work, wishes and results, there and back."""
-    shape = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_POOL, batch=3, query_len=4)
-    request = worker_pb2.ConfigureRequest(max_model_len=4, pool_shapes=[shape])
-    geometry = convert.geometry_from_proto(request)
-    assert geometry == PoolGeometry((PoolShape(3, 4),))
-    assert list(convert.ready_to_proto(Ready(geometry, (), {})).ready.graphs) == [shape]
-    slot = worker_pb2.SlotRequest(slot=1, token_ids=[5, 6], pooling=common_pb2.PoolingParams(normalize=False))
-    message = worker_pb2.StepPlan(step=3, admit=[slot], pool=worker_pb2.Pool(slots=[1], shape=shape))
-    plan = convert.plan_from_proto(message)
-    assert plan.work == PoolWork((1,), PoolShape(3, 4))
-    assert plan.admit[0].normalize is False
-    result = convert.result_to_proto(plan, [Output(1, (), pooled=(0.5, 2.0))], 7)
-    assert not result.token_ids
-    assert [list(output.pooled) for output in result.outputs] == [[0.5, 2.0]]

@@ -1,0 +1,132 @@
+"""Decides how steps become graphs, and where their compiled code is found and kept."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from protos.errors import ConfigurationRefused
+from protos.logs import get_logger
+from worker_svc.devices import Device
+from worker_svc.graphs.compile_cache import CompileCache
+from worker_svc.graphs.fingerprint import code_fields
+from worker_svc.graphs.graphs import GENERATED, GraphOptions
+from worker_svc.graphs.precompiled import CompiledCode
+from worker_svc.plans.geometry import Geometry, KvGroup
+from worker_svc.plans.model_description import ModelDescription
+from worker_svc.settings import Settings
+
+
+def graph_options(settings: Settings, device: Device) -> GraphOptions:
+    """Returns how this device makes graphs with these settings.
+
+    Raises:
+        ConfigurationRefused: if the device does not have the level that the settings ask for.
+    """
+    level = settings.level_for(device.default_level)
+    if level > device.highest_level:
+        raise ConfigurationRefused(
+            f"-O {level} generates kernels, but device {device.name} has its own compiler; use -O 1 or omit it"
+        )
+    config = settings.compilation_config
+    return GraphOptions(
+        level=level,
+        sizes=config.candidate_compile_sizes if config else None,
+        required=settings.backend == "compiled",
+        strict=settings.compile_strict,
+    )
+
+
+class Compilation:
+    """The compiled code of one model in this process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: Device,
+        options: GraphOptions,
+        *,
+        folder: Path,
+        description: ModelDescription,
+        groups: Sequence[KvGroup],
+    ) -> None:
+        """Looks up nothing yet.
+
+        Args:
+            settings: the worker's.
+            device: what the code is for.
+            options: how graphs are made.
+            folder: the model's files.
+            description: the model's.
+            groups: the model's KV groups.
+        """
+        self._settings = settings
+        self._device = device
+        self._options = options
+        self._model_folder = folder
+        self._description = description
+        self._groups = groups
+        self._code: CompiledCode | None = None
+        self._has_compiled = False
+        self._log = get_logger()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the code in use, if there is any."""
+        return None if self._code is None else self._code.folder
+
+    def find(self, geometry: Geometry) -> None:
+        """Looks up the code of a geometry, before the weights are loaded.
+
+        Raises:
+            ConfigurationRefused: if the settings require precompiled code and there is none.
+        """
+        options, settings = self._options, self._settings
+        if options.level < GENERATED and not (self._device.has_own_compiler and options.level):
+            if settings.require_precompiled:
+                self._log.info("nothing_to_precompile", level=options.level)
+            return
+        folder = settings.cache_folder(self._device.name)
+        fields = code_fields(
+            self._model_folder,
+            device=self._device,
+            level=options.level,
+            dtype=str(self._description.dtype).removeprefix("torch."),
+            quantization=self._description.quantization,
+            groups=self._groups,
+            geometry=geometry,
+            sizes=options.sizes,
+            made_up=settings.seed if settings.load_format == "dummy" else None,
+        )
+        cache = CompileCache(folder) if folder else None
+        self._code = CompiledCode(cache, fields, required=settings.require_precompiled)
+
+    def use(self) -> None:
+        """Makes compilers read and write the folder of the code."""
+        if self._code is not None:
+            self._code.use()
+            self._device.use_code_folder(self._code.folder)
+
+    def keep(self, signatures: Sequence[str], seconds: float) -> None:
+        """Keeps what was compiled, if it is complete.
+
+        Args:
+            signatures: the graphs that the code contains.
+            seconds: how long making them took.
+        """
+        code = self._code
+        if code is None:
+            return
+        if self._settings.enable_warm_up:
+            if self._has_compiled and not code.is_warm:
+                # Code from an earlier configuration is in this process' memory and missing from the new folder.
+                self._log.info("compiled_code_not_kept", reason="this process was configured before")
+                code.discard()
+            else:
+                code.keep(signatures, seconds)
+            self._device.use_code_folder(None)
+        self._has_compiled = True
+
+    def release(self) -> None:
+        """Drops the code in use, and its folder if it is incomplete."""
+        if self._code is not None:
+            self._code.discard()
+            self._code = None

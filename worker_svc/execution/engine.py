@@ -1,0 +1,74 @@
+"""What a worker needs from a model, whether the model generates tokens or pools prompts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from worker_svc.plans.geometry import Geometry, PoolGeometry
+from worker_svc.plans.phases import Phases
+from worker_svc.plans.step_plan import Output, Plan
+
+G = TypeVar("G")
+
+
+class Engine(Protocol[G]):
+    """A model that can be configured with geometries of type `G` and then runs plans.
+
+    ``execution.generation.GenerationEngine`` and ``pooling.engine.PoolingEngine`` implement it.
+    All calls come from one thread.
+    """
+
+    @property
+    def bytes_per_block(self) -> tuple[int, ...]:
+        """Bytes of one block of each KV group, over all of its layers; empty without a KV cache."""
+        ...
+
+    @property
+    def num_compiled(self) -> int:
+        """How often a compiler ran since :meth:`start`."""
+        ...
+
+    @property
+    def code_folder(self) -> Path | None:
+        """The folder of the compiled code in use, if there is any."""
+        ...
+
+    def check(self, geometry: Geometry | PoolGeometry) -> G:
+        """Returns the geometry with defaults filled in, but without counted blocks. Changes nothing.
+
+        Raises:
+            ConfigurationRefused: if the model or the device cannot run it.
+        """
+        ...
+
+    def start(self, geometry: G, load: Callable[[], None], phases: Phases) -> G:
+        """Allocates memory, makes graphs and warms up. The engine holds nothing from an earlier start.
+
+        Args:
+            geometry: a result of :meth:`check`.
+            load: loads the weights, unless they are loaded already.
+            phases: told what happens and how long it takes.
+
+        Returns:
+            The geometry with its blocks counted.
+
+        Raises:
+            ConfigurationRefused: if something does not fit or cannot be compiled.
+        """
+        ...
+
+    def execute(self, plan: Plan) -> list[Output]:
+        """Runs one step.
+
+        Raises:
+            Internal: if the engine is not started or the plan contradicts earlier plans.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Frees every slot."""
+        ...
+
+    def release(self) -> None:
+        """Drops everything that :meth:`start` made, except the weights."""
+        ...

@@ -1,0 +1,152 @@
+"""Configures a generating model: KV cache, batch, graphs and their compiled code."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from protos.errors import ConfigurationRefused, Internal
+from worker_svc.devices.base import Device
+from worker_svc.execution.compilation import Compilation
+from worker_svc.execution.memory_budget import MemoryBudget
+from worker_svc.execution.runner import Model, Runner
+from worker_svc.grammars.constraints import Constraints
+from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
+from worker_svc.plans.model_description import ModelDescription
+from worker_svc.plans.phases import Phases
+from worker_svc.plans.step_plan import Output, Plan
+from worker_svc.sampling.state import SamplingVocabulary
+
+
+class GenerationEngine:
+    """Runs a generating model with a KV cache and static graphs. Implements ``execution.engine.Engine``."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        description: ModelDescription,
+        groups: Sequence[KvGroup],
+        *,
+        budget: MemoryBudget,
+        compilation: Compilation,
+        options: GraphOptions,
+        constraints: Callable[[Geometry], Constraints | None],
+        warm_up: bool,
+    ) -> None:
+        """Allocates nothing.
+
+        Args:
+            model: its weights may be missing until :meth:`start`.
+            device: where the model runs.
+            description: the model's.
+            groups: the model's KV groups.
+            budget: the device's memory.
+            compilation: finds and keeps compiled code.
+            options: how graphs are made.
+            constraints: makes the matchers of a geometry's slots, or ``None`` if grammars are not supported.
+            warm_up: whether to make and run every graph before serving.
+        """
+        self._model = model
+        self._device = device
+        self._description = description
+        self._groups = groups
+        self._budget = budget
+        self._compilation = compilation
+        self._options = options
+        self._constraints = constraints
+        self._warm_up = warm_up
+        self._runner: Runner | None = None
+
+    @property
+    def bytes_per_block(self) -> tuple[int, ...]:
+        """Bytes of one block of each KV group, over all of its layers."""
+        return () if self._runner is None else self._runner.cache.bytes_per_block
+
+    @property
+    def num_compiled(self) -> int:
+        """How often a compiler ran since :meth:`start`: for pieces of steps, or for whole steps."""
+        return 0 if self._runner is None else self._runner.graphs.num_compiled
+
+    @property
+    def code_folder(self) -> Path | None:
+        """The folder of the compiled code in use, if there is any."""
+        return self._compilation.folder
+
+    def check(self, geometry: Geometry | PoolGeometry) -> Geometry:
+        """Returns the geometry with one number of blocks for each KV group, or none.
+
+        Raises:
+            ConfigurationRefused: if the model or the device cannot run it.
+        """
+        if not isinstance(geometry, Geometry):
+            raise ConfigurationRefused(
+                f"{self._description.architecture} generates tokens; configure it with a chunk and decode buckets"
+            )
+        if len(geometry.num_blocks) == 1:
+            geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self._groups))
+        geometry.check(
+            self._groups,
+            block_size_multiple=self._device.block_size_multiple,
+            longest_context=self._description.max_model_len,
+        )
+        return geometry
+
+    def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
+        """Finds compiled code, loads the weights, allocates the cache and makes graphs.
+
+        Raises:
+            ConfigurationRefused: if the weights or the cache do not fit, or a graph cannot be made.
+        """
+        if self._device.caches_are_inputs and not geometry.num_blocks:
+            # Compiled code depends on the number of blocks.
+            geometry = self._budget.fit(geometry, self._groups)
+        self._compilation.find(geometry)
+        load()
+        phases.finish("load")
+        geometry = self._budget.fit(geometry, self._groups)
+        blocks = " + ".join(map(str, geometry.num_blocks))
+        phases.progress("allocate")(0, 0, f"KV cache of {blocks} blocks")
+        self._runner = Runner(
+            self._model,
+            self._device,
+            self._groups,
+            geometry,
+            vocabulary=SamplingVocabulary(self._description.vocab_size, self._description.eos_token_ids),
+            options=self._options,
+            constraints=self._constraints(geometry),
+        )
+        phases.finish("allocate")
+        self._make_graphs(self._runner, phases)
+        return geometry
+
+    def _make_graphs(self, runner: Runner, phases: Phases) -> None:
+        """Makes and runs every graph, unless the settings leave that to the first requests."""
+        started = time.monotonic()
+        self._compilation.use()
+        if self._warm_up:
+            runner.make_graphs(phases.progress("compile"))
+            phases.finish("compile")
+            runner.warm_up(phases.progress("warm_up"))
+            phases.finish("warm_up")
+        runner.graphs.finish()
+        self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
+
+    def execute(self, plan: Plan) -> list[Output]:
+        """Runs one step; see :meth:`Runner.execute`."""
+        if self._runner is None:
+            raise Internal("the worker is not configured")
+        return self._runner.execute(plan)
+
+    def reset(self) -> None:
+        """Frees every slot."""
+        if self._runner is not None:
+            self._runner.reset()
+
+    def release(self) -> None:
+        """Drops the runner with its cache and graphs, and the compiled code."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+        self._compilation.release()

@@ -1,0 +1,63 @@
+"""What a model is and how much memory it takes: facts that its configuration gives before any weights are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from worker_svc.plans.geometry import AttentionLayer
+
+PoolingMethod = Literal["MEAN", "CLS", "LAST"]
+"""How a row's hidden states become one vector: the mean of its real tokens, the first one or the last one."""
+
+
+@dataclass(frozen=True)
+class PoolingDescription:
+    """How a pooling model turns a prompt into an embedding."""
+
+    method: PoolingMethod
+    normalize: bool
+    """Whether the model's authors scale embeddings to length 1."""
+    size: int
+    """Elements of one embedding."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes that a model's memory use depends on."""
+
+    weight_bytes: int
+    """All parameters and buffers; shared memory counts once."""
+    width: int
+    """Input plus output sizes of all matrices of the widest layer, in elements; see ``memory_budget``."""
+    hidden_size: int
+    """Elements of a token's state between layers."""
+    vocab_size: int
+    """Elements of a row of logits; 0 for a pooling model."""
+    itemsize: int
+    """Bytes of one element of weights and activations."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as its configuration describes it."""
+
+    architecture: str
+    """For example "LlamaForCausalLM"."""
+    vocab_size: int
+    """Length of a row of logits."""
+    max_model_len: int
+    """Tokens of context that the model was trained for."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence, ascending."""
+    dtype: torch.dtype
+    """Type of weights and activations."""
+    quantization: str | None
+    """Quantization of the weights, by vLLM's name."""
+    layers: tuple[AttentionLayer, ...]
+    """Attention layers in the model's order."""
+    pooling: PoolingDescription | None
+    """Set for a pooling model, which has no layers to cache."""
+    default_sampling: Mapping[str, float]
+    """Sampling parameters that the model's authors recommend, by their names in generation_config.json."""

@@ -1,0 +1,33 @@
+"""Pools a row's hidden states into one vector."""
+
+import torch
+from torch.nn import functional
+
+from worker_svc.plans.model_description import PoolingMethod
+
+
+def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod) -> torch.Tensor:
+    """Pools the real tokens of each row. The contents of padding, NaN included, have no effect.
+
+    Args:
+        hidden: [rows, row_len, hidden].
+        lengths: int64 [rows], the number of real tokens at the start of each row, at least 1.
+        method: how to pool.
+
+    Returns:
+        float32 [rows, hidden].
+    """
+    match method:
+        case "CLS":
+            return hidden[:, 0].float()
+        case "LAST":
+            return hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1].float()
+        case "MEAN":
+            padding = torch.arange(hidden.shape[1], device=hidden.device) >= lengths[:, None]
+            total = hidden.float().masked_fill(padding[:, :, None], 0).sum(dim=1)
+            return total / lengths[:, None]
+
+
+def normalize_rows(vectors: torch.Tensor) -> torch.Tensor:
+    """Scales each row to Euclidean length 1."""
+    return functional.normalize(vectors, p=2, dim=-1)
