@@ -1,1 +1,6 @@
-"""The gateway: OpenAI's HTTP interface and text on one side, token ids over gRPC on the other. Needs neither torch nor model weights."""
+"""The gateway: an HTTP server with OpenAI's interface that turns text into token ids for the scheduler, and back.
+
+It needs neither torch nor model weights. Layers, from the top: ``__main__`` · ``app`` · ``routes`` · ``answers`` · ``tools`` ·
+``parsers`` · ``scheduler_link`` · ``text`` and ``schemas`` · ``http`` · ``metrics``, ``settings`` and ``version`` · ``format_names``
+and ``quoting``. A layer imports only layers below it.
+"""

@@ -49,7 +49,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops listening and lets running requests finish, up to the drain timeout."""
-        logs.get_logger().info("draining", live=self._client.num_live, timeout_s=self._drain_timeout_s)
+        logs.get_logger().info("draining", pending=self._client.num_pending, timeout_s=self._drain_timeout_s)
         timer = asyncio.get_running_loop().call_later(self._drain_timeout_s, self._end_requests)
         await super().shutdown(sockets)
         timer.cancel()

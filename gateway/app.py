@@ -1,8 +1,9 @@
-"""The HTTP application."""
+"""The HTTP application: routes, middleware, error handlers, and the lifespan of the connection to the scheduler."""
 
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -10,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import version
-from gateway.http.context import Context, random_id
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.metrics import Metrics
 from gateway.routes import chat, completions, embeddings, models, ops, tokenize
+from gateway.routes.context import Context, random_id
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
@@ -22,6 +23,13 @@ from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
+
+# Opens the OpenAPI document.
+_DESCRIPTION: Final = (
+    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects; unknown parameters are refused by name. Every answer has"
+    " the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant names the tenant that the"
+    " scheduler shares capacity among. Statuses 429 and 503 carry Retry-After."
+)
 
 
 def create_app(
@@ -32,7 +40,7 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """Builds the application; its lifespan connects ``client`` and closes it.
+    """Builds the application. Its lifespan connects ``client`` and closes it.
 
     Args:
         settings: the gateway's settings.
@@ -47,7 +55,7 @@ def create_app(
         else lambda _: None
     )
     watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=prepare)
-    metrics = Metrics(lambda: watcher.model_name, lambda: client.num_live)
+    metrics = Metrics(lambda: watcher.model_name, lambda: client.num_pending)
     text_worker = TextWorker()
 
     @contextlib.asynccontextmanager
@@ -63,6 +71,7 @@ def create_app(
 
     app = FastAPI(
         title="Triptych",
+        description=_DESCRIPTION,
         version=version.VERSION,
         lifespan=lifespan,
         docs_url=None,
@@ -85,14 +94,14 @@ def create_app(
 def _on_triptych_error(_: Request, error: Exception) -> Response:
     if not isinstance(error, TriptychError):
         raise error
-    # "Retry later" is an answer, not a fault; health checks ask for it every second while a model loads.
+    # "Retry later" is an answer, not a fault: health checks get it every second while a model loads.
     if error.http_status >= 500 and not error.retryable:
         get_logger().warning("request failed", error=str(error), code=type(error).__name__)
     return error_response(error)
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: unknown paths and methods."""
+    """Answers Starlette's own refusals: unknown paths and methods."""
     if not isinstance(error, HTTPException):
         raise error
     path, method = request.url.path, request.method

@@ -29,12 +29,12 @@ _END_TO_END: Final = (
 class Metrics:
     """One gateway's measurements, in a registry of their own."""
 
-    def __init__(self, model_name: Callable[[], str], num_live: Callable[[], int]) -> None:
+    def __init__(self, model_name: Callable[[], str], num_pending: Callable[[], int]) -> None:
         """Creates them.
 
         Args:
             model_name: the served model's name now, for labels.
-            num_live: requests under way at the scheduler.
+            num_pending: requests under way at the scheduler.
         """
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -69,12 +69,12 @@ class Metrics:
         self.http_in_flight = Gauge(
             "triptych:gateway_http_requests_in_flight", "HTTP requests under way.", registry=self.registry
         )
-        live = Gauge(
+        pending = Gauge(
             "triptych:gateway_requests_in_flight",
             "Requests under way at the scheduler.",
             registry=self.registry,
         )
-        live.set_function(num_live)
+        pending.set_function(num_pending)
         self._scheduler_up = Gauge(
             "triptych:gateway_scheduler_up",
             "Whether the scheduler's metrics follow.",

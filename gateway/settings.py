@@ -7,14 +7,13 @@ from typing import Annotated, ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from gateway.tools.formats import FORMATS
+from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
 from protos.logs import LogFormat, LogLevel
 from protos.settings import Group, ServiceSettings
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 _VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
-_REASONING = ("qwen3", "deepseek_r1")
 
 
 class Settings(ServiceSettings):
@@ -80,7 +79,7 @@ class Settings(ServiceSettings):
         str,
         Field(
             description="How the model writes tool calls: auto (as its chat template shows), none, "
-            f"{', '.join(FORMATS)}, or vllm:NAME for a parser of an installed vLLM."
+            f"{', '.join(TOOL_FORMATS)}, or vllm:NAME for a parser of an installed vLLM."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
@@ -94,7 +93,7 @@ class Settings(ServiceSettings):
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod
     def _is_parser(cls, value: str, info: ValidationInfo) -> str:
-        own = FORMATS if info.field_name == "tool_call_parser" else _REASONING
+        own = TOOL_FORMATS if info.field_name == "tool_call_parser" else REASONING_FORMATS
         if value not in ("auto", "none", *own) and not _VLLM_PARSER.fullmatch(value):
             raise ValueError(f"must be auto, none, {', '.join(own)} or vllm:NAME")
         return value

@@ -22,7 +22,7 @@ class _Choice:
         return tokens
 
 
-class ReadStream:
+class ChatStreamWriter:
     """Writes what readers find in the text, one reader a choice."""
 
     def __init__(self, chunks: ChatChunks, new_reader: Callable[[], AnswerReader], *, named: bool) -> None:

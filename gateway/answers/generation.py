@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Self
 
 from gateway.answers.logprobs import TokenReport
 from gateway.metrics import Metrics
-from gateway.scheduler_link.pending_request import Live, Submission
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
 from gateway.scheduler_link.served_model import Served
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer
@@ -41,7 +41,7 @@ class Prompt:
     Attributes:
         token_ids: the prompt.
         logprobs: one entry for each token but the first, if they were asked for; it fills while the prompt is computed, and is
-            complete when the submission gives the first of its events.
+            complete when the group gives the first of its events.
         echo: the text that each answer begins with; ``None`` if answers do not repeat the prompt.
         reports: its tokens as part of an answer that begins with it, once they are known and if they are to be told.
     """
@@ -52,9 +52,9 @@ class Prompt:
     reports: tuple[TokenReport, ...] | None = None
 
     @classmethod
-    def of(cls, live: Live, echo: str | None) -> "Prompt":
+    def of(cls, pending: PendingRequest, echo: str | None) -> "Prompt":
         """The prompt of a request under way."""
-        return cls(live.request.prompt_token_ids, live.prompt_logprobs, echo)
+        return cls(pending.request.prompt_token_ids, pending.prompt_logprobs, echo)
 
     def report(self, detokenizer: Detokenizer, count: int) -> None:
         """Makes ``reports``, each with the ``count`` likeliest tokens. Takes time that grows with the prompt and ``count``."""
@@ -202,7 +202,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Clockwork:
+class Timing:
     """What an answer is measured with.
 
     Attributes:
@@ -223,7 +223,7 @@ class Generation:
     A context manager: leaving it aborts whatever still runs.
     """
 
-    submission: Submission
+    group: RequestGroup
     sequences: list[SequenceText]
     prompts: list[Prompt]
     n: int
@@ -232,17 +232,17 @@ class Generation:
     # Makes one that sees a prompt's text.
     make_detokenizer: Callable[[], Detokenizer]
     worker: TextWorker
-    clockwork: Clockwork
+    timing: Timing
     constraint_param: str = ""
 
     @classmethod
     def begin(
         cls,
-        submission: Submission,
+        group: RequestGroup,
         body: SamplingRequest,
         served: Served,
         worker: TextWorker,
-        clockwork: Clockwork,
+        timing: Timing,
         *,
         echoes: Sequence[str] | None = None,
         markers: frozenset[str] | None = frozenset(),
@@ -251,18 +251,18 @@ class Generation:
         """Waits for the answer to what was submitted.
 
         Args:
-            submission: the requests, one per prompt.
+            group: the requests, one per prompt.
             body: the HTTP request that they come from.
             served: the model.
             worker: runs long work.
-            clockwork: measures.
+            timing: measures.
             echoes: for each prompt the text that its answers begin with, if they do.
             markers: special tokens that are text although special tokens are skipped; ``None``: all are.
             constraint_param: the parameter that says what the output must match.
         """
         prompts = [
-            Prompt.of(live, echoes[index] if echoes is not None else None)
-            for index, live in enumerate(submission.live)
+            Prompt.of(pending, echoes[index] if echoes is not None else None)
+            for index, pending in enumerate(group.requests)
         ]
         sequences = [
             SequenceText.of(index * body.n + sequence, body, served, prompt, markers, first=not sequence)
@@ -271,14 +271,14 @@ class Generation:
         ]
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
         return cls(
-            submission,
+            group,
             sequences,
             prompts,
             body.n,
             body.prompt_only,
             make,
             worker,
-            clockwork,
+            timing,
             constraint_param,
         )
 
@@ -288,7 +288,7 @@ class Generation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.submission.abort()
+        self.group.abort()
 
     @property
     def reports_prompts(self) -> bool:
@@ -302,7 +302,7 @@ class Generation:
             TriptychError: if the request failed.
         """
         try:
-            while events := await self.submission.take():
+            while events := await self.group.take():
                 answers = self._answers(events)
                 if self.reports_prompts:
                     await self._report_prompts({index // self.n for index, _ in answers})
@@ -317,7 +317,7 @@ class Generation:
     def _answers(
         self, events: Sequence[tuple[int, inference.GenerateEvent]]
     ) -> list[tuple[int, inference.GenerateEvent]]:
-        """Those events that tell of the answer, and not only of the prompt (whose log-probabilities the submission has collected)."""
+        """Those events that tell of the answer, and not only of the prompt (whose log-probabilities the group has collected)."""
         for index, event in events:
             if event.HasField("prompt"):
                 self.sequences[index].num_cached_tokens = event.prompt.num_cached_tokens
@@ -332,7 +332,7 @@ class Generation:
                 await self.worker.run(size, partial(prompt.report, make, count))
 
     def _news(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:
-        now = self.clockwork.clock()
+        now = self.timing.clock()
         for index, event in events:
             sequence = self.sequences[index]
             if sequence.finished:
@@ -343,9 +343,9 @@ class Generation:
                 self._measure(sequence, now, sequence.num_tokens - before)
             if delta.finish_reason is not None:
                 if not event.finish_reason:
-                    self.submission.finish(index)
-                self.clockwork.metrics.finished(
-                    delta.finish_reason, sequence.num_prompt_tokens, now - self.clockwork.arrived
+                    self.group.finish(index)
+                self.timing.metrics.finished(
+                    delta.finish_reason, sequence.num_prompt_tokens, now - self.timing.arrived
                 )
             yield delta
 
@@ -364,14 +364,14 @@ class Generation:
 
     def _measure(self, sequence: SequenceText, now: float, count: int) -> None:
         if sequence.last_at:
-            self.clockwork.metrics.tokens(count, (now - sequence.last_at) / count)
+            self.timing.metrics.tokens(count, (now - sequence.last_at) / count)
         else:
-            self.clockwork.metrics.first_token(count, now - self.clockwork.arrived)
+            self.timing.metrics.first_token(count, now - self.timing.arrived)
         sequence.last_at = now
 
     def fail(self, error: TriptychError) -> None:
         """Ends it from outside; the reader of :meth:`deltas` gets ``error``."""
-        self.submission.fail(error)
+        self.group.fail(error)
 
     @property
     def usage(self) -> Usage:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.answers import sse
 from gateway.answers.generation import Delta, Generation
 from gateway.answers.logprobs import TokenReport
-from gateway.http.context import note
+from gateway.http.access_log import note
 from gateway.http.errors import ClientGone, internal
 from protos.errors import TriptychError
 from protos.logs import get_logger

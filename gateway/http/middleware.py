@@ -9,6 +9,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.http.access_log import noted_fields
 from gateway.http.errors import PayloadTooLarge, error_response, internal
 from gateway.metrics import Metrics
 from protos.errors import InvalidArgument
@@ -156,5 +157,5 @@ class RequestMiddleware:
             # 0: the client left before there was a status.
             status=status,
             ms=round((self._clock() - began) * 1000, 1),
-            **scope.get("triptych.access", {}),
+            **noted_fields(scope),
         )

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.parsers.events import Event, Text
-from gateway.parsers.json_call_parser import CallMachine
+from gateway.parsers.json_call_parser import JsonCallParser
 from gateway.parsers.parser_base import split_at
 
 START: Final = "<tool_call>"
 END: Final = "</tool_call>"
 
 
-class HermesParser(CallMachine):
+class HermesParser(JsonCallParser):
     """See :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:

@@ -5,12 +5,12 @@ from typing import Final
 
 from gateway.parsers.events import Counter, Event, Text
 from gateway.parsers.json_call import JsonCall
-from gateway.parsers.parser_base import Machine, State
+from gateway.parsers.parser_base import ParserBase, State
 
 ARGUMENTS: Final = ("arguments", "parameters")
 
 
-class CallMachine(Machine):
+class JsonCallParser(ParserBase):
     """Reads calls; its subclasses find where they begin.
 
     A call that fails before it was announced is content, and others may follow it. One that was announced is revoked: a client that

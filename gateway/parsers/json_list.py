@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from gateway.parsers.events import Event
-from gateway.parsers.json_call_parser import CallMachine
+from gateway.parsers.json_call_parser import JsonCallParser
 from gateway.parsers.parser_base import State
 
 
-class JsonLists(CallMachine):
+class JsonListParser(JsonCallParser):
     """Reads lists; its subclasses find where one begins."""
 
     def __init__(self, new_id: Callable[[], str], state: State, *, text: State) -> None:
@@ -31,7 +31,7 @@ class JsonLists(CallMachine):
         return True
 
 
-class ListParser(JsonLists):
+class PlainListParser(JsonListParser):
     """A list that is the whole answer. See :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:

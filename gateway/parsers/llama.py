@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from gateway.parsers.events import Event, Text
-from gateway.parsers.json_call_parser import CallMachine
+from gateway.parsers.json_call_parser import JsonCallParser
 from gateway.parsers.parser_base import split_at
 
 TAG: Final = "<|python_tag|>"
 
 
-class LlamaParser(CallMachine):
+class LlamaParser(JsonCallParser):
     """See :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:

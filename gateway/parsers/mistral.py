@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Text
-from gateway.parsers.json_list import JsonLists
+from gateway.parsers.json_list import JsonListParser
 from gateway.parsers.json_scan import ValueScanner
 from gateway.parsers.parser_base import split_at
 
@@ -28,7 +28,7 @@ _HEADER: Final = re.compile(r"\s*([\w.:/-]{1,128})(?:\[CALL_ID\](\w{1,64}))?(?:\
 _MAX_HEADER: Final = 256
 
 
-class MistralParser(JsonLists):
+class MistralParser(JsonListParser):
     """See :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gateway.parsers.events import CallArguments, CallStart, Counter, Event
 
 
-class NamedParser:
+class NamedToolParser:
     """See :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str], name: str) -> None:

@@ -33,7 +33,7 @@ def undecided(text: str, marker: str) -> int:
 State: TypeAlias = Callable[[list[Event]], bool]
 
 
-class Machine:
+class ParserBase:
     """A parser as a state machine.
 
     A state is a method: it takes from the front of ``self._rest`` what it can, appends events, and returns whether the state that is

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from gateway.parsers.events import CallArguments, Counter, Event, Text
-from gateway.parsers.parser_base import Machine
+from gateway.parsers.parser_base import ParserBase
 
 START: Final = "<|python_start|>"
 END: Final = "<|python_end|>"
@@ -129,7 +129,7 @@ def _as_json(arguments: list[str]) -> str | None:
         return None
 
 
-class PythonicParser(Machine):
+class PythonicParser(ParserBase):
     """See :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:

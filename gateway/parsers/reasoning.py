@@ -8,8 +8,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from gateway.parsers.events import Event, Reasoning, Text
-from gateway.parsers.parser_base import Machine, split_at
-from gateway.tools.tags import Tag, tag
+from gateway.parsers.parser_base import ParserBase, split_at
 
 START: Final = "<think>"
 END: Final = "</think>"
@@ -53,7 +52,7 @@ def thinking_at(prompt_tail: str, *, always: bool) -> Thinking:
     return Thinking.OPEN if always or tail.endswith(START) else Thinking.POSSIBLE
 
 
-class ThinkParser(Machine):
+class ThinkParser(ParserBase):
     """Yields thinking as :class:`Reasoning` and the rest as :class:`Text`; see :class:`gateway.parsers.events.ToolParser`.
 
     Text that ends within the thinking is all thinking. Only the first end marker counts.
@@ -92,20 +91,3 @@ class ThinkParser(Machine):
         self._back()
         if self._rest:
             out.append(Reasoning(self._rest) if open_ else Text(self._rest))
-
-
-def before_answer(at: Thinking, marks: Marks) -> list[Tag]:
-    """What a grammar must let pass in front of the answer, so that a constrained model may still think."""
-    if at is Thinking.OVER:
-        return []
-    blank: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
-    thought: Tag = {"type": "any_text"}
-    if at is Thinking.OPEN:
-        return [tag("", thought, marks.end), blank]
-    return [{"type": "optional", "content": tag(marks.start, thought, marks.end)}, blank]
-
-
-def behind_thinking(at: Thinking, form: Tag, marks: Marks = THINK) -> Tag:
-    """``form``, for what comes behind the thinking."""
-    before = before_answer(at, marks)
-    return {"type": "sequence", "elements": [*before, form]} if before else form

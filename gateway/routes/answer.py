@@ -1,4 +1,4 @@
-"""The common second half of both completions endpoints: submit, then stream or collect."""
+"""The second half of both completions endpoints: submit the prompts, then stream or collect the answer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.generation import Clockwork, Delta, Generation, Usage
+from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.responses import EventStream, collect
 from gateway.answers.sse import Chunks
-from gateway.http.context import context_of, note
+from gateway.http.access_log import note
 from gateway.http.middleware import tenant_of
+from gateway.routes.context import Context, context_of
 from gateway.routes.request_builder import bad_word_tokens, generate_requests
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import Served
@@ -22,75 +23,66 @@ from protos.triptych.v1 import common_pb2 as pb
 _UNIQUE_DIGITS = 8
 
 
-class Told(NamedTuple):
-    """What a collected answer tells beside its texts."""
+class CollectedExtras(NamedTuple):
+    """The parts of a collected answer beside its texts."""
 
     usage: Usage
     reporter: Reporter
-    # For each prompt, if they were asked for.
     prompt_logprobs: list[list[dict[str, Any] | None]] | None
-    # Choices a prompt.
+    """One list per prompt, if log-probabilities of prompts were asked for."""
     n: int
+    """Choices per prompt."""
 
     def of_prompt(self, sequence: int) -> dict[str, Any]:
-        """The fields about the prompt of one of the sequences."""
+        """Returns the fields about the prompt that ``sequence`` continues."""
         if self.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": self.prompt_logprobs[sequence // self.n]}
 
 
-class Answer(NamedTuple):
-    """How one endpoint's answers look."""
+class AnswerFormat(NamedTuple):
+    """How one endpoint writes its answers."""
 
     id_prefix: str
-    # Makes the encoder of a streamed answer, and what writes each delta with it.
     stream: Callable[..., tuple[Chunks, Callable[[Delta], bytes]]]
-    # Encodes a collected answer: id, created, model, each sequence's whole text, and what else there is to tell.
-    body: Callable[[str, int, str, list[Delta], Told], bytes]
-    # Special tokens that are text for it; None: all.
+    """Makes the encoder of a streamed answer, and the function that encodes each delta with it."""
+    body: Callable[[str, int, str, list[Delta], CollectedExtras], bytes]
+    """Encodes a collected answer from its id, time of creation, model, whole texts and extras."""
     markers: frozenset[str] | None = frozenset()
-    # What the output must match, and the parameter that says so.
+    """Special tokens that the endpoint needs as text; ``None``: all of them."""
     constraint: pb.StructuredOutput | None = None
+    """What the output must match."""
     constraint_param: str = ""
+    """The request's parameter that set the constraint."""
 
 
-async def answer(
+async def respond(
     request: Request,
-    shape: Answer,
+    form: AnswerFormat,
     body: SamplingRequest,
     served: Served,
     prompts: Sequence[Sequence[int]],
     *,
     echoes: Sequence[str] | None = None,
 ) -> Response:
-    """Runs ``prompts`` and answers as ``body`` asks; each answer begins with its prompt's text of ``echoes`` if given.
+    """Runs ``prompts`` and answers in the way that ``body`` asks for.
+
+    Args:
+        request: the HTTP request.
+        form: writes the answer.
+        body: the parsed request body.
+        served: the model.
+        prompts: token ids, one list per prompt.
+        echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the prompt.
 
     Raises:
-        Unavailable: if there is no scheduler.
-        InvalidArgument: if its X-Tenant header cannot be used.
+        Unavailable: if no scheduler is connected.
+        InvalidArgument: if the X-Tenant header is invalid.
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)
-    tenant = tenant_of(request.headers)
-    note(request.scope, tenant=tenant or None)
-    answer_id = shape.id_prefix + context.new_id()
-    wire_id = unique_wire_id(request)
-    bad_words = await context.text_worker.run(
-        sum(map(len, body.bad_words)), lambda: bad_word_tokens(served.text, body.bad_words)
-    )
-    requests = generate_requests(
-        served, body, prompts, wire_id, tenant=tenant, bad_words=bad_words, constraint=shape.constraint
-    )
-    generation = Generation.begin(
-        context.client.submit(requests),
-        body,
-        served,
-        context.text_worker,
-        Clockwork(context.metrics, context.clock, request.scope["triptych.arrived"]),
-        echoes=echoes,
-        markers=shape.markers,
-        constraint_param=shape.constraint_param,
-    )
+    answer_id = form.id_prefix + context.new_id()
+    generation = await _begin(request, form, body, served, prompts, echoes)
     created, model = int(context.wall_clock()), served.model.served_name
     reporter = Reporter(
         served.text.detokenizers.token_bytes,
@@ -98,7 +90,7 @@ async def answer(
         wanted=body.num_logprobs is not None,
     )
     if body.stream:
-        chunks, write = shape.stream(
+        chunks, write = form.stream(
             answer_id, created, model, with_usage=body.include_usage, reporter=reporter
         )
         return EventStream(
@@ -110,12 +102,49 @@ async def answer(
         )
     ends = await collect(generation, request.scope, request.receive)
 
-    def written() -> bytes:
-        told = Told(generation.usage, reporter, _prompt_logprobs(body, generation, reporter), body.n)
-        return shape.body(answer_id, created, model, ends, told)
+    def encode() -> bytes:
+        prompt_logprobs = _prompt_logprobs(body, generation, reporter)
+        extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n)
+        return form.body(answer_id, created, model, ends, extras)
 
-    content = await context.text_worker.run(_effort(body, generation, ends), written)
+    content = await context.text_worker.run(_effort(body, generation, ends), encode)
     return Response(content, media_type="application/json")
+
+
+async def _begin(
+    request: Request,
+    form: AnswerFormat,
+    body: SamplingRequest,
+    served: Served,
+    prompts: Sequence[Sequence[int]],
+    echoes: Sequence[str] | None,
+) -> Generation:
+    """Submits ``prompts`` to the scheduler."""
+    context: Context = context_of(request)
+    tenant = tenant_of(request.headers)
+    note(request.scope, tenant=tenant or None)
+    bad_words = await context.text_worker.run(
+        sum(map(len, body.bad_words)), lambda: bad_word_tokens(served.text, body.bad_words)
+    )
+    requests = generate_requests(
+        served,
+        body,
+        prompts,
+        unique_wire_id(request),
+        tenant=tenant,
+        bad_words=bad_words,
+        constraint=form.constraint,
+    )
+    return Generation.begin(
+        context.client.submit(requests),
+        body,
+        served,
+        context.text_worker,
+        Timing(context.metrics, context.clock, request.scope["triptych.arrived"]),
+        echoes=echoes,
+        markers=form.markers,
+        constraint_param=form.constraint_param,
+    )
 
 
 def _prompt_logprobs(
@@ -124,20 +153,20 @@ def _prompt_logprobs(
     count = body.prompt_logprobs
     if count is None:
         return None
-    return [reporter.prompt(one.token_ids, one.logprobs, count) for one in generation.prompts]
+    return [reporter.prompt(prompt.token_ids, prompt.logprobs, count) for prompt in generation.prompts]
 
 
 def _effort(body: SamplingRequest, generation: Generation, ends: Sequence[Delta]) -> int:
-    """Of reading and writing a collected answer: letters, and log-probabilities."""
-    letters = sum(len(end.text) for end in ends)
+    """Estimates the work of encoding a collected answer: its characters, plus its log-probabilities."""
+    chars = sum(len(end.text) for end in ends)
     reported = sum(len(end.tokens) for end in ends) * (1 + (body.num_logprobs or 0))
     if body.prompt_logprobs is None:
-        return letters + reported
-    prompts = sum(len(one.token_ids) for one in generation.prompts)
-    return letters + reported + prompts * (1 + body.prompt_logprobs)
+        return chars + reported
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)
+    return chars + reported + prompt_tokens * (1 + body.prompt_logprobs)
 
 
 def unique_wire_id(request: Request) -> str:
-    """The request's id made unique among a client's retries, with room for a prompt's index."""
+    """Returns the request's id with a suffix that makes it unique among a client's retries; leaves room for a prompt's index."""
     given: str = request.scope["triptych.request_id"]
     return f"{given[: MAX_REQUEST_ID - _UNIQUE_DIGITS - 8]}-{context_of(request).new_id()[:_UNIQUE_DIGITS]}"

@@ -9,22 +9,33 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.answer_reader import Message, finish_reason
-from gateway.answers.chat_stream_writer import ReadStream
+from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Delta
 from gateway.answers.sse import ChatChunks
-from gateway.http.context import body_schema, context_of, read_body
-from gateway.routes.answer import Answer, Told, answer
+from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
+from gateway.routes.context import context_of, read_body
+from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_chat, truncated
+from gateway.schemas.answers import ChatCompletion
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.tools.answer_plan import Reading, plan
 
-router = APIRouter()
+router = APIRouter(tags=["Generation"])
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a conversation",
+    openapi_extra=body_schema(ChatCompletionRequest),
+    responses=documented(ChatCompletion, content=event_stream("`chat.completion.chunk` objects")),
+)
 async def chat_completions(request: Request) -> Response:
-    """Answers a conversation."""
+    """Generates the assistant's next message for a conversation, as OpenAI's endpoint does.
+
+    The model's chat template turns the messages into a prompt. With `tools`, the message may contain tool calls. With
+    `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
+    """
     body = await read_body(request, ChatCompletionRequest)
     context = context_of(request)
     served = context.watcher.served(body.model)
@@ -42,40 +53,40 @@ async def chat_completions(request: Request) -> Response:
     )
     prompt = truncated(served, body, prompt)
     size = len(await request.body()) if body.tools or body.constrained else 0
-    reading = await context.text_worker.run(size, lambda: plan(context.settings, served, body, prompt))
-    shape = Answer(
+    plan = await context.text_worker.run(size, lambda: plan_answer(context.settings, served, body, prompt))
+    form = AnswerFormat(
         "chatcmpl-",
-        partial(_stream, reading),
-        partial(_completion, reading),
-        reading.markers,
-        reading.constraint,
-        reading.constraint_param,
+        partial(_stream, plan),
+        partial(_completion, plan),
+        plan.markers,
+        plan.constraint,
+        plan.constraint_param,
     )
-    return await answer(request, shape, body, served, [prompt])
+    return await respond(request, form, body, served, [prompt])
 
 
-def _stream(reading: Reading, *args: Any, **options: Any) -> tuple[ChatChunks, Callable[[Delta], bytes]]:
+def _stream(plan: AnswerPlan, *args: Any, **options: Any) -> tuple[ChatChunks, Callable[[Delta], bytes]]:
     chunks = ChatChunks(*args, **options)
-    if reading.plain:
+    if plan.plain:
         return chunks, chunks.write
-    return chunks, ReadStream(chunks, reading.reader, named=reading.named).write
+    return chunks, ChatStreamWriter(chunks, plan.reader, named=plan.named).write
 
 
-def _choice(reading: Reading, end: Delta, told: Told) -> dict[str, Any]:
-    message, reason = Message.of(reading.reader().whole(end.text)), end.finish_reason
+def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, Any]:
+    message, reason = Message.of(plan.reader().whole(end.text)), end.finish_reason
     return {
         "index": end.sequence,
-        "message": message.body(with_reasoning=reading.thinking is not None),
-        "logprobs": told.reporter.chat(end.tokens),
-        "finish_reason": reason and finish_reason(reason, len(message.calls), named=reading.named),
+        "message": message.body(with_reasoning=plan.thinking is not None),
+        "logprobs": extras.reporter.chat(end.tokens),
+        "finish_reason": reason and finish_reason(reason, len(message.calls), named=plan.named),
         "stop_reason": end.stop_reason,
     }
 
 
 def _completion(
-    reading: Reading, answer_id: str, created: int, model: str, ends: list[Delta], told: Told
+    plan: AnswerPlan, answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
 ) -> bytes:
-    choices = [_choice(reading, end, told) for end in ends]
+    choices = [_choice(plan, end, extras) for end in ends]
     return orjson.dumps(
         {
             "id": answer_id,
@@ -83,7 +94,7 @@ def _completion(
             "created": created,
             "model": model,
             "choices": choices,
-            "usage": told.usage.body(),
-            **told.of_prompt(0),
+            "usage": extras.usage.body(),
+            **extras.of_prompt(0),
         }
     )

@@ -10,34 +10,35 @@ from starlette.responses import Response
 
 from gateway.answers.generation import Delta
 from gateway.answers.sse import CompletionChunks
-from gateway.http.context import body_schema, context_of, read_body
-from gateway.routes.answer import Answer, Told, answer
+from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
+from gateway.routes.context import context_of, read_body
+from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
+from gateway.schemas.answers import Completion
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.sampling import MAX_SEQUENCES
 from protos.errors import InvalidArgument
 
-router = APIRouter()
+router = APIRouter(tags=["Generation"])
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+@router.post(
+    "/v1/completions",
+    summary="Continue prompts",
+    openapi_extra=body_schema(CompletionRequest),
+    responses=documented(Completion, content=event_stream("`text_completion` objects")),
+)
 async def completions(request: Request) -> Response:
-    """Continues one or more prompts."""
+    """Continues one or more prompts, given as text or as token ids, as OpenAI's endpoint does.
+
+    Choices are numbered prompt by prompt: with `n=2`, choices 0 and 1 continue the first prompt. With `stream`, the answer
+    arrives as server-sent events that end with `data: [DONE]`.
+    """
     body = await read_body(request, CompletionRequest)
     context = context_of(request)
     served = context.watcher.served(body.model)
     served.check_generates()
-    if len(body.prompt) > context.settings.max_prompts:
-        raise InvalidArgument(
-            f"'prompt' has {len(body.prompt)} prompts; send at most {context.settings.max_prompts} at once",
-            param="prompt",
-        )
-    if len(body.prompt) * body.n > max(context.settings.max_prompts, MAX_SEQUENCES):
-        raise InvalidArgument(
-            f"{len(body.prompt)} prompts with n={body.n} make {len(body.prompt) * body.n} choices; ask for at most "
-            f"{max(context.settings.max_prompts, MAX_SEQUENCES)} at once",
-            param="n",
-        )
+    _check_counts(body, context.settings.max_prompts)
     prompts = await encode_prompts(
         served,
         context.text_worker,
@@ -49,7 +50,7 @@ async def completions(request: Request) -> Response:
     prompts = [truncated(served, body, prompt) for prompt in prompts]
     echoes = None
     if body.echo:
-        # What was cut off is no part of the prompt; nor are the tokens that were added to a text.
+        # An echo omits the tokens that truncation removed, and those that were added to a text.
         cut = body.truncate_prompt_tokens is not None
         echoes = [
             given
@@ -57,14 +58,33 @@ async def completions(request: Request) -> Response:
             else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
             for given, prompt in zip(body.prompt, prompts, strict=True)
         ]
-    shape = Answer(
+    form = AnswerFormat(
         "cmpl-",
         _stream,
         _completion,
         constraint=body.constraint(),
         constraint_param=body.constraint_param,
     )
-    return await answer(request, shape, body, served, prompts, echoes=echoes)
+    return await respond(request, form, body, served, prompts, echoes=echoes)
+
+
+def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
+    """Refuses too many prompts or choices.
+
+    Raises:
+        InvalidArgument: naming the limit.
+    """
+    if len(body.prompt) > max_prompts:
+        raise InvalidArgument(
+            f"'prompt' has {len(body.prompt)} prompts; send at most {max_prompts} at once", param="prompt"
+        )
+    max_choices = max(max_prompts, MAX_SEQUENCES)
+    if len(body.prompt) * body.n > max_choices:
+        raise InvalidArgument(
+            f"{len(body.prompt)} prompts with n={body.n} make {len(body.prompt) * body.n} choices; ask for at most "
+            f"{max_choices} at once",
+            param="n",
+        )
 
 
 def _stream(*args: Any, **options: Any) -> tuple[CompletionChunks, Callable[[Delta], bytes]]:
@@ -72,15 +92,17 @@ def _stream(*args: Any, **options: Any) -> tuple[CompletionChunks, Callable[[Del
     return chunks, chunks.write
 
 
-def _completion(answer_id: str, created: int, model: str, ends: list[Delta], told: Told) -> bytes:
+def _completion(
+    answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
+) -> bytes:
     choices = [
         {
             "index": end.sequence,
             "text": end.text,
-            "logprobs": told.reporter.completion(end.tokens),
+            "logprobs": extras.reporter.completion(end.tokens),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
-            **told.of_prompt(end.sequence),
+            **extras.of_prompt(end.sequence),
         }
         for end in ends
     ]
@@ -91,6 +113,6 @@ def _completion(answer_id: str, created: int, model: str, ends: list[Delta], tol
             "created": created,
             "model": model,
             "choices": choices,
-            "usage": told.usage.body(),
+            "usage": extras.usage.body(),
         }
     )

@@ -11,20 +11,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.responses import while_client_waits
-from gateway.http.context import body_schema, context_of, note, read_body
+from gateway.http.access_log import note
 from gateway.http.middleware import tenant_of
 from gateway.routes.answer import unique_wire_id
+from gateway.routes.context import context_of, read_body
+from gateway.routes.openapi import body_schema, documented
 from gateway.routes.request_builder import encode_prompts, pool_requests
 from gateway.scheduler_link.served_model import Served
+from gateway.schemas.answers import EmbeddingList
 from gateway.schemas.embeddings import EmbeddingRequest
 from protos.errors import InvalidArgument, Unsupported
 
-router = APIRouter()
+router = APIRouter(tags=["Embeddings"])
 
 
-@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingRequest))
+@router.post(
+    "/v1/embeddings",
+    summary="Embed texts",
+    openapi_extra=body_schema(EmbeddingRequest),
+    responses=documented(EmbeddingList),
+)
 async def embeddings(request: Request) -> Response:
-    """Embeds one or more texts."""
+    """Returns one embedding for each input text, in the order of the inputs, as OpenAI's endpoint does.
+
+    Only an embedding model serves this route. Inputs may be texts or lists of token ids.
+    """
     body = await read_body(request, EmbeddingRequest)
     context = context_of(request)
     served = context.watcher.served(body.model)
@@ -70,13 +81,13 @@ def _check(body: EmbeddingRequest, served: Served, max_inputs: int) -> None:
     if body.dimensions is not None and body.dimensions != size:
         raise Unsupported(
             f"dimensions={body.dimensions} is not supported: embeddings of '{served.model.served_name}' have {size};"
-            " leave it out",
+            " omit it",
             param="dimensions",
         )
 
 
 def _base64(values: Sequence[float]) -> str:
-    """As OpenAI's client reads it: float32, little-endian."""
+    """Encodes ``values`` as OpenAI's client reads them: float32 in little-endian order."""
     numbers = array.array("f", values)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -5,10 +5,12 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.http.context import context_of
+from gateway.routes.context import context_of
+from gateway.routes.openapi import documented
+from gateway.schemas.answers import ModelCard, ModelList
 from protos.triptych.v1 import common_pb2 as pb
 
-router = APIRouter()
+router = APIRouter(tags=["Models"])
 
 
 def _card(model: pb.ModelInfo) -> dict[str, Any]:
@@ -26,13 +28,18 @@ def _card(model: pb.ModelInfo) -> dict[str, Any]:
     return card
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", summary="List models", response_model=None, responses=documented(ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
-    """The served models: one, or an error while none is known."""
+    """Lists the served model.
+
+    Answers 503 until a replica has been ready once.
+    """
     return {"object": "list", "data": [_card(context_of(request).watcher.served().model)]}
 
 
-@router.get("/v1/models/{model:path}")
+@router.get(
+    "/v1/models/{model:path}", summary="Get a model", response_model=None, responses=documented(ModelCard)
+)
 async def get_model(request: Request, model: str) -> dict[str, Any]:
-    """One model; names may contain slashes."""
+    """Returns the served model if `model` is its name. Names may contain slashes."""
     return _card(context_of(request).watcher.served(model).model)

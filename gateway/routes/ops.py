@@ -1,21 +1,31 @@
-"""What operators and load balancers ask: health, metrics, version."""
+"""Routes for operators and load balancers: health, metrics and version."""
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from gateway.http.context import context_of
+from gateway.routes.context import context_of
+from gateway.routes.openapi import documented
+from gateway.schemas.answers import Version
 from gateway.version import VERSION
 from protos.errors import TriptychError, Unavailable
 from protos.triptych.v1 import inference_pb2 as inference
 
-router = APIRouter()
+router = APIRouter(tags=["Operations"])
 
 
-@router.get("/health")
+@router.get(
+    "/health",
+    summary="Check health",
+    response_class=Response,
+    responses=documented(description="A replica is ready. The body is empty."),
+)
 async def health(request: Request) -> Response:
-    """200 if a request sent now would run; otherwise 503 and the reason."""
+    """Answers 200 if a request sent now would run, otherwise 503 with the reason.
+
+    The check asks the scheduler whether a replica is ready.
+    """
     context = context_of(request)
     load = await context.client.get_load()
     if not any(replica.state == inference.REPLICA_STATE_READY for replica in load.replicas):
@@ -25,18 +35,26 @@ async def health(request: Request) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/metrics")
+@router.get(
+    "/metrics",
+    summary="Read metrics",
+    response_class=PlainTextResponse,
+    responses=documented(description="Prometheus' text format."),
+)
 async def metrics(request: Request) -> Response:
-    """Measurements in Prometheus' text format: the gateway's, then the scheduler's if it answers."""
+    """Returns metrics in Prometheus' text format: the gateway's, then the scheduler's if it answers.
+
+    `triptych:gateway_scheduler_up` says whether the scheduler's metrics are included.
+    """
     context = context_of(request)
     try:
-        theirs = await context.client.get_metrics()
+        scheduler = await context.client.get_metrics()
     except TriptychError:
-        theirs = None
-    return Response(context.metrics.text(theirs), media_type=CONTENT_TYPE_LATEST)
+        scheduler = None
+    return Response(context.metrics.text(scheduler), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/version")
+@router.get("/version", summary="Read the version", response_model=None, responses=documented(Version))
 async def version() -> dict[str, str]:
-    """Triptych's version."""
+    """Returns the version of Triptych."""
     return {"version": VERSION}

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from gateway.quoting import quote
 from gateway.scheduler_link.served_model import Served
-from gateway.schemas.base import quote
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.embeddings import EmbeddingRequest
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import Tool
 from gateway.text.tokenization import TextCodec, TextWorker
-from gateway.tools.prompting import in_words
+from gateway.tools.prompting import show_tools_in_words
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -53,7 +53,7 @@ async def encode_chat(
     def work() -> list[int]:
         offered = [tool.for_template() for tool in tools]
         turns = [message.for_template() for message in messages]
-        turns = in_words(template, turns, offered if may_call else ())
+        turns = show_tools_in_words(template, turns, offered if may_call else ())
         text = template.render(
             turns, add_generation_prompt=add_generation_prompt, variables=variables, tools=offered
         )

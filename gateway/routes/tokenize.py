@@ -1,20 +1,31 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""``/tokenize`` and ``/detokenize``, with vLLM's interface."""
 
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.http.context import body_schema, context_of, read_body
+from gateway.routes.context import context_of, read_body
+from gateway.routes.openapi import body_schema, documented
 from gateway.routes.request_builder import encode_chat
+from gateway.schemas.answers import Detokenized, Tokenized
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
-router = APIRouter()
+router = APIRouter(tags=["Tokens"])
 
 
-@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+@router.post(
+    "/tokenize",
+    summary="Tokenize",
+    response_model=None,
+    openapi_extra=body_schema(TokenizeRequest),
+    responses=documented(Tokenized),
+)
 async def tokenize(request: Request) -> dict[str, Any]:
-    """Token ids of a text or of a conversation."""
+    """Returns the token ids of a text, or of a conversation after the model's chat template.
+
+    Send either `prompt` or `messages`.
+    """
     body = await read_body(request, TokenizeRequest)
     context = context_of(request)
     served = context.watcher.served(body.model)
@@ -43,9 +54,15 @@ async def tokenize(request: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+@router.post(
+    "/detokenize",
+    summary="Detokenize",
+    response_model=None,
+    openapi_extra=body_schema(DetokenizeRequest),
+    responses=documented(Detokenized),
+)
 async def detokenize(request: Request) -> dict[str, str]:
-    """The text of token ids, special tokens included."""
+    """Returns the text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
     context = context_of(request)
     text = context.watcher.served(body.model).text

@@ -1,1 +1,6 @@
-"""What clients may send: one module an endpoint family. Whatever is not served is refused by name; nothing is ignored."""
+"""Bodies of requests and answers as pydantic models, one file per family of endpoints.
+
+``base`` parses bodies and words refusals, ``sampling`` holds the parameters that chats and completions share, ``structured`` the
+constraints, ``tools`` the tools. ``answers`` describes answers for the OpenAPI document. Routes, answers and request builders import this
+room; it imports only ``quoting``.
+"""

@@ -1,20 +1,17 @@
 """How request bodies are read and refused."""
 
 import difflib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from gateway.quoting import clip, quote
 from protos.errors import InvalidArgument, Unsupported
 
 M = TypeVar("M", bound="RequestModel")
-
-# Longest piece of a client's own input that is quoted back in an error.
-_QUOTE: Final = 60
 
 # Longest unknown name that is compared with the known ones: the effort grows with the name, and the longest known one has 27 letters.
 _MISTYPED: Final = 40
@@ -60,43 +57,6 @@ class RequestModel(BaseModel):
 def _same(value: Any, neutral: Any) -> bool:
     # 0 == False and 1 == True in Python, not in JSON.
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
-
-
-def quote(value: Any) -> str:
-    """A client's own value as JSON, short enough for an error message, at an effort that does not grow with the value."""
-    text = ""
-    for piece in _json_pieces(value):
-        text += piece
-        if len(text) > _QUOTE:
-            return f"{text[:_QUOTE]}…"
-    return text
-
-
-def _json_pieces(value: Any) -> Iterator[str]:
-    # Written as it is read, and every level writes something: a reader that stops early bounds the depth, too.
-    if isinstance(value, str):
-        yield json.dumps(value[:_QUOTE], ensure_ascii=False)
-    elif isinstance(value, dict):
-        yield "{"
-        for count, (key, item) in enumerate(value.items()):
-            yield ", " if count else ""
-            yield from _json_pieces(key)
-            yield ": "
-            yield from _json_pieces(item)
-        yield "}"
-    elif isinstance(value, list):
-        yield "["
-        for count, item in enumerate(value):
-            yield ", " if count else ""
-            yield from _json_pieces(item)
-        yield "]"
-    else:
-        yield json.dumps(value, default=str)
-
-
-def clip(name: str) -> str:
-    """A name that a client made up, short enough for an error message."""
-    return name if len(name) <= _QUOTE else f"{name[:_QUOTE]}…"
 
 
 def path_of(location: tuple[int | str, ...]) -> str:

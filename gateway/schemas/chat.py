@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.schemas.base import RequestModel, Unserved, clip, quote
+from gateway.quoting import clip, quote
+from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
 from gateway.schemas.tools import FUNCTIONS_HINT, NamedChoice, ToolCall, ToolChoice, Tools, few_calls
 

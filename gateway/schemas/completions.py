@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.schemas.base import Unserved, quote
+from gateway.quoting import quote
+from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
 
 # OpenAI's default for this endpoint; chats go on to the context's end.

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from gateway.schemas.base import RequestModel, Unserved, clip, quote
+from gateway.quoting import clip, quote
+from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import or_default
 
 MAX_TOOLS: Final = 128

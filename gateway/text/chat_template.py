@@ -15,7 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from gateway.schemas.base import clip
+from gateway.quoting import clip
 from protos.errors import InvalidArgument
 
 

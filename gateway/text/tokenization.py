@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import DetokenizerFactory
-from gateway.tools.detect import thinks, tool_format
+from gateway.text.template_probe import thinks, tool_format
 from protos.errors import Internal
 
 T = TypeVar("T")

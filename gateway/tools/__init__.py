@@ -1,1 +1,6 @@
-"""Tool calls: what a request offers, how the model is held to it, and how its answer is read."""
+"""Tool calls and constrained answers: formats, grammars and prompts.
+
+``formats`` pairs each format's parser with its grammar, ``tags`` writes structural tags, ``answer_constraint`` places a client's constraint
+inside one, ``prompting`` describes tools in words, and ``vllm_parsers`` adapts parsers of an installed vLLM. Answers, routes and the
+composition root import this room; it imports parsers and text.
+"""

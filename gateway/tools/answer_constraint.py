@@ -9,7 +9,9 @@ from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 
 
-def placed(asked: pb.StructuredOutput, place: Callable[[Tag], Tag], param: str) -> pb.StructuredOutput:
+def place_constraint(
+    asked: pb.StructuredOutput, place: Callable[[Tag], Tag], param: str
+) -> pb.StructuredOutput:
     """A constraint for the whole output, in which ``asked`` holds only the answer.
 
     Args:

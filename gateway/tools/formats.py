@@ -6,8 +6,8 @@ from typing import Final
 
 from gateway.parsers import hermes, llama, mistral, pythonic
 from gateway.parsers.events import ToolParser, call_id, short_call_id
-from gateway.parsers.json_list import ListParser
-from gateway.parsers.named_tool import NamedParser
+from gateway.parsers.json_list import PlainListParser
+from gateway.parsers.named_tool import NamedToolParser
 from gateway.tools.tags import ArgumentsAlone, Shape
 
 
@@ -74,11 +74,11 @@ FORMATS: Final[Mapping[str, Format]] = {
 
 # What models without a format of their own are held to, as in vLLM: a JSON list.
 LIST: Final = Format(
-    lambda _: ListParser(call_id),
+    lambda _: PlainListParser(call_id),
     shape=Shape(before=_NAME, between=_PARAMETERS, after="}", separator=", ", opening="[", closing="]"),
 )
 
 
 def named(name: str) -> Format:
     """The same for the call of a named tool: its arguments alone."""
-    return Format(lambda _: NamedParser(call_id, name), shape=ArgumentsAlone())
+    return Format(lambda _: NamedToolParser(call_id, name), shape=ArgumentsAlone())

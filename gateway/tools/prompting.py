@@ -17,7 +17,7 @@ _INTRODUCTION: Final = (
 )
 
 
-def in_words(
+def show_tools_in_words(
     template: ChatTemplate, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """``turns`` with everything in their contents that ``template`` would not show.

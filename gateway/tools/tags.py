@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from gateway.parsers.reasoning import THINK, Marks, Thinking
 from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]
@@ -147,3 +148,22 @@ def structural(form: Tag) -> pb.StructuredOutput:
     return pb.StructuredOutput(
         structural_tag=json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     )
+
+
+def behind_thinking(at: Thinking, content: Tag, marks: Marks = THINK) -> Tag:
+    """Returns ``content`` behind the thinking that a grammar must allow in front of an answer.
+
+    Args:
+        at: where the answer begins.
+        content: what the answer must match.
+        marks: the markers around the thinking.
+    """
+    if at is Thinking.OVER:
+        return content
+    blank: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
+    thought: Tag = {"type": "any_text"}
+    if at is Thinking.OPEN:
+        thinking = tag("", thought, marks.end)
+    else:
+        thinking = {"type": "optional", "content": tag(marks.start, thought, marks.end)}
+    return {"type": "sequence", "elements": [thinking, blank, content]}

@@ -7,8 +7,9 @@ vLLM and torch. vLLM's parsers want token ids, too; they get those of each piece
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
+from gateway.format_names import VLLM_PREFIX
 from gateway.parsers.events import (
     CallArguments,
     CallStart,
@@ -22,8 +23,6 @@ from gateway.parsers.reasoning import Marks, Thinking
 from gateway.text.tokenization import TextCodec
 from protos.errors import ConfigurationRefused
 
-PREFIX: Final = "vllm:"
-
 
 def check(setting: str, value: str) -> None:
     """Looks for the parser that ``value`` names, if it names one of vLLM's; imports vLLM then (seconds, and torch with it).
@@ -35,9 +34,9 @@ def check(setting: str, value: str) -> None:
     Raises:
         ConfigurationRefused: if vLLM is not installed or has no such parser.
     """
-    if not value.startswith(PREFIX):
+    if not value.startswith(VLLM_PREFIX):
         return
-    name = value.removeprefix(PREFIX)
+    name = value.removeprefix(VLLM_PREFIX)
     if importlib.util.find_spec("vllm") is None:
         raise ConfigurationRefused(
             f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or choose a parser of the gateway's own"
@@ -55,7 +54,7 @@ def check(setting: str, value: str) -> None:
 
 
 def _class(manager: Any, value: str) -> Any:
-    name = value.removeprefix(PREFIX)
+    name = value.removeprefix(VLLM_PREFIX)
     if hasattr(manager, "get_tool_parser"):
         return manager.get_tool_parser(name)
     return manager.get_reasoning_parser(name)
@@ -69,7 +68,7 @@ def _manager(setting: str) -> Any:
 
 def names_one(*settings: str) -> bool:
     """Whether any of some settings' values names a parser of vLLM."""
-    return any(value.startswith(PREFIX) for value in settings)
+    return any(value.startswith(VLLM_PREFIX) for value in settings)
 
 
 def prepare(text: TextCodec) -> None:

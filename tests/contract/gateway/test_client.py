@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.scheduler_link import client as client_module
+from gateway.scheduler_link import tokenizer_download
 from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.pending_request import Live, Submission
+from gateway.scheduler_link.outbox import Outbox
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
+from gateway.scheduler_link.request_table import RequestTable
 from protos.errors import (
     Aborted,
     Internal,
@@ -22,7 +24,7 @@ from protos.errors import (
 )
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
 
 pytestmark = pytest.mark.contract
@@ -41,8 +43,8 @@ def request(
 
 
 @pytest.fixture
-def peer() -> ScriptedInference:
-    return ScriptedInference(smollm2_folder(), REPLY)
+def peer() -> FakeScheduler:
+    return FakeScheduler(smollm2_folder(), REPLY)
 
 
 @contextlib.asynccontextmanager
@@ -58,58 +60,58 @@ async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterat
         await client.close()
 
 
-async def tokens_of(submission: Submission) -> list[list[int]]:
+async def tokens_of(group: RequestGroup) -> list[list[int]]:
     """All tokens of each request, in order."""
-    found: list[list[int]] = [[] for _ in submission.live]
-    while events := await submission.take():
+    found: list[list[int]] = [[] for _ in group.requests]
+    while events := await group.take():
         for index, event in events:
             found[index].extend(event.token_ids)
     return found
 
 
-async def test_a_request_runs(peer: ScriptedInference) -> None:
+async def test_a_request_runs(peer: FakeScheduler) -> None:
     """Tokens arrive in order; the first event describes the prompt."""
     async with serving(peer) as server, connected(server.port) as client:
-        submission = client.submit([request()])
+        group = client.submit([request()])
         events = []
-        while batch := await submission.take():
+        while batch := await group.take():
             events += batch
         assert [token for _, event in events for token in event.token_ids] == REPLY
         assert events[0][1].prompt.num_tokens == 2
         assert events[-1][1].finish_reason == pb.FINISH_REASON_LENGTH
-        assert client.num_live == 0
+        assert client.num_pending == 0
 
 
-async def test_many_requests_share_one_stream(peer: ScriptedInference) -> None:
+async def test_many_requests_share_one_stream(peer: FakeScheduler) -> None:
     """Fifty requests at once, of different lengths, do not mix."""
     async with serving(peer) as server, connected(server.port) as client:
         lengths = [1 + n % 20 for n in range(50)]
         submissions = [
             client.submit([request(f"r{n}", max_tokens=length)]) for n, length in enumerate(lengths)
         ]
-        results = await asyncio.gather(*(tokens_of(submission) for submission in submissions))
+        results = await asyncio.gather(*(tokens_of(group) for group in submissions))
         assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
 
 
-async def test_requests_of_one_submission_are_told_apart(peer: ScriptedInference) -> None:
+async def test_requests_of_one_submission_are_told_apart(peer: FakeScheduler) -> None:
     """Each event carries its request's index."""
     async with serving(peer) as server, connected(server.port) as client:
         found = await tokens_of(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
         assert found == [REPLY[:2], REPLY[:5]]
 
 
-async def test_an_aborted_submission_aborts_its_requests(peer: ScriptedInference) -> None:
+async def test_an_aborted_submission_aborts_its_requests(peer: FakeScheduler) -> None:
     """The scheduler hears of it."""
     peer.pause_after = 3
     async with serving(peer) as server, connected(server.port) as client:
-        submission = client.submit([request("a"), request("b")])
-        await submission.take()
-        submission.abort()
+        group = client.submit([request("a"), request("b")])
+        await group.take()
+        group.abort()
         await peer.until(lambda: sorted(peer.aborted) == ["a", "b"])
-        assert client.num_live == 0
+        assert client.num_pending == 0
 
 
-async def test_finished_requests_are_not_aborted(peer: ScriptedInference) -> None:
+async def test_finished_requests_are_not_aborted(peer: FakeScheduler) -> None:
     """An abort of what has finished would only be noise."""
     async with serving(peer) as server, connected(server.port) as client:
         await tokens_of(client.submit([request("a")]))
@@ -124,7 +126,7 @@ async def test_finished_requests_are_not_aborted(peer: ScriptedInference) -> Non
         Unavailable("no replica", retry_after_ms=100),
     ],
 )  # fmt: skip
-async def test_a_refused_request_fails_alone_and_typed(peer: ScriptedInference, error: TriptychError) -> None:
+async def test_a_refused_request_fails_alone_and_typed(peer: FakeScheduler, error: TriptychError) -> None:
     """A fault of one request leaves the others on the stream alone; its type, parameter and delay arrive."""
     peer.refuse = lambda r: error if r.request_id == "bad" else None
     async with serving(peer) as server, connected(server.port) as client:
@@ -148,7 +150,7 @@ async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
         await client.close()
 
 
-async def test_a_broken_stream_is_a_pause(peer: ScriptedInference) -> None:
+async def test_a_broken_stream_is_a_pause(peer: FakeScheduler) -> None:
     """The request is sent again with the tokens received so far, under a new id; no token is lost or doubled."""
     peer.break_after = 5
     async with serving(peer) as server, connected(server.port) as client:
@@ -160,19 +162,19 @@ async def test_a_broken_stream_is_a_pause(peer: ScriptedInference) -> None:
         assert len(part.token_ids) >= 5
 
 
-async def test_a_restarted_scheduler_is_a_pause(peer: ScriptedInference) -> None:
+async def test_a_restarted_scheduler_is_a_pause(peer: FakeScheduler) -> None:
     """Also when another process takes over the port, and has no replica at first."""
     peer.pause_after = 4
     async with serving(peer) as server:
         port = server.port
         async with connected(port) as client:
-            submission = client.submit([request("a")])
-            reader = asyncio.create_task(tokens_of(submission))
+            group = client.submit([request("a")])
+            reader = asyncio.create_task(tokens_of(group))
             await peer.until(lambda: bool(peer.requests))
-            while len(submission.live[0].received[0]) < 4:
+            while len(group.requests[0].received[0]) < 4:
                 await asyncio.sleep(0.01)
             await server.stop(0)
-            successor = ScriptedInference(smollm2_folder(), REPLY)
+            successor = FakeScheduler(smollm2_folder(), REPLY)
             refusals = iter([Unavailable("no replica yet", retry_after_ms=50)] * 2)
             successor.refuse = lambda _: next(refusals, None)
             async with serving(successor, port):
@@ -181,18 +183,18 @@ async def test_a_restarted_scheduler_is_a_pause(peer: ScriptedInference) -> None
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
 
 
-async def test_an_unheard_end_is_not_continued(peer: ScriptedInference) -> None:
+async def test_an_unheard_end_is_not_continued(peer: FakeScheduler) -> None:
     """If the stream breaks behind the last token, the request ends instead of being sent again."""
     peer.pause_after = 5
     async with serving(peer) as server, connected(server.port) as client:
-        submission = client.submit([request("a", max_tokens=6)])
-        while len(submission.live[0].received[0]) < 5:
+        group = client.submit([request("a", max_tokens=6)])
+        while len(group.requests[0].received[0]) < 5:
             await asyncio.sleep(0.01)
         # Now all but the last event has come; pretend that the last token came without the word that it was the last.
-        submission.live[0].received[0].append(REPLY[5])
+        group.requests[0].received[0].append(REPLY[5])
         peer.break_after, peer.pause_after = 1, 5
-        client._put(inference.ConnectRequest(generate=request("other")))
-        await asyncio.wait_for(_drained(submission), 10)
+        client._outbox.put(inference.ConnectRequest(generate=request("other")))
+        await asyncio.wait_for(_drained(group), 10)
         assert [r.request_id for r in peer.requests] == ["a", "other"]
 
 
@@ -206,25 +208,25 @@ async def _first_answer(client: InferenceClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _drained(submission: Submission) -> None:
-    while await submission.take():
+async def _drained(group: RequestGroup) -> None:
+    while await group.take():
         pass
 
 
-async def test_a_lost_scheduler_is_given_up_in_the_end(peer: ScriptedInference) -> None:
+async def test_a_lost_scheduler_is_given_up_in_the_end(peer: FakeScheduler) -> None:
     """After the resume timeout the request fails, retryable."""
     peer.pause_after = 4
     async with serving(peer) as server, connected(server.port, resume_timeout_s=0.2) as client:
-        submission = client.submit([request("a")])
+        group = client.submit([request("a")])
         await peer.until(lambda: bool(peer.requests))
-        await submission.take()
+        await group.take()
         await server.stop(0)
         with pytest.raises(Unavailable, match="could not be resumed within"):
-            await asyncio.wait_for(_drained(submission), 10)
-        assert client.num_live == 0
+            await asyncio.wait_for(_drained(group), 10)
+        assert client.num_pending == 0
 
 
-async def test_a_resumed_request_may_wait_its_turn(peer: ScriptedInference) -> None:
+async def test_a_resumed_request_may_wait_its_turn(peer: FakeScheduler) -> None:
     """Once a scheduler has it again, a long queue is no reason to give up."""
 
     def hold(sent: inference.GenerateRequest) -> None:
@@ -241,7 +243,7 @@ async def test_a_resumed_request_may_wait_its_turn(peer: ScriptedInference) -> N
         assert await asyncio.wait_for(reader, 10) == [REPLY]
 
 
-async def test_a_scheduler_that_only_refuses_is_given_up(peer: ScriptedInference) -> None:
+async def test_a_scheduler_that_only_refuses_is_given_up(peer: FakeScheduler) -> None:
     """Each attempt is heard, yet the time between them adds up."""
     peer.break_after = 5
     peer.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
@@ -249,23 +251,23 @@ async def test_a_scheduler_that_only_refuses_is_given_up(peer: ScriptedInference
         with pytest.raises(Unavailable, match="could not be resumed within"):
             await asyncio.wait_for(tokens_of(client.submit([request("a")])), 10)
         assert len(peer.requests) > 2
-        assert client.num_live == 0
+        assert client.num_pending == 0
 
 
-@pytest.mark.parametrize("method", ["_deliver", "_resubmit"])
+@pytest.mark.parametrize("method", ["deliver", "resubmit"])
 async def test_an_unexpected_exception_is_a_pause(
-    peer: ScriptedInference, monkeypatch: pytest.MonkeyPatch, method: str
+    peer: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """A bug while events are handled, or while requests are sent again, costs a reconnect and nothing else."""
-    works, faults = getattr(InferenceClient, method), [RuntimeError("a bug")]
+    works, faults = getattr(RequestTable, method), [RuntimeError("a bug")]
 
-    def fails_once(client: InferenceClient, given: object) -> None:
+    def fails_once(table: RequestTable, given: object) -> None:
         if faults:
             raise faults.pop()
-        works(client, given)
+        works(table, given)
 
-    monkeypatch.setattr(InferenceClient, method, fails_once)
-    peer.break_after = 5 if method == "_resubmit" else None
+    monkeypatch.setattr(RequestTable, method, fails_once)
+    peer.break_after = 5 if method == "resubmit" else None
     async with serving(peer) as server, connected(server.port) as client:
         assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
         assert not faults
@@ -273,17 +275,17 @@ async def test_an_unexpected_exception_is_a_pause(
 
 
 async def test_a_request_that_cannot_be_written_is_a_pause(
-    peer: ScriptedInference, monkeypatch: pytest.MonkeyPatch
+    peer: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither does a bug in the writer leave a connection that looks alive."""
-    works, faults = Live.on_written, [RuntimeError("a bug")]
+    works, faults = PendingRequest.on_written, [RuntimeError("a bug")]
 
-    def fails_once(live: Live) -> None:
+    def fails_once(pending: PendingRequest) -> None:
         if faults:
             raise faults.pop()
-        works(live)
+        works(pending)
 
-    monkeypatch.setattr(Live, "on_written", fails_once)
+    monkeypatch.setattr(PendingRequest, "on_written", fails_once)
     async with serving(peer) as server, connected(server.port) as client:
         # Whether the first stream's request reaches the peer before the stream is cut is up to the transport.
         assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
@@ -291,7 +293,7 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
         assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
 
 
-async def test_another_schema_is_not_retried(peer: ScriptedInference) -> None:
+async def test_another_schema_is_not_retried(peer: FakeScheduler) -> None:
     """Requests fail at once if the two ends were built from different schemas."""
     peer.schema_revision += 1
     async with serving(peer) as server:
@@ -304,18 +306,17 @@ async def test_another_schema_is_not_retried(peer: ScriptedInference) -> None:
             await client.close()
 
 
-async def test_an_abort_from_elsewhere_is_an_error(peer: ScriptedInference) -> None:
+async def test_an_abort_from_elsewhere_is_an_error(peer: FakeScheduler) -> None:
     """A request that somebody else aborted does not look finished."""
-    client = InferenceClient("unused:1")
-    submission = Submission([request("a")], lambda _, __: None)
-    client._live["a"] = submission.live[0]
+    table = RequestTable(Outbox(), resume_timeout_s=1.0)
+    group = table.submit([request("a")])
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
-    client._deliver(inference.ConnectResponse(events=[event]))
+    table.deliver(inference.ConnectResponse(events=[event]))
     with pytest.raises(Aborted):
-        await submission.take()
+        await group.take()
 
 
-async def test_model_load_and_tokenizer(peer: ScriptedInference, tmp_path: Path) -> None:
+async def test_model_load_and_tokenizer(peer: FakeScheduler, tmp_path: Path) -> None:
     """The unary calls; the tokenizer's files arrive byte for byte."""
     async with serving(peer) as server, connected(server.port) as client:
         assert (await client.get_model()).served_name == "smollm2"
@@ -331,20 +332,22 @@ async def test_model_load_and_tokenizer(peer: ScriptedInference, tmp_path: Path)
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_TOKENIZER_BYTES", 1000), ("MAX_TOKENIZER_FILES", 1)])
 async def test_a_flood_of_tokenizer_files_is_refused(
-    peer: ScriptedInference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+    peer: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     """A scheduler that sends something else does not fill the disk."""
-    monkeypatch.setattr(client_module, limit, value)
+    monkeypatch.setattr(tokenizer_download, limit, value)
     async with serving(peer) as server, connected(server.port) as client:
         with pytest.raises(Internal, match=r"more than .* tokenizer files or .* MiB"):
             await client.get_tokenizer(tmp_path)
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= client_module.MAX_TOKENIZER_BYTES
-        assert len(list(tmp_path.iterdir())) <= client_module.MAX_TOKENIZER_FILES
+        assert (
+            sum(path.stat().st_size for path in tmp_path.iterdir()) <= tokenizer_download.MAX_TOKENIZER_BYTES
+        )
+        assert len(list(tmp_path.iterdir())) <= tokenizer_download.MAX_TOKENIZER_FILES
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\0b"])
 async def test_unsafe_tokenizer_file_names_are_refused(
-    peer: ScriptedInference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    peer: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Nothing is written outside the folder, nor under a name that no file can have."""
 

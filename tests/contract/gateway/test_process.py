@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
 
 pytestmark = pytest.mark.contract
@@ -67,8 +67,8 @@ def free_port() -> int:
 
 
 @pytest.fixture
-async def peer() -> AsyncIterator[tuple[ScriptedInference, int]]:
-    scripted = ScriptedInference(smollm2_folder(), [504, 505, 506])
+async def peer() -> AsyncIterator[tuple[FakeScheduler, int]]:
+    scripted = FakeScheduler(smollm2_folder(), [504, 505, 506])
     async with serving(scripted) as server:
         yield scripted, server.port
 
@@ -87,7 +87,7 @@ def test_ready_within_three_seconds_without_a_scheduler() -> None:
         assert times.user + times.system < READY_S
 
 
-async def test_memory_imports_and_a_clean_end(peer: tuple[ScriptedInference, int]) -> None:
+async def test_memory_imports_and_a_clean_end(peer: tuple[FakeScheduler, int]) -> None:
     """With SmolLM2's tokenizer at work it stays small and without torch; SIGTERM ends it with 0 and no traceback."""
     with started("--scheduler-address", f"127.0.0.1:{peer[1]}") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
@@ -106,7 +106,7 @@ async def test_memory_imports_and_a_clean_end(peer: tuple[ScriptedInference, int
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_streams_finish(peer: tuple[ScriptedInference, int], sig: signal.Signals) -> None:
+async def test_a_signal_lets_streams_finish(peer: tuple[FakeScheduler, int], sig: signal.Signals) -> None:
     """A stream under way goes on to its end; the process then exits with 0."""
     scripted, port = peer
     scripted.pause_after = 3
@@ -137,7 +137,7 @@ async def refuses_connections(base_url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_streams_that_take_too_long_are_told(peer: tuple[ScriptedInference, int]) -> None:
+async def test_streams_that_take_too_long_are_told(peer: tuple[FakeScheduler, int]) -> None:
     """When the drain time is over, a stream ends with an error object instead of a cut connection."""
     scripted, port = peer
     scripted.pause_after = 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.answers.answer_reader import AnswerReader, Message
 from gateway.parsers import events
 from gateway.parsers.json_scan import ValueScanner
-from gateway.parsers.named_tool import NamedParser
+from gateway.parsers.named_tool import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser
 from gateway.tools.formats import FORMATS, LIST
 
@@ -32,7 +32,7 @@ WORDS = [
 PARSERS: dict[str, Callable[[], events.ToolParser]] = {
     **{name: (lambda form=form: form.make(NAMES)) for name, form in FORMATS.items()},  # type: ignore[misc]
     "list": lambda: LIST.make(NAMES),
-    "named": lambda: NamedParser(events.call_id, "f"),
+    "named": lambda: NamedToolParser(events.call_id, "f"),
 }
 
 texts = st.lists(st.sampled_from(WORDS), max_size=14).map("".join)

@@ -82,7 +82,7 @@ def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
 
 
 @dataclass
-class ScriptedInference(_Servicer):  # type: ignore[misc]
+class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Plays ``reply`` to every request, and to its further sequences ``reply`` without its first so many tokens.
 
     Attributes:
@@ -322,7 +322,7 @@ class ScriptedInference(_Servicer):  # type: ignore[misc]
 
 
 @contextlib.asynccontextmanager
-async def serving(peer: ScriptedInference, port: int = 0) -> AsyncIterator[Server]:
+async def serving(peer: FakeScheduler, port: int = 0) -> AsyncIterator[Server]:
     """Serves ``peer`` on a real port."""
     server = Server(
         ["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(peer, grpc_server)
@@ -337,9 +337,7 @@ async def serving(peer: ScriptedInference, port: int = 0) -> AsyncIterator[Serve
 
 async def _main(arguments: argparse.Namespace) -> None:
     reply = [504 + n for n in range(100)]
-    peer = ScriptedInference(
-        arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0
-    )
+    peer = FakeScheduler(arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0)
     async with serving(peer, arguments.port):
         print("ready", time.time(), file=sys.stderr, flush=True)
         await asyncio.Event().wait()

@@ -20,7 +20,7 @@ from gateway.__main__ import HttpServer, listen
 from gateway.app import create_app
 from gateway.scheduler_link.client import InferenceClient
 from gateway.settings import Settings
-from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import demo_models as models
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -51,7 +51,7 @@ class Gateway:
 class Stack:
     """A gateway, its scripted scheduler, and an HTTP client for it."""
 
-    peer: ScriptedInference
+    peer: FakeScheduler
     gateway: Gateway
     http: httpx.AsyncClient
 
@@ -74,7 +74,7 @@ async def running_stack(text: str, *, folder: Path | None = None, **changes: Any
     """A gateway whose scheduler answers everything with ``text``; the tokenizer files are SmolLM2's unless there is a ``folder``."""
     folder = folder or smollm2_folder()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    peer = ScriptedInference(folder, [*tokenizer.encode(text).ids, 2])
+    peer = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2])
     async with (
         serving(peer) as server,
         running_gateway(server.port, **changes) as gateway,

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from protos.errors import Internal, Overloaded
 from protos.triptych.v1 import common_pb2 as pb
-from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, running_gateway, running_stack, smollm2_folder
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -23,7 +23,7 @@ URL = "/v1/embeddings"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
-    peer = ScriptedInference(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
+    peer = FakeScheduler(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
     async with (
         serving(peer) as server,
         running_gateway(server.port, max_inputs=100) as gateway,
@@ -192,7 +192,7 @@ async def test_each_kind_of_model_says_where_to_go(stack: Stack) -> None:
 
 async def test_a_lost_scheduler_costs_a_pause() -> None:
     """The request is sent again, under another id, when a scheduler answers at the same address."""
-    peer = ScriptedInference(smollm2_folder(), model="minilm", pooled_size=4)
+    peer = FakeScheduler(smollm2_folder(), model="minilm", pooled_size=4)
     peer.pool_gate.clear()
     async with serving(peer) as server:
         port = server.port

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.gateway.fake_scheduler import ScriptedInference, serving
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
 
 pytestmark = pytest.mark.contract
@@ -16,12 +16,12 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
-def peer() -> ScriptedInference:
-    return ScriptedInference(smollm2_folder(), [504, 505, 2])
+def peer() -> FakeScheduler:
+    return FakeScheduler(smollm2_folder(), [504, 505, 2])
 
 
 @pytest.fixture
-async def gateway(peer: ScriptedInference) -> AsyncIterator[Gateway]:
+async def gateway(peer: FakeScheduler) -> AsyncIterator[Gateway]:
     async with serving(peer) as server, running_gateway(server.port) as running:
         yield running
 
@@ -32,7 +32,7 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_before_the_first_replica(peer: ScriptedInference) -> None:
+async def test_before_the_first_replica(peer: FakeScheduler) -> None:
     """A gateway is up before its model: 503 with a reason, and it serves as soon as the model is there."""
     peer.ready = False
     async with (
@@ -56,7 +56,7 @@ async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
     """Requests say what is wrong with the model's files."""
     (tmp_path / "tokenizer_config.json").write_text("{}")
     async with (
-        serving(ScriptedInference(tmp_path, [504])) as server,
+        serving(FakeScheduler(tmp_path, [504])) as server,
         running_gateway(server.port, wait=False) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url) as http,
     ):
@@ -67,7 +67,7 @@ async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
         assert "no tokenizer.json" in response.json()["error"]["message"]
 
 
-async def test_without_a_scheduler(peer: ScriptedInference) -> None:
+async def test_without_a_scheduler(peer: FakeScheduler) -> None:
     """A gateway whose scheduler is away says so, and finds it when it comes."""
     async with serving(peer) as server:
         port = server.port
@@ -83,7 +83,7 @@ async def test_without_a_scheduler(peer: ScriptedInference) -> None:
 
 
 async def test_a_new_tokenizer_is_loaded(
-    http: httpx.AsyncClient, gateway: Gateway, peer: ScriptedInference, tmp_path: Any
+    http: httpx.AsyncClient, gateway: Gateway, peer: FakeScheduler, tmp_path: Any
 ) -> None:
     """If the served model changes, its tokenizer is fetched again; else it is not."""
     assert peer.num_tokenizer_loads == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.answers.answer_reader import AnswerReader
-from gateway.answers.chat_stream_writer import ReadStream
+from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Delta
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sse import DONE, ChatChunks, Chunks, CompletionChunks, error_event
@@ -108,7 +108,7 @@ def test_chunks_that_are_read_report_every_token_once() -> None:
     chunks = ChatChunks(
         "id-1", 1, "smol", with_usage=False, reporter=Reporter(lambda token_id: bytes([token_id]))
     )
-    stream = ReadStream(chunks, reading, named=False)
+    stream = ChatStreamWriter(chunks, reading, named=False)
     text = "<think>a</think>b"
     events: list[dict[str, Any]] = []
     for index, letter in enumerate(text):

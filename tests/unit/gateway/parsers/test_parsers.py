@@ -9,7 +9,7 @@ import pytest
 from gateway.answers.answer_reader import AnswerReader, Message, finish_reason
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.parsers.json_scan import MAX_DEPTH
-from gateway.parsers.named_tool import NamedParser
+from gateway.parsers.named_tool import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
 from gateway.tools.formats import FORMATS, LIST
 
@@ -254,7 +254,7 @@ def test_a_further_call_that_is_none_is_content() -> None:
 
 def test_a_named_tools_answer_is_its_arguments() -> None:
     """Everything but white space in front."""
-    parser = NamedParser(lambda: "call_1", "f")
+    parser = NamedToolParser(lambda: "call_1", "f")
     assert parser.feed("\n ") == []
     assert parser.feed(' {"a"') == [CallStart(0, "call_1", "f"), CallArguments(0, '{"a"')]
     assert parser.feed(": 1}") == [CallArguments(0, ": 1}")]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.schemas.base import parse, path_of, quote
+from gateway.quoting import quote
+from gateway.schemas.base import parse, path_of
 from gateway.schemas.chat import MAX_MESSAGES, ChatCompletionRequest
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import xgrammar
 
+from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.answer_reader import Message
 from gateway.scheduler_link.served_model import Served
-from gateway.tools.answer_plan import Reading, plan
 from gateway.tools.tags import json_schema
 from protos.errors import InvalidArgument, TriptychError, Unsupported
 from tests.support.gateway.tool_requests import accepts, byte_compiler, chat, settings
@@ -48,10 +48,10 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def opened(served: Served, **fields: Any) -> Reading:
+def opened(served: Served, **fields: Any) -> AnswerPlan:
     """For a prompt that has begun the thinking."""
     prompt = served.text.encode(OPENED, add_special_tokens=False)
-    return plan(settings(), served, chat(**fields), prompt)
+    return plan_answer(settings(), served, chat(**fields), prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +60,7 @@ def test_a_model_that_thinks_may_do_so_before_an_answer_that_is_held(
 ) -> None:
     """The answer behind the thinking must match, whatever was thought; an answer is not taken for thinking."""
     fields, good, bad = KINDS[kind]
-    reading = plan(settings(), qwen, chat(**fields), [1])
+    reading = plan_answer(settings(), qwen, chat(**fields), [1])
     assert reading.constraint is not None
     assert accepts(compiler, reading.constraint, f"<think>let me see: {bad}</think>\n\n{good}")
     assert accepts(compiler, reading.constraint, good)
@@ -95,7 +95,7 @@ def test_an_answer_that_is_held_may_be_calls_instead(
 def test_a_held_answer_of_a_model_that_does_not_think_is_held_as_it_is(smollm2: Served) -> None:
     """Nothing is to be put anywhere."""
     body = chat(response_format={"type": "json_object"})
-    reading = plan(settings(), smollm2, body, [1])
+    reading = plan_answer(settings(), smollm2, body, [1])
     assert (reading.constraint, reading.constraint_param) == (body.constraint(), "response_format")
 
 
@@ -105,10 +105,10 @@ def test_calls_or_a_held_answer_need_a_grammar(smollm2: Served, parser: str) -> 
     body = chat(tools=[TIME], structured_outputs={"regex": "a"})
     chosen = settings(tool_call_parser=parser)
     if parser == "mistral":
-        assert plan(chosen, smollm2, body, [1]).constraint is not None
+        assert plan_answer(chosen, smollm2, body, [1]).constraint is not None
         return
     with pytest.raises(Unsupported, match="calls or this") as caught:
-        plan(chosen, smollm2, body, [1])
+        plan_answer(chosen, smollm2, body, [1])
     assert caught.value.param == "structured_outputs"
 
 
@@ -118,8 +118,8 @@ def test_a_required_call_and_a_held_answer_do_not_go_together(qwen: Served, choi
     """One of them would have to be ignored."""
     fields, _, _ = KINDS[kind]
     (name,) = fields
-    with pytest.raises(InvalidArgument, match="cannot both hold") as caught:
-        plan(settings(), qwen, chat(tools=[TIME], tool_choice=choice, **fields), [1])
+    with pytest.raises(InvalidArgument, match="contradict one another") as caught:
+        plan_answer(settings(), qwen, chat(tools=[TIME], tool_choice=choice, **fields), [1])
     assert caught.value.param == name
 
 
@@ -211,7 +211,7 @@ def test_how_deep_a_tools_schema_may_be_where_calls_are_held(qwen: Served, level
     for body in bodies:
         found = None
         try:
-            reading = plan(settings(), qwen, chat(**body), [1])
+            reading = plan_answer(settings(), qwen, chat(**body), [1])
             assert reading.constraint is not None
             lower(Spec("structural_tag", reading.constraint.structural_tag))
         except TriptychError as error:

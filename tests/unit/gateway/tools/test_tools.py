@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import xgrammar
 
+from gateway.answers.answer_plan import plan_answer
+from gateway.format_names import TOOL_FORMATS
 from gateway.parsers.events import CallStart
-from gateway.parsers.reasoning import Thinking, behind_thinking
+from gateway.parsers.reasoning import Thinking
 from gateway.scheduler_link.served_model import Served
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.template_probe import tool_format
 from gateway.text.tokenization import TextCodec
-from gateway.tools.answer_plan import plan
-from gateway.tools.detect import tool_format
 from gateway.tools.formats import FORMATS, LIST
-from gateway.tools.prompting import in_words
-from gateway.tools.tags import Callee, Shape, json_schema, structural
+from gateway.tools.prompting import show_tools_in_words
+from gateway.tools.tags import Callee, Shape, behind_thinking, json_schema, structural
 from protos.errors import InvalidArgument, Unsupported
 from tests.support.gateway.tool_requests import USER, accepts, byte_compiler, chat, function, settings
 from tests.support.gateway.tool_templates import TEMPLATES, TIME, WEATHER, folder_with
@@ -127,15 +128,17 @@ def test_models_that_know_no_tools_are_told_in_words() -> None:
     """In the system's turn if there is one, else in the user's; earlier calls in the form that they are made in."""
     template = ChatTemplate("{{ messages }}", {})
     turns = [{"role": "user", "content": "hi"}]
-    (told,) = in_words(template, turns, [TIME])
+    (told,) = show_tools_in_words(template, turns, [TIME])
     assert told["content"].endswith('{"name": "get_time"}\n\nhi')
-    told, user = in_words(template, [{"role": "system", "content": "Be brief."}, *turns], [TIME])
+    told, user = show_tools_in_words(template, [{"role": "system", "content": "Be brief."}, *turns], [TIME])
     assert (told["content"].partition("\n")[0], user) == ("Be brief.", turns[0])
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    _, answer = in_words(template, [*turns, {"role": "assistant", "content": "", "tool_calls": [call]}], [])
+    _, answer = show_tools_in_words(
+        template, [*turns, {"role": "assistant", "content": "", "tool_calls": [call]}], []
+    )
     assert answer["content"] == '[{"name": "f", "parameters": {"a": 1}}]'
     knowing = ChatTemplate(TEMPLATES["hermes"], {})
-    assert in_words(knowing, turns, [TIME]) == turns
+    assert show_tools_in_words(knowing, turns, [TIME]) == turns
 
 
 # Grammars, as the worker compiles them.
@@ -246,28 +249,28 @@ def test_a_constrained_model_may_think_first(
 
 def test_an_ordinary_chat_is_not_read(smollm2: Served) -> None:
     """Without tools and thinking, text is content and costs nothing."""
-    reading = plan(settings(), smollm2, chat(), [1])
+    reading = plan_answer(settings(), smollm2, chat(), [1])
     assert reading.plain
     assert (reading.constraint, reading.markers) == (None, frozenset())
 
 
 def test_a_model_that_thinks_is_read_without_tools(qwen: Served) -> None:
     """Unless a setting says that it does not."""
-    reading = plan(settings(), qwen, chat(), [1])
+    reading = plan_answer(settings(), qwen, chat(), [1])
     assert not reading.plain
     assert reading.markers == frozenset({"<think>", "</think>"})
-    assert plan(settings(reasoning_parser="none"), qwen, chat(), [1]).plain
+    assert plan_answer(settings(reasoning_parser="none"), qwen, chat(), [1]).plain
 
 
 @pytest.mark.parametrize("parser", ["none", "pythonic"])
 def test_formats_that_cannot_be_held(smollm2: Served, parser: str) -> None:
     """A required call comes as JSON then; strict optional ones are refused, as they could not be kept."""
     chosen = settings(tool_call_parser=parser)
-    reading = plan(chosen, smollm2, chat(tools=[TIME], tool_choice="required"), [1])
+    reading = plan_answer(chosen, smollm2, chat(tools=[TIME], tool_choice="required"), [1])
     assert reading.constraint is not None
     assert "parameters" in reading.constraint.structural_tag
     with pytest.raises(Unsupported) as caught:
-        plan(chosen, smollm2, chat(tools=[WEATHER, function(strict=True)]), [1])
+        plan_answer(chosen, smollm2, chat(tools=[WEATHER, function(strict=True)]), [1])
     assert caught.value.param == ("tool_choice" if parser == "none" else "tools[1].function.strict")
 
 
@@ -279,7 +282,12 @@ def test_what_strict_means(qwen: Served, compiler: xgrammar.GrammarCompiler) -> 
         (TIME, '{"town": 1}', False),
         (TIME, "{}", True),
     ):
-        reading = plan(settings(), qwen, chat(tools=[tool], tool_choice="required"), [1])
+        reading = plan_answer(settings(), qwen, chat(tools=[tool], tool_choice="required"), [1])
         assert reading.constraint is not None
         text = written("hermes", (tool["function"]["name"], arguments))
         assert accepts(compiler, reading.constraint, text) == fits
+
+
+def test_settings_and_detection_name_every_format() -> None:
+    """Each format has a name that settings accept, and each name has a format."""
+    assert set(TOOL_FORMATS) == set(FORMATS)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gateway.__main__ import main
+from gateway.answers.answer_plan import plan_answer
 from gateway.answers.answer_reader import AnswerReader, Message
 from gateway.scheduler_link.served_model import Served
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
-from gateway.tools.answer_plan import plan
 from gateway.tools.formats import FORMATS
 from protos.errors import ConfigurationRefused, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
@@ -223,7 +223,7 @@ def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
     special = ["<tool_call>", "<think>", "</think>", "<seed:think>", "</seed:think>"]
     served = served_with(folder_with(tmp_path, THINKING, special))
     compiler, ids = byte_compiler(), served.text.encode(prompt, add_special_tokens=False)
-    reading = plan(
+    reading = plan_answer(
         settings(reasoning_parser=f"vllm:{name}"), served, chat(structured_outputs={"regex": "[{][}]"}), ids
     )
     assert reading.constraint is not None
@@ -232,7 +232,7 @@ def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
         assert "".join(Message.of(reading.reader().whole(text)).content).strip() == "{}"
     for text in failing:
         assert not _accepted(compiler, reading.constraint, text)
-    calls = plan(
+    calls = plan_answer(
         settings(reasoning_parser=f"vllm:{name}"), served, chat(tools=[TIME], tool_choice="required"), ids
     )
     assert calls.constraint is not None
@@ -260,9 +260,9 @@ def test_a_parser_of_vllm_without_markers_holds_nothing(codec: TextCodec) -> Non
     ]
     for body, param in bodies:
         with pytest.raises(Unsupported, match="--reasoning-parser vllm:granite") as caught:
-            plan(chosen, served, chat(**body), [1])
+            plan_answer(chosen, served, chat(**body), [1])
         assert caught.value.param == param
-    assert plan(chosen, served, chat(), [1]).constraint is None
+    assert plan_answer(chosen, served, chat(), [1]).constraint is None
 
 
 def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ def test_only_two_places_import_vllm() -> None:
 def test_a_gateway_with_parsers_of_its_own_imports_neither_vllm_nor_torch() -> None:
     """Asking for our own parsers costs nothing of that."""
     script = (
-        "import sys\nfrom gateway import app\nfrom gateway.tools import answer_plan, vllm_parsers\n"
+        "import sys\nfrom gateway import app\nfrom gateway.answers import answer_plan\nfrom gateway.tools import vllm_parsers\n"
         "vllm_parsers.check('--tool-call-parser', 'hermes')\n"
         "print(sorted({'torch', 'vllm', 'transformers', 'xgrammar'} & set(sys.modules)))"
     )

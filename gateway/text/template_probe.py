@@ -1,9 +1,12 @@
-"""Which format a model writes its calls in, seen from how its chat template writes one."""
+"""What a chat template shows about the model's answers: the format of its tool calls, and whether it thinks.
+
+The probe renders a conversation with a tool call and looks at how the template writes the call.
+"""
 
 import re
 from typing import Any, Final
 
-from gateway.parsers.reasoning import END
+from gateway.format_names import ToolFormat
 from gateway.text.chat_template import ChatTemplate
 from protos.errors import InvalidArgument
 
@@ -15,7 +18,7 @@ _PROBE: Final[list[dict[str, Any]]] = [
         "content": "",
         "tool_calls": [
             {
-                # Nine letters or digits: Mistral's templates refuse others.
+                # Nine letters or digits: Mistral's templates refuse other ids.
                 "id": "probe0000",
                 "type": "function",
                 "function": {"name": _NAME, "arguments": {"probe_argument": "probe_value"}},
@@ -34,8 +37,12 @@ _TOOLS: Final[list[dict[str, Any]]] = [
     }
 ]
 
-# What a call looks like, and what must stand in front of it: other formats have JSON of the same kind behind markers of their own.
-_LOOKS: Final = [
+# Ends the thinking of every format in which templates show it.
+_THINKING_END: Final = "</think>"
+
+# How each format writes the probe's call. Patterns include the text in front of a call, because formats share their JSON and differ
+# in their markers.
+_PATTERNS: Final[list[tuple[ToolFormat, re.Pattern[str]]]] = [
     ("hermes", re.compile(r'<tool_call>\s*\{"name": ?"probe_function", ?"arguments": ?\{"probe')),
     ("mistral_v13", re.compile(r"\[TOOL_CALLS\] ?probe_function(?:\[CALL_ID\]probe0000)?\[ARGS\] ?\{")),
     ("mistral_v11", re.compile(r"\[TOOL_CALLS\] ?probe_function ?\{")),
@@ -56,17 +63,17 @@ _LOOKS: Final = [
 ]
 
 
-def tool_format(template: ChatTemplate | None) -> str | None:
-    """The format's name, or ``None`` where the template does not tell."""
+def tool_format(template: ChatTemplate | None) -> ToolFormat | None:
+    """Returns the format in which ``template`` writes tool calls, or ``None`` if it does not show a known one."""
     if template is None or not template.knows_tools:
         return None
     try:
         text = template.render(_PROBE, add_generation_prompt=False, tools=_TOOLS)
     except InvalidArgument:
         return None
-    return next((name for name, look in _LOOKS if look.search(text)), None)
+    return next((name for name, pattern in _PATTERNS if pattern.search(text)), None)
 
 
 def thinks(template: ChatTemplate | None) -> bool:
-    """Whether the template knows thinking between markers."""
-    return template is not None and END in template.source
+    """Whether ``template`` handles thinking between ``<think>`` and ``</think>``."""
+    return template is not None and _THINKING_END in template.source

@@ -1,4 +1,4 @@
-"""What one chat request means for its answer: which grammar holds the model, and who reads what it writes."""
+"""How the answer to one chat request is constrained and read: the grammar for the model, and the parsers for its text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,23 +6,17 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from gateway.answers.answer_reader import AnswerReader
+from gateway.format_names import VLLM_PREFIX
 from gateway.parsers.events import ToolParser
-from gateway.parsers.reasoning import (
-    MARKERS,
-    TAIL_TOKENS,
-    Thinking,
-    ThinkParser,
-    behind_thinking,
-    thinking_at,
-)
+from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
 from gateway.scheduler_link.served_model import Served
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.tools import NamedChoice, Tool
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
-from gateway.tools.answer_constraint import placed
+from gateway.tools.answer_constraint import place_constraint
 from gateway.tools.formats import FORMATS, LIST, Format, named
-from gateway.tools.tags import Callee, Shape, Tag, structural
+from gateway.tools.tags import Callee, Shape, Tag, behind_thinking, structural
 from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -32,31 +26,36 @@ _TOOLS: Final = "tools"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How an answer is held and read.
+class AnswerPlan:
+    """How an answer is constrained and read.
 
-    A request without tools, to a model that does not think, has neither parser: its text is its content.
+    Without tools and thinking there are no parsers: the whole text is content.
     """
 
     thinking: Callable[[], ToolParser] | None = None
+    """Makes a parser that separates thinking from the answer."""
     calls: Callable[[], ToolParser] | None = None
+    """Makes a parser that finds tool calls."""
     constraint: pb.StructuredOutput | None = None
-    """What the output must match; ``None``: it may be anything."""
+    """What the output must match; ``None``: any text is fine."""
     constraint_param: str = ""
-    """The parameter that says so."""
+    """The request's parameter that set the constraint."""
     markers: frozenset[str] | None = frozenset()
-    """Texts that the parsers must see although they may be special tokens; ``None``: any may be one."""
+    """Texts that the parsers must see although they may be special tokens; ``None``: any special token may be one."""
     one_call: bool = False
+    """Whether calls behind the first are left out."""
     named: bool = False
+    """Whether the request names the one tool to call."""
     show_thinking: bool = True
+    """Whether the client wants to see the thinking."""
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing to find in the text."""
+        """Whether the text needs no parsing."""
         return self.thinking is None and self.calls is None
 
     def reader(self) -> AnswerReader:
-        """For one sequence."""
+        """Returns a new reader for one sequence."""
         return AnswerReader(
             self.thinking() if self.thinking else None,
             self.calls() if self.calls else None,
@@ -65,98 +64,100 @@ class Reading:
         )
 
 
-class _Thought(NamedTuple):
-    """What is known of the thinking in front of an answer."""
+class _ThinkingPlan(NamedTuple):
+    """How the thinking in front of an answer is read and allowed for."""
 
-    # Makes a parser; None: there is none.
     parser: Callable[[], ToolParser] | None
-    # Texts that it must see; None: any.
+    """Makes a parser; ``None``: the model does not think."""
     markers: frozenset[str] | None
-    # Puts what holds an answer behind the thinking; as it is where that is over. The text is the parameter, for errors.
+    """Texts that the parser must see; ``None``: any."""
     behind: Callable[[Tag, str], Tag]
+    """Puts an answer's constraint behind the thinking; returns it unchanged if there is none. The text is the parameter, for errors."""
 
 
-class _Held(NamedTuple):
-    """Calls, and what holds the model to them."""
+class _CallPlan(NamedTuple):
+    """How calls are read, and the constraint that the model writes them under."""
 
     form: Format
     constraint: pb.StructuredOutput | None = None
     param: str = ""
 
 
-def plan(settings: Settings, served: Served, body: ChatCompletionRequest, prompt: Sequence[int]) -> Reading:
-    """How the answer to ``body`` is held and read. Its effort grows with the request's tools and schemas.
+def plan_answer(
+    settings: Settings, served: Served, body: ChatCompletionRequest, prompt: Sequence[int]
+) -> AnswerPlan:
+    """Plans the answer to ``body``. The effort grows with the request's tools and schemas.
 
     Args:
-        settings: name the parsers, or leave them to the chat template.
+        settings: name the parsers, or leave the choice to the chat template.
         served: the model.
         body: the request.
-        prompt: its token ids, whose end says whether the model is thinking already.
+        prompt: its token ids; their end shows whether the model is already thinking.
 
     Raises:
-        Unsupported: if calls are optional and nothing could find them, or strict and nothing could hold the model to that.
-        InvalidArgument: if what the answer must match cannot be read, or does not go with the choice of tools.
+        Unsupported: if calls are optional and no parser finds them, or strict and no grammar constrains them.
+        InvalidArgument: if the constraint cannot be read, or contradicts the choice of tools.
     """
-    thought = _thought(settings, served, prompt)
+    thinking = _plan_thinking(settings, served, prompt)
     asked, param = body.constraint(), body.constraint_param
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if choice == "none" or not body.tools:
-        if asked is not None and thought.parser is not None:
-            asked = placed(asked, lambda form: thought.behind(form, param), param)
-        return Reading(
-            thought.parser,
+        if asked is not None and thinking.parser is not None:
+            asked = place_constraint(asked, lambda tag: thinking.behind(tag, param), param)
+        return AnswerPlan(
+            thinking.parser,
             constraint=asked,
             constraint_param=param,
-            markers=thought.markers,
+            markers=thinking.markers,
             show_thinking=body.include_reasoning,
         )
     form = _format(settings, served, body.tools)
-    held = (
-        _optional(form, served, body, thought, asked)
+    calls = (
+        _plan_optional(form, served, body, thinking, asked)
         if choice == "auto"
-        else _required(form, body, thought, asked)
+        else _plan_required(form, body, thinking, asked)
     )
-    make, names = held.form.make, frozenset(tool.function.name for tool in body.tools)
-    markers = held.form.markers
-    return Reading(
-        thought.parser,
+    make, names = calls.form.make, frozenset(tool.function.name for tool in body.tools)
+    markers = calls.form.markers
+    return AnswerPlan(
+        thinking.parser,
         lambda: make(names),
-        held.constraint,
-        held.param,
-        None if thought.markers is None or markers is None else thought.markers | markers,
+        calls.constraint,
+        calls.param,
+        None if thinking.markers is None or markers is None else thinking.markers | markers,
         one_call=not body.parallel_tool_calls or isinstance(choice, NamedChoice),
         named=isinstance(choice, NamedChoice),
         show_thinking=body.include_reasoning,
     )
 
 
-def _thought(settings: Settings, served: Served, prompt: Sequence[int]) -> _Thought:
+def _plan_thinking(settings: Settings, served: Served, prompt: Sequence[int]) -> _ThinkingPlan:
     name, text = settings.reasoning_parser, served.text
     if name == "none" or (name == "auto" and not text.thinks):
-        return _Thought(None, frozenset(), lambda form, _: form)
-    if name.startswith(vllm_parsers.PREFIX):
+        return _ThinkingPlan(None, frozenset(), lambda tag, _: tag)
+    if name.startswith(VLLM_PREFIX):
         parser = partial(vllm_parsers.reasoning_parser, name, text, prompt)
-        return _Thought(parser, None, lambda form, param: _behind_vllms(parser(), name, form, param))
+        return _ThinkingPlan(parser, None, lambda tag, param: _behind_vllm(parser(), name, tag, param))
     at = thinking_at(text.decode(prompt[-TAIL_TOKENS:]), always=name == "deepseek_r1")
-    return _Thought(lambda: ThinkParser(at), MARKERS, lambda form, _: behind_thinking(at, form))
+    return _ThinkingPlan(lambda: ThinkParser(at), MARKERS, lambda tag, _: behind_thinking(at, tag))
 
 
-def _behind_vllms(parser: vllm_parsers.ReasoningParser, name: str, form: Tag, param: str) -> Tag:
-    """``form`` behind what a parser of vLLM takes for thinking: it is asked, as grammar and parser must agree."""
+def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, param: str) -> Tag:
+    """Puts ``tag`` behind the thinking that a parser of vLLM finds. The parser says where, because grammar and parser must agree."""
     if (at := parser.begins()) is Thinking.OVER:
-        return form
+        return tag
     if (marks := parser.marks) is None:
         raise Unsupported(
-            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not tell what ends the thinking, so that the"
-            " answer cannot be held behind it; leave it out, or start the gateway with another parser",
+            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text ends the thinking,"
+            " so the answer behind it cannot be constrained; omit it, or start the gateway with another parser",
             param=param,
         )
-    return behind_thinking(at, form, marks)
+    return behind_thinking(at, tag, marks)
 
 
 def _format(settings: Settings, served: Served, tools: Sequence[Tool]) -> Format | None:
     name = settings.tool_call_parser
-    if name.startswith(vllm_parsers.PREFIX):
+    if name.startswith(VLLM_PREFIX):
         make = vllm_parsers.tool_parsers(name, served.text, [tool.for_template() for tool in tools])
         return Format(lambda _: make(), None)
     if name == "auto":
@@ -165,18 +166,21 @@ def _format(settings: Settings, served: Served, tools: Sequence[Tool]) -> Format
 
 
 def _callee(tool: Tool, *, strict: bool) -> Callee:
-    # Without parameters there are none; without strictness, any.
+    # A tool without a schema takes no parameters. A tool that is not strict may get any object.
     schema = tool.function.parameters or _NO_PARAMETERS
     return Callee(tool.function.name, schema if strict else _ANY_OBJECT)
 
 
-def _required(
-    form: Format | None, body: ChatCompletionRequest, thought: _Thought, asked: pb.StructuredOutput | None
-) -> _Held:
-    """Calls and nothing else: of any tool, or one of the named tool."""
+def _plan_required(
+    form: Format | None,
+    body: ChatCompletionRequest,
+    thinking: _ThinkingPlan,
+    asked: pb.StructuredOutput | None,
+) -> _CallPlan:
+    """Plans an answer of nothing but calls: of any tool, or one call of the named tool."""
     if asked is not None:
         raise InvalidArgument(
-            f"{body.constraint_param} and a tool_choice that requires a call cannot both hold the answer; send one of them, or"
+            f"{body.constraint_param} and a tool_choice that requires a call contradict one another; send one of them, or"
             ' tool_choice "auto" or "none"',
             param=body.constraint_param,
         )
@@ -190,17 +194,17 @@ def _required(
         if name in (None, tool.function.name)
     ]
     calls = form.shape.required(callees, parallel=body.parallel_tool_calls and name is None)
-    return _Held(form, structural(thought.behind(calls, _TOOLS)), _TOOLS)
+    return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
 
 
-def _optional(
+def _plan_optional(
     form: Format | None,
     served: Served,
     body: ChatCompletionRequest,
-    thought: _Thought,
+    thinking: _ThinkingPlan,
     asked: pb.StructuredOutput | None,
-) -> _Held:
-    """Free text with calls in it; where an answer must match something: that, or calls."""
+) -> _CallPlan:
+    """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""
     if form is None:
         raise Unsupported(
             f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does not show how it"
@@ -209,32 +213,32 @@ def _optional(
         )
     strict = [index for index, tool in enumerate(body.tools) if tool.function.strict]
     if asked is None and not strict:
-        return _Held(form)
+        return _CallPlan(form)
     if not isinstance(form.shape, Shape):
         raise _without_grammar(body.constraint_param if asked is not None else None, strict)
     callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in body.tools]
     if asked is None:
         calls = form.shape.optional(callees, parallel=body.parallel_tool_calls)
-        return _Held(form, structural(thought.behind(calls, _TOOLS)), _TOOLS)
+        return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
     param = body.constraint_param
-    either = form.shape.required(callees, parallel=body.parallel_tool_calls)
+    required = form.shape.required(callees, parallel=body.parallel_tool_calls)
 
     def place(answer: Tag) -> Tag:
-        return thought.behind({"type": "or", "elements": [either, answer]}, param)
+        return thinking.behind({"type": "or", "elements": [required, answer]}, param)
 
-    return _Held(form, placed(asked, place, param), param)
+    return _CallPlan(form, place_constraint(asked, place, param), param)
 
 
 def _without_grammar(param: str | None, strict: Sequence[int]) -> Unsupported:
     if param is not None:
         return Unsupported(
-            f"{param} is not supported beside tools that may be called or not: the parser of this model's calls has no grammar for"
-            f' "calls or this"; leave it out, or send tool_choice "none"',
+            f"{param} is not supported together with optional tool calls: the parser of this model's calls has no grammar for"
+            f' "calls or this answer"; omit it, or send tool_choice "none"',
             param=param,
         )
     param = f"tools[{strict[0]}].function.strict"
     return Unsupported(
-        f'{param}=true is not supported: the parser of this model\'s calls has no grammar for tool_choice "auto"; leave it out,'
+        f'{param}=true is not supported: the parser of this model\'s calls has no grammar for tool_choice "auto"; omit it,'
         ' or send tool_choice "required" or a function\'s name',
         param=param,
     )

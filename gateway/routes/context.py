@@ -1,0 +1,54 @@
+"""The parts that all routes share, kept in the application's state."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from gateway.http.access_log import note
+from gateway.metrics import Metrics
+from gateway.scheduler_link.client import InferenceClient
+from gateway.scheduler_link.served_model import ServedModelWatcher
+from gateway.schemas.base import RequestModel, parse
+from gateway.settings import Settings
+from gateway.text.tokenization import TextWorker
+
+M = TypeVar("M", bound=RequestModel)
+
+
+def random_id() -> str:
+    """Returns 32 random hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The parts of one gateway."""
+
+    settings: Settings
+    client: InferenceClient
+    watcher: ServedModelWatcher
+    metrics: Metrics
+    text_worker: TextWorker
+    new_id: Callable[[], str] = random_id
+    """Makes ids of answers and requests."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    wall_clock: Callable[[], float] = time.time
+    """Seconds since the epoch."""
+
+
+def context_of(request: Request) -> Context:
+    """Returns the gateway that serves ``request``."""
+    context: Context = request.app.state.context
+    return context
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    """Parses the request's body as ``model``; :func:`gateway.schemas.base.parse` lists what it raises."""
+    body = parse(model, await request.body())
+    note(request.scope, model=getattr(body, "model", None), user=getattr(body, "user", None))
+    return body

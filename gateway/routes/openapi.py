@@ -1,0 +1,61 @@
+"""What the routes add to the OpenAPI document: request bodies, answers and errors.
+
+The routes parse bodies and write answers themselves, so FastAPI cannot find these schemas in their signatures.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from gateway.schemas.answers import ErrorAnswer
+from gateway.schemas.base import RequestModel
+
+
+def body_schema(model: type[RequestModel]) -> dict[str, Any]:
+    """Returns ``openapi_extra`` for a route that reads its body as ``model``."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    # Definitions are inlined: FastAPI adds no components for bodies that it does not read.
+    definitions = schema.pop("$defs", {})
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _inline(schema, definitions)}},
+        }
+    }
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline(value, definitions) for key, value in node.items()}
+
+
+def documented(
+    answer: type[BaseModel] | None = None,
+    description: str = "The answer.",
+    content: dict[str, Any] | None = None,
+) -> dict[int | str, dict[str, Any]]:
+    """Returns ``responses`` for a route: its answer, and the one shape of all errors.
+
+    Args:
+        answer: the JSON of a 200; ``None``: the route answers with something else.
+        description: of the 200.
+        content: further media types of the 200.
+    """
+    success: dict[str, Any] = {"description": description}
+    if answer is not None:
+        success["model"] = answer
+    if content is not None:
+        success["content"] = content
+    error = {"model": ErrorAnswer, "description": "Any other status: OpenAI's error object."}
+    return {200: success, "default": error}
+
+
+def event_stream(events: str) -> dict[str, Any]:
+    """Returns the media type of a streamed answer whose events hold ``events``."""
+    description = f'Server-sent events with {events}; the last event is "data: [DONE]".'
+    return {"text/event-stream": {"schema": {"type": "string", "description": description}}}

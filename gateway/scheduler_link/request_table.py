@@ -1,0 +1,152 @@
+"""All requests under way, by their ids on the wire: delivery of events, aborts, retries and resumption."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.scheduler_link.outbox import Outbox
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, missed_end
+from protos.errors import Aborted, Overloaded, TriptychError, Unavailable, from_proto
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+
+# Pause before a refused running request (no replica yet) is sent again, unless the scheduler says how long.
+_RESUBMIT_PAUSE_S: Final = 0.5
+
+
+class RequestTable:
+    """The requests of this process that have not finished."""
+
+    def __init__(self, outbox: Outbox, resume_timeout_s: float) -> None:
+        """Creates an empty table.
+
+        Args:
+            outbox: takes messages for the scheduler.
+            resume_timeout_s: how long an interrupted request waits for a scheduler before it fails.
+        """
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self._outbox = outbox
+        self._resume_timeout_s = resume_timeout_s
+        self._pending: dict[str, PendingRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def submit(self, requests: Sequence[inference.GenerateRequest]) -> RequestGroup:
+        """Sends ``requests``; the group that it returns receives their events."""
+        group = RequestGroup(requests, self.abort)
+        for pending in group.requests:
+            self._send(pending)
+        return group
+
+    def fail_all(self, error: TriptychError) -> None:
+        """Ends every request with ``error``."""
+        for pending in list(self._pending.values()):
+            pending.group.fail(error)
+
+    def on_written(self, request_id: str) -> None:
+        """Notes that the message with this request has been written to the stream."""
+        if (pending := self._pending.get(request_id)) is not None:
+            pending.on_written()
+
+    def _send(self, pending: PendingRequest) -> None:
+        self._pending[pending.wire_id] = pending
+        self._outbox.put(inference.ConnectRequest(generate=pending.request))
+
+    def deliver(self, response: inference.ConnectResponse) -> None:
+        """Hands one step's events to their requests. The hot path: runs once per step, a few operations per token."""
+        pending_by_id = self._pending
+        for event in response.events:
+            pending = pending_by_id.get(event.request_id)
+            if pending is None:
+                continue  # aborted here; the abort is still on its way
+            if event.HasField("error"):
+                self._on_error(pending, from_proto(event.error))
+                continue
+            if event.sequence in pending.ended:
+                continue  # this sequence alone was aborted here
+            pending.on_event(event)
+            if event.finish_reason:
+                if pending.finished:
+                    self._forget(pending)
+                if event.finish_reason == pb.FINISH_REASON_ABORT:
+                    pending.group.fail(Aborted("the request was aborted at the scheduler"))
+                    continue
+            pending.group.put(pending.first_index + event.sequence, event)
+
+    def _on_error(self, pending: PendingRequest, error: TriptychError) -> None:
+        if pending.accepted and isinstance(error, Unavailable | Overloaded):
+            # The request has run before: the scheduler is new and has no replica yet, or lost its last one.
+            self._mark_lost(pending)
+            pause = error.retry_after_ms / 1000 or _RESUBMIT_PAUSE_S
+            pending.retry = asyncio.get_running_loop().call_later(pause, self._retry, pending)
+        else:
+            self._forget(pending)
+            pending.group.fail(error)
+
+    def _retry(self, pending: PendingRequest) -> None:
+        pending.retry = None
+        # Without a stream there is nothing to do: the next one resubmits every request.
+        if self._outbox.is_open and pending.wire_id in self._pending:
+            self.resubmit(pending)
+
+    def resubmit_all(self) -> None:
+        """Sends every request again, on a new stream."""
+        for pending in list(self._pending.values()):
+            self.resubmit(pending)
+
+    def resubmit(self, pending: PendingRequest) -> None:
+        """Sends a request again, under a new id: a scheduler that has not noticed the loss may still know the old one."""
+        if pending.retry is not None:
+            pending.retry.cancel()
+            pending.retry = None
+        pending.accepted = True
+        for sequence, received in enumerate(pending.received):
+            if sequence in pending.ended:
+                continue
+            end = missed_end(pending.request, sequence, received, self.eos_token_ids)
+            if end is not None:
+                pending.ended.add(sequence)
+                pending.group.put(pending.first_index + sequence, end)
+        del self._pending[pending.wire_id]
+        if pending.finished:
+            pending.stop_timers()
+            return
+        pending.prepare_resume()
+        self._send(pending)
+
+    def mark_all_lost(self) -> None:
+        """Starts every request's deadline: the stream has broken."""
+        for pending in self._pending.values():
+            self._mark_lost(pending)
+
+    def _mark_lost(self, pending: PendingRequest) -> None:
+        if pending.deadline is None:
+            left = self._resume_timeout_s if pending.time_left_s is None else pending.time_left_s
+            pending.deadline = asyncio.get_running_loop().call_later(left, self._give_up, pending)
+
+    def _give_up(self, pending: PendingRequest) -> None:
+        pending.group.fail(
+            Unavailable(
+                f"the request was interrupted and could not be resumed within {self._resume_timeout_s:g} s"
+            )
+        )
+
+    def _forget(self, pending: PendingRequest) -> None:
+        if self._pending.pop(pending.wire_id, None) is not None:
+            pending.stop_timers()
+
+    def abort(self, pending: PendingRequest, sequence: int | None = None) -> None:
+        """Drops a request, or one of its sequences, and aborts it at the scheduler if it may still run there."""
+        if self._pending.get(pending.wire_id) is not pending:
+            return
+        abort = inference.AbortRequest(request_id=pending.wire_id)
+        if sequence is not None:
+            if sequence in pending.ended:
+                return
+            pending.ended.add(sequence)
+        if sequence is None or pending.finished:
+            self._forget(pending)
+        else:
+            abort.sequence = sequence
+        self._outbox.put(inference.ConnectRequest(abort=abort))
