@@ -243,7 +243,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with watch.open() as batches:
                 async for replica_id, batch in batches:
-                    for part in kv_batch_to_proto(replica_id, batch, self._deployment.granule):
+                    for part in kv_batch_to_proto(replica_id, batch, self._deployment.hash_block_size):
                         yield part
         except TriptychError as error:
             await abort(context, error)

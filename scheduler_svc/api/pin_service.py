@@ -147,14 +147,14 @@ class Pins:
     def _find_prefix(self, probe: Request) -> tuple[str, int] | None:
         """The replica that has most of a prompt in its cache, and how many tokens; None without replicas."""
         replicas = self.engine.replicas
-        found = {name: replica.scheduler.kv.peek(probe) for name, replica in replicas.items()}
+        found = {name: replica.scheduler.kv.prefixes.peek(probe.kv) for name, replica in replicas.items()}
         name = max(found, key=lambda name: found[name], default=None)
         return None if name is None else (name, found[name])
 
     def _pinnable_tokens(self, probe: Request) -> int:
         """Tokens of a prompt's whole chunks: the most that any replica could have."""
         replicas = self.engine.replicas.values()
-        return max((replica.scheduler.kv.hit_limit(probe) for replica in replicas), default=0)
+        return max((replica.scheduler.kv.prefixes.hit_limit(probe.kv) for replica in replicas), default=0)
 
     def unpin(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none of that id (any more)."""

@@ -11,16 +11,18 @@ from scheduler_svc.kv.events import Batch, Cleared, KvEvent, Removed, Stored
 _KEYS_PER_MESSAGE = 4096
 
 
-def kv_batch_to_proto(replica_id: str, batch: Batch, granule: int) -> Iterator[inference_pb2.KvEventBatch]:
+def kv_batch_to_proto(
+    replica_id: str, batch: Batch, hash_block_size: int
+) -> Iterator[inference_pb2.KvEventBatch]:
     """Changes of one replica's prefix cache for a watcher, in messages that any client takes."""
     part = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id, snapshot=batch.snapshot)
     size = 0
-    for event in itertools.chain.from_iterable(_pieces(event, granule) for event in batch.events):
+    for event in itertools.chain.from_iterable(_pieces(event, hash_block_size) for event in batch.events):
         if part.events and size + _weight(event) > FULL_MESSAGE_BYTES:
             part.more = True
             yield part
             part, size = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id), 0
-        part.events.append(_kv_event_to_proto(event, granule))
+        part.events.append(_kv_event_to_proto(event, hash_block_size))
         size += _weight(event)
     yield part
 
@@ -32,14 +34,19 @@ def _weight(event: KvEvent) -> int:
     return 100 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
 
 
-def _pieces(event: KvEvent, granule: int) -> Iterator[KvEvent]:
+def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
     """The same event in pieces of a bounded number of keys, each piece the continuation of the one before."""
     match event:
         case Stored(group_id, keys, parent, token_ids) if len(keys) > _KEYS_PER_MESSAGE:
             for start in range(0, len(keys), _KEYS_PER_MESSAGE):
                 end = start + _KEYS_PER_MESSAGE
                 before = keys[start - 1] if start and parent is not None else parent
-                yield Stored(group_id, keys[start:end], before, token_ids[start * granule : end * granule])
+                yield Stored(
+                    group_id,
+                    keys[start:end],
+                    before,
+                    token_ids[start * hash_block_size : end * hash_block_size],
+                )
         case Removed(group_id, keys) if len(keys) > _KEYS_PER_MESSAGE:
             for start in range(0, len(keys), _KEYS_PER_MESSAGE):
                 yield Removed(group_id, keys[start : start + _KEYS_PER_MESSAGE])
@@ -47,7 +54,7 @@ def _pieces(event: KvEvent, granule: int) -> Iterator[KvEvent]:
             yield event
 
 
-def _kv_event_to_proto(event: KvEvent, granule: int) -> inference_pb2.KvEvent:
+def _kv_event_to_proto(event: KvEvent, hash_block_size: int) -> inference_pb2.KvEvent:
     match event:
         case Stored(group_id, keys, parent, token_ids):
             stored = inference_pb2.KvStored(
@@ -55,7 +62,7 @@ def _kv_event_to_proto(event: KvEvent, granule: int) -> inference_pb2.KvEvent:
                 hashes=keys,
                 parent_hash=parent or b"",
                 token_ids=token_ids,
-                tokens_per_hash=granule,
+                tokens_per_hash=hash_block_size,
             )
             return inference_pb2.KvEvent(stored=stored)
         case Removed(group_id, keys):

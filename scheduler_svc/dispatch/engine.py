@@ -18,9 +18,9 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ServedModel, Submission, check, requests_of
-from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState, Sink
+from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState, SequenceGroup, Sink
 from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.requests.sequence_group import MAX_SEQUENCES, SEQUENCES_PER_SLOT, Family
+from scheduler_svc.requests.sequence_group import MAX_SEQUENCES, SEQUENCES_PER_SLOT
 
 
 class Engine:
@@ -53,11 +53,11 @@ class Engine:
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
         self._arrivals = itertools.count()
-        # By their own ids; those that belong to a family are also known by what the client calls its request.
+        # By their own ids; sequences of a group are also found by the client's id of the request.
         self._live: dict[str, Request] = {}
-        self._families: dict[str, Family] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         # One of their sequences failed; the others end before anything else is decided.
-        self._failed: list[Family] = []
+        self._failed: list[SequenceGroup] = []
         self._empty: asyncio.Event | None = None
         # Slots of all replicas; those of the last ones while there is none.
         self._num_slots = 0
@@ -101,15 +101,15 @@ class Engine:
             raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
         self._end_failed()
         names = [submission.name(sequence) for sequence in submission.sequences]
-        if submission.request_id in self._families or not self._live.keys().isdisjoint(names):
+        if submission.request_id in self._groups or not self._live.keys().isdisjoint(names):
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
         max_tokens = check(submission, model, self._max_request_tokens)
         self._check_room(submission)
         requests = requests_of(submission, model, max_tokens, sink, self._arrivals, self._clock())
-        if (family := requests[0].family) is not None:
-            self._families[family.request_id] = family
+        if (group := requests[0].group) is not None:
+            self._groups[group.request_id] = group
         for sequence in submission.complete(max_tokens):
             sink.push(Event(submission.request_id, sequence=sequence, finish_reason=FinishReason.LENGTH))
         for request in requests:
@@ -162,10 +162,10 @@ class Engine:
 
     def _requests_of(self, request_id: str) -> list[Request]:
         """All live sequences of what a client calls ``request_id``."""
-        if request_id in self._families:
-            return list(self._families[request_id].members)
+        if request_id in self._groups:
+            return list(self._groups[request_id].members)
         request = self._live.get(request_id)
-        return [] if request is None or request.family is not None else [request]
+        return [] if request is None or request.group is not None else [request]
 
     def _abort(self, request: Request) -> None:
         if self.waiting.remove(request) or self.grammars.remove(request):
@@ -335,7 +335,7 @@ class Engine:
         """Forgets every cached prefix and pin; returns on how many replicas."""
         self.pinned.drop_all()
         for replica in self.replicas.values():
-            replica.scheduler.kv.reset_prefixes()
+            replica.scheduler.kv.prefixes.reset()
         self.dispatch()
         return len(self.replicas)
 
@@ -379,12 +379,12 @@ class Engine:
         """Called by replicas when a request has ended."""
         self.grammars.leave(request)
         self._live.pop(request.request_id, None)
-        family = request.family
-        if family is not None:
-            family.members.remove(request)
-            if (family.failed or not family.members) and self._families.get(family.request_id) is family:
-                del self._families[family.request_id]
-                self._failed.append(family)
+        group = request.group
+        if group is not None:
+            group.members.remove(request)
+            if (group.failed or not group.members) and self._groups.get(group.request_id) is group:
+                del self._groups[group.request_id]
+                self._failed.append(group)
         if not self._live and self._empty is not None:
             self._empty.set()
 

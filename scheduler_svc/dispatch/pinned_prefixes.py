@@ -48,7 +48,7 @@ class PinnedPrefixes:
             raise Overloaded(
                 f"{MAX_PINS} prefixes are pinned on that replica; unpin some", retry_after_ms=10_000
             )
-        prefix = scheduler.kv.pin(probe, held, self._max_share)
+        prefix = scheduler.kv.pin(probe.kv, held, self._max_share)
         if prefix is None:
             raise Overloaded(
                 f"pinned prefixes may hold {self._max_share:.0%} of the KV memory and this one does not fit; "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from scheduler_svc.dispatch.grammar_queue import Ask, GrammarDesk
 from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.policy.placement import PlacementPolicy
-from scheduler_svc.replica.scheduler import Admitted, ReplicaScheduler
+from scheduler_svc.replica.scheduler import AdmitResult, ReplicaScheduler
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import Grammar
 
@@ -127,7 +127,7 @@ class Placer:
             )
         for name, replica in free:
             request.replica_id = name
-            if replica.scheduler.admit(request) is not Admitted.NO_ROOM:
+            if replica.scheduler.admit(request) is not AdmitResult.NO_ROOM:
                 replica.wake()
                 return True
         return False

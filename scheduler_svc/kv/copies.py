@@ -1,98 +1,78 @@
-"""Block copies on their way: decided here and now, run by the device with the plan that carries them, settled when that plan was run."""
+"""Block copies in progress: decided by the cache, run by the device with a plan, settled when that plan was run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
-from scheduler_svc.replica.step_plan import BlockCopy
-from scheduler_svc.requests.request import Request
+from scheduler_svc.kv.sequence import SequenceKv
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
-    """A copy on its way.
+class PendingCopy:
+    """A device-to-device copy of a block's leading tokens that has not been run yet."""
 
-    Attributes:
-        order: what the worker is told.
-        held: the block that is referenced for the copy alone: a request's source, a kept window's target.
-        era: resets of the cache before the copy was decided.
-        owner: request that resumes from the target; None for kept windows.
-        key: what the target can be found under once it is written; None if it belongs to a request.
-        cheap: see ``Block``.
-    """
-
-    order: BlockCopy
+    group_id: int
+    """KV group of both blocks."""
+    source: Block
+    target: Block
+    num_tokens: int
+    """Leading tokens to copy."""
     held: Block
-    era: int
-    owner: Request | None = None
+    """The block that the copy itself references: the source of a sequence's copy, the target of a kept window."""
+    epoch: int
+    """Epoch of the prefix cache when the copy was decided."""
+    sequence: SequenceKv | None = None
+    """The sequence that resumes from the target; None for kept windows."""
     key: BlockKey | None = None
+    """Prefix under which a kept window can be found once it is written; None for a sequence's copy."""
     cheap: bool = False
-
-
-class Copies:
-    """Copies that one plan carries; opaque to the scheduler, which hands them back when the plan was run."""
-
-    __slots__ = ("entries",)
-
-    def __init__(self, entries: list[Copy]) -> None:
-        """Wraps ``entries``."""
-        self.entries = entries
-
-    @property
-    def orders(self) -> tuple[BlockCopy, ...]:
-        """What the worker is told, in order."""
-        return tuple(entry.order for entry in self.entries)
-
-    @property
-    def owners(self) -> list[Request]:
-        """Requests that go on from what is copied."""
-        return [entry.owner for entry in self.entries if entry.owner is not None]
+    """Whether the kept window is evicted before other content; see `Block`."""
 
 
 class CopyQueue:
     """Copies that no plan carries yet, in the order in which they were decided.
 
-    A copy holds a reference on one block. Who takes it back before its plan is sent gives the reference back at once.
+    Each copy holds a reference on one block. A copy that is withdrawn before its plan is sent returns it at once.
     """
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
-        """Of the groups whose pools these are, by group id."""
+        """Starts empty; ``pools`` are the block pools by group id."""
         self._pools = pools
-        self.entries: list[Copy] = []
+        self.entries: list[PendingCopy] = []
 
     def __bool__(self) -> bool:
-        """Whether the next plan has to carry any."""
+        """Whether the next plan has copies to carry."""
         return bool(self.entries)
 
-    def add(self, entry: Copy) -> None:
-        """Has the next plan carry a copy, whose ``held`` block the caller has referenced."""
-        self.entries.append(entry)
+    def add(self, copy: PendingCopy) -> None:
+        """Queues a copy for the next plan. The caller has referenced its ``held`` block."""
+        self.entries.append(copy)
 
-    def take(self) -> Copies | None:
-        """All of them, for a plan that is sent now."""
+    def take(self) -> tuple[PendingCopy, ...]:
+        """Removes and returns all copies, for a plan that is sent now."""
         if not self.entries:
-            return None
+            return ()
         entries, self.entries = self.entries, []
-        return Copies(entries)
+        return tuple(entries)
 
-    def withdraw(self, owner: Request) -> None:
-        """Takes a request's copies back: nobody needs them any more, except a fork that copies on from there in the same plan."""
-        read = {(entry.order.group_id, entry.order.source_block) for entry in self.entries}
-        for entry in [entry for entry in self.entries if entry.owner is owner]:
-            if (entry.order.group_id, entry.order.target_block) not in read:
-                self._drop(entry)
+    def withdraw(self, sequence: SequenceKv) -> None:
+        """Drops the copies of a sequence, except those that a fork in the same plan copies on from."""
+        read = {copy.source for copy in self.entries}
+        for copy in [copy for copy in self.entries if copy.sequence is sequence]:
+            if copy.target not in read:
+                self._drop(copy)
 
     def drop_windows(self) -> bool:
-        """Takes back the windows that were to be kept; whether there were any."""
-        dropped = [entry for entry in self.entries if entry.owner is None]
-        for entry in dropped:
-            self._drop(entry)
+        """Drops all copies that only keep windows; returns whether there were any."""
+        dropped = [copy for copy in self.entries if copy.sequence is None]
+        for copy in dropped:
+            self._drop(copy)
         return bool(dropped)
 
-    def waits_for(self, request: Request) -> bool:
-        """Whether what the request goes on from is not copied yet."""
-        return any(entry.owner is request for entry in self.entries)
+    def waits_for(self, sequence: SequenceKv) -> bool:
+        """Whether content that the sequence resumes from is not copied yet."""
+        return any(copy.sequence is sequence for copy in self.entries)
 
-    def _drop(self, entry: Copy) -> None:
-        self.entries.remove(entry)
-        self._pools[entry.order.group_id].free((entry.held,))
+    def _drop(self, copy: PendingCopy) -> None:
+        self.entries.remove(copy)
+        self._pools[copy.group_id].free((copy.held,))

@@ -182,8 +182,8 @@ class PoolEngine:
             return None
         for request in taken[1]:
             request.replica_id = replica_id
-            if request.first_scheduled_s is None:
-                request.first_scheduled_s = now
+            if request.delivery.first_scheduled_s is None:
+                request.delivery.first_scheduled_s = now
         if self._queue:
             self._wake_one(but=replica_id)
         return taken

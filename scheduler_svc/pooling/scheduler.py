@@ -82,7 +82,6 @@ class PoolScheduler:
         shape, requests = taken
         for slot, request in enumerate(requests):
             request.slot, request.state = slot, RequestState.PREFILLING
-            request.num_admissions += 1
         self._running = list(requests)
         self._step += 1
         self._plan = StepPlan(
@@ -140,7 +139,7 @@ class PoolScheduler:
             request.sink.push(Event(request.request_id, error=error))
         else:
             event = Event(request.request_id, finish_reason=FinishReason.STOP, pooled=values)
-            request.sink.push(event.announcing(request))
+            request.sink.push(event.as_first(request))
         self._owner.forget(request)
 
     def _fault(self, output: SlotOutput | None, request: Request) -> TriptychError | None:

@@ -1,14 +1,211 @@
-"""What a worker's tokens mean to the client: which of them end a sequence, and what each event says."""
+"""What comes back from a worker, and the events that it causes: tokens, finished chunks, ends and faults."""
 
 from collections.abc import Callable, Sequence
 
+from protos.errors import Internal, TriptychError, Unavailable
+from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.shared_prefill import SharedPrefills
+from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.step_plan import SlotOutput
+from scheduler_svc.replica.step_plan import Decode, Pool, Prefill, SlotOutput, StepResult
+from scheduler_svc.replica.steps_in_flight import InFlight
 from scheduler_svc.requests.request import Event, FinishReason, Logprobs, Request
 
 
-def stops(request: Request, token: int) -> bool:
-    """Whether the token just appended ends the sequence; before its least number of tokens only the model's own do, of a grammar that is through."""
+class Outputs:
+    """Applies results to requests. A token without surprises costs a few operations."""
+
+    def __init__(
+        self, slots: Slots, decoding: DecodeBatch, shared: SharedPrefills, kv: KvCache, owner: RequestOwner,
+        stats: SchedulerStats, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """Works on the parts of one replica's scheduler.
+
+        Args:
+            slots: the requests that the results are for.
+            decoding: those of them that decode.
+            shared: learns which prefixes are computed.
+            kv: indexes computed chunks and settles copies.
+            owner: takes the requests that leave.
+            stats: counters.
+            clock: monotonic seconds.
+        """
+        self._slots = slots
+        self._decoding = decoding
+        self._shared = shared
+        self._kv = kv
+        self._prefixes = kv.prefixes
+        self._owner = owner
+        self._stats = stats
+        self._clock = clock
+
+    def apply(self, step: InFlight, result: StepResult) -> None:
+        """Applies one result of a plan."""
+        work = step.plan.work
+        ready = self._shared.copies_done()
+        if step.copies and step.num_results == 1:
+            self._kv.settle_copies(step.copies, done=result.error is None)
+        if result.error is not None:
+            self._apply_failure(step, result.error)
+        elif isinstance(work, Decode):
+            self._apply_tokens(work, step, result)
+        elif isinstance(work, Prefill):
+            self._apply_chunk(work, step, result)
+        for output in result.outputs:
+            if output.error is not None and output.slot not in step.left:
+                self._fail_slot(output.slot, output.error)
+        for request in ready:
+            self._owner.requeue(request)
+
+    # ---- faults ----
+
+    def _apply_failure(self, step: InFlight, error: TriptychError) -> None:
+        for request, slot in zip(step.requests, _slots_of(step.plan.work), strict=True):
+            if slot not in step.left:
+                self._slots.finish(request, Event(request.request_id, error=error))
+        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left its slot.
+        changed = {*(new.slot for new in step.plan.admit), *(growth.slot for growth in step.plan.grow)}
+        copied_to = {copy.sequence for copy in step.copies}
+        changed |= {one.slot for one in self._slots.requests if one.kv in copied_to and one.slot is not None}
+        for slot in sorted(changed - step.left):
+            changed_request = self._slots.at(slot)
+            if changed_request is not None:
+                self._slots.preempt(changed_request, "fault")
+
+    def _fail_slot(self, slot: int, error: TriptychError) -> None:
+        """Ends a request that the worker could not run or admit. If the worker lost its grammar, it waits for that."""
+        request = self._slots.at(slot)
+        if request is None:
+            return
+        if isinstance(error, Unavailable) and request.sampling.grammar is not None:
+            self._slots.release(request)
+            self._owner.without_grammar(request)
+            return
+        self._slots.finish(request, Event(request.request_id, error=error))
+
+    # ---- decode steps ----
+
+    def _apply_tokens(self, work: Decode, step: InFlight, result: StepResult) -> None:
+        requests, left, tokens = step.requests, step.left, result.token_ids
+        self._decoding.end_stall(step.sent_s)
+        if len(tokens) != len(requests) or left or self._decoding.has_first_tokens:
+            outputs = {output.slot: output for output in result.outputs}
+            outputs.update(
+                (slot, SlotOutput(slot, (token,))) for slot, token in zip(work.slots, tokens, strict=False)
+            )
+            for slot, request in zip(work.slots, requests, strict=True):
+                if slot not in left:
+                    request.kv.num_computed += 1
+                    self._accept(request, outputs.get(slot), result)
+            self._decoding.first_tokens_sent()
+            return
+        # The common case, which runs once per token of all requests.
+        for request, sequence, token in zip(requests, step.sequences, tokens, strict=True):
+            token_ids = request.token_ids
+            token_ids.append(token)
+            sequence.num_computed += 1
+            if token in request.stop_ids or len(token_ids) >= request.end:
+                self._end(request, token)
+            else:
+                request.sink.push_token(request.request_id, token)
+        self._stats.generated_tokens += len(requests)
+
+    def _end(self, request: Request, token: int) -> None:
+        """Sends the event of a token that may end its sequence."""
+        stopped = _stops(request, token)
+        if not stopped and len(request.token_ids) < request.end:
+            request.sink.push_token(request.request_id, token)
+            return
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+        self._send(request, Event(request.request_id, (token,), (), finish, token if stopped else None))
+
+    # ---- chunks ----
+
+    def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
+        request = step.requests[0]
+        self._decoding.stall(step.sent_s)
+        if chunk.slot in step.left:
+            return  # the request left while the step ran
+        output = next((output for output in result.outputs if output.slot == chunk.slot), None)
+        if output is not None and output.error is not None:
+            return  # the caller ends the request
+        if output is not None and output.prompt_logprobs:
+            self._send_prompt_logprobs(request, chunk.start, output.prompt_logprobs)
+        self._index_chunk(request, chunk.start, chunk.start + chunk.num_tokens)
+        if not self._slots.prefilled(request, chunk.num_tokens):
+            return
+        # Sequences of the same request continue from the computed prompt, as far as there is room.
+        for waiter in self._shared.prompt_computed(request):
+            if not self._slots.fork(request, waiter):
+                self._owner.requeue(waiter)
+        if not chunk.sample:
+            return
+        if result.token_ids:
+            output = SlotOutput(chunk.slot, (result.token_ids[0],))
+        self._accept(request, output, result)
+
+    def _send_prompt_logprobs(self, request: Request, start: int, logprobs: Sequence[Logprobs]) -> None:
+        """Sends the entries of a chunk that begins at ``start``, unless an earlier admission has sent them."""
+        sent = request.delivery.num_prompt_logprobs
+        new = tuple(logprobs[max(0, sent - start) :])
+        if new:
+            request.delivery.num_prompt_logprobs = sent + len(new)
+            self._send(request, Event(request.request_id, prompt_logprobs=new))
+
+    def _index_chunk(self, request: Request, start: int, end: int) -> None:
+        """Makes a computed chunk findable and requeues the requests that waited for it."""
+        if request.prefills_forced:
+            request.kv.num_computed = end
+            self._prefixes.index_decoded(request.kv)
+            return
+        self._prefixes.index_chunk(request.kv, start, end)
+        request.kv.num_computed = end
+        for waiter in self._shared.reached(request, end):
+            self._owner.requeue(waiter)
+
+    # ---- tokens and events ----
+
+    def _accept(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
+        """Appends new tokens up to the first one that ends the sequence, and sends them."""
+        if output is not None and output.error is not None:
+            return  # the caller ends the request
+        if output is None or not output.token_ids:
+            error = Internal(f"step {result.step} gave no token for request {request.request_id}")
+            self._slots.finish(request, Event(request.request_id, error=error))
+            return
+        event = _append(request, output)
+        count = len(event.token_ids)
+        self._stats.generated_tokens += count
+        if count > 1:
+            self._stats.forced_tokens += count - 1
+            self._owner.charge(request.tenant, count - 1)
+            if event.finish_reason is None:
+                self._slots.prefill_forced(request)
+        self._send(request, event)
+
+    def _send(self, request: Request, event: Event) -> None:
+        """Sends an event and keeps the request's statistics; after its last event the request leaves."""
+        delivery = request.delivery
+        if not delivery.announced:
+            delivery.announced = True
+            event = event.as_first(request)
+        if delivery.first_token_s is None and event.token_ids:
+            delivery.first_token_s = now = self._clock()
+            if delivery.first_scheduled_s is not None:
+                self._stats.prefill_s.observe(now - delivery.first_scheduled_s)
+        if event.finish_reason is None:
+            request.sink.push(event)
+            return
+        if delivery.first_token_s is not None:
+            self._stats.decode_s.observe(self._clock() - delivery.first_token_s)
+        self._slots.finish(request, event)
+
+
+def _stops(request: Request, token: int) -> bool:
+    """Whether the token just appended ends the sequence.
+
+    Before ``min_tokens``, only the model's end tokens do, and only behind a completed grammar.
+    """
     if token not in request.stop_ids:
         return False
     sampling = request.sampling
@@ -17,15 +214,15 @@ def stops(request: Request, token: int) -> bool:
     )
 
 
-def append(request: Request, output: SlotOutput) -> Event:
-    """Appends an output's tokens, one at least, up to the first one that ends the sequence; returns what is new."""
+def _append(request: Request, output: SlotOutput) -> Event:
+    """Appends an output's tokens up to the first one that ends the sequence; returns the event for them."""
     accepted: list[int] = []
     finish: FinishReason | None = None
     stop_token: int | None = None
     for token in output.token_ids:
         request.token_ids.append(token)
         accepted.append(token)
-        if stops(request, token):
+        if _stops(request, token):
             finish, stop_token = FinishReason.STOP, token
         elif len(request.token_ids) >= request.end:
             finish = FinishReason.LENGTH
@@ -34,47 +231,11 @@ def append(request: Request, output: SlotOutput) -> Event:
     return Event(request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token)
 
 
-def prompt_of(request: Request, start: int, logprobs: Sequence[Logprobs]) -> Event | None:
-    """What a chunk that begins at ``start`` says of the prompt, but for what an earlier admission has said already; None if that is all."""
-    new = tuple(logprobs[max(0, request.num_prompt_told - start) :])
-    if not new:
-        return None
-    request.num_prompt_told += len(new)
-    return Event(request.request_id, prompt_logprobs=new)
-
-
-def end_of(request: Request, token: int) -> Event | None:
-    """The last event of a request whose last token ``token``, just appended, may be; None if it is an end token that came too early."""
-    stopped = stops(request, token)
-    if not stopped and len(request.token_ids) < request.end:
-        return None
-    finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-    return Event(request.request_id, (token,), (), finish, token if stopped else None)
-
-
-class Announcer:
-    """Says what is said once: of a request's prompt and beginning in its first event, and what its phases took in the statistics."""
-
-    def __init__(self, stats: SchedulerStats, clock: Callable[[], float]) -> None:
-        """Counts in ``stats``; ``clock`` gives monotonic seconds."""
-        self._stats = stats
-        self._clock = clock
-
-    def scheduled(self, request: Request) -> None:
-        """The request has got a slot, for the first time or again."""
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = self._clock()
-            self._stats.queue_s.observe(request.first_scheduled_s - request.arrival_s)
-
-    def complete(self, event: Event, request: Request) -> Event:
-        """The event, with what is said of the prompt if nothing has been said to the client yet."""
-        if not request.announced:
-            request.announced = True
-            event = event.announcing(request)
-        if request.first_token_s is None and event.token_ids:
-            request.first_token_s = now = self._clock()
-            if request.first_scheduled_s is not None:
-                self._stats.prefill_s.observe(now - request.first_scheduled_s)
-        if event.finish_reason is not None and request.first_token_s is not None:
-            self._stats.decode_s.observe(self._clock() - request.first_token_s)
-        return event
+def _slots_of(work: Prefill | Decode | Pool | None) -> Sequence[int]:
+    match work:
+        case Prefill():
+            return (work.slot,)
+        case Decode() | Pool():
+            return work.slots
+        case None:
+            return ()

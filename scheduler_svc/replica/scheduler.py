@@ -1,48 +1,58 @@
 """One replica's batches: which requests run, and what the worker does in the next step.
 
-Synchronous and free of I/O: :meth:`ReplicaScheduler.step` decides a plan, :meth:`ReplicaScheduler.update` takes in its result. The worker
-applies plans in order, so blocks may be given to another request as soon as they are released, even while a step runs.
+Synchronous and free of I/O: :meth:`ReplicaScheduler.step` decides a plan, :meth:`ReplicaScheduler.update` takes in its
+result. The worker applies plans in order, so blocks may change owners as soon as they are released, even while a step
+runs.
 """
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.kv.copies import Copies
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
-from scheduler_svc.replica.in_flight import Pending
-from scheduler_svc.replica.owner import Owner
-from scheduler_svc.replica.results import Results
-from scheduler_svc.replica.slots import Running
-from scheduler_svc.replica.stats import BucketStats, SchedulerStats
+from scheduler_svc.replica.outputs import Outputs
+from scheduler_svc.replica.plan_builder import PlanBuilder
+from scheduler_svc.replica.shared_prefill import SharedPrefills
+from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
+from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.replica.steps_in_flight import InFlight, StepsInFlight
 from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for
 from scheduler_svc.shapes.geometry import Geometry
 
 
-class Admitted(enum.Enum):
-    """What became of an attempt to admit a request."""
+class AdmitResult(enum.Enum):
+    """Result of an attempt to admit a request."""
 
-    YES = enum.auto()
+    ADMITTED = enum.auto()
     DEFERRED = enum.auto()
-    """It waits here for a prefix that another request computes."""
+    """The request waits here for a prefix that another one computes."""
     NO_ROOM = enum.auto()
 
 
-class ReplicaScheduler:
-    """Continuous batching over static graphs: prefill chunks at batch size 1, decode at buckets, never both in a step.
+class ReplicaOwner(RequestOwner, Protocol):
+    """What a replica's scheduler calls; the engine is one."""
 
-    Attributes:
-        kv: the replica's KV memory.
-        stats: counters.
-        preemption: chooses who gives way.
+    def released(self) -> None:
+        """Notes that blocks became free or a plan has room again: a request that did not fit may fit now."""
+
+    def drop_pins(self, scheduler: "ReplicaScheduler") -> bool:
+        """Unpins all prefixes of a replica that is out of blocks; returns whether there were any."""
+
+
+class ReplicaScheduler:
+    """Continuous batching over static graphs.
+
+    A step is either one prefill chunk at batch size 1 or one decode batch at a bucket size, never both.
     """
 
     def __init__(
-        self, geometry: Geometry, kv: KvCache, owner: Owner, interleave: Interleave, *,
+        self, geometry: Geometry, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
         clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
         observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1,
     ) -> None:  # fmt: skip
@@ -51,60 +61,64 @@ class ReplicaScheduler:
         Args:
             geometry: static shapes.
             kv: the replica's KV memory; used by this scheduler alone.
-            owner: gets back what does not stay.
+            owner: takes the requests that leave.
             interleave: chooses between prefill and decode.
             clock: monotonic seconds.
-            preemption: chooses who gives way.
-            observe_batch: told the number of rows of each decode step.
+            preemption: chooses the request to preempt.
+            observe_batch: receives the number of rows of each decode step.
             max_lease: decode steps that one plan may allow.
         """
-        self._geometry = geometry
+        self.geometry = geometry
+        """The static shapes."""
         self.kv = kv
+        """The replica's KV memory."""
         self.stats = SchedulerStats()
+        """Counters."""
+        self.preemption = preemption or LatestOfLeastUrgent()
+        """Chooses the request to preempt."""
         self._owner = owner
         kv.on_release = owner.released
         self._interleave = interleave
         self._clock = clock
-        self.preemption = preemption or LatestOfLeastUrgent()
-        self._observe_batch = observe_batch
         self._max_lease = max_lease
-        self._running = Running(geometry, kv, owner, self.stats, clock)
-        self._decoding = self._running.decoding
-        self._next = self._running.next
-        self._in_flight = self._running.in_flight
-        self._results = Results(self._running)
+        self._copies = kv.copies
+        self._kv_events = kv.events
+        self._plan = PlanBuilder()
+        self._in_flight = StepsInFlight()
+        self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
+        self._decoding = DecodeBatch(kv, self.stats, owner.charge, observe_batch)
+        self._slots = Slots(
+            geometry.max_num_seqs, kv, self._decoding, self._plan, self._in_flight, self._shared, owner,
+            self.stats, clock,
+        )  # fmt: skip
+        self._outputs = Outputs(self._slots, self._decoding, self._shared, kv, owner, self.stats, clock)
 
-    # ---- what there is -------------------------------------------------------------------------------------------------------------
-
-    @property
-    def geometry(self) -> Geometry:
-        """The static shapes."""
-        return self._geometry
+    # ---- state ----
 
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
-        return len(self._running)
+        return len(self._slots)
 
     @property
     def num_deferred(self) -> int:
         """Requests that wait here for a prefix."""
-        return self._running.sharing.num_waiting
+        return self._shared.num_waiting
 
     @property
     def prefill_backlog(self) -> int:
-        """Tokens that running requests have to prefill still."""
-        return self._running.prefill_backlog
+        """Tokens that running requests still have to prefill."""
+        return self._slots.prefill_backlog
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs, is under way or waits for the next plan: no blocks become free by themselves."""
-        return not self._running and not self._in_flight and not self.kv.copies
+        """Whether nothing runs, is in flight or waits for the next plan: no block will become free by itself."""
+        return not self._slots and not self._in_flight and not self._copies
 
     @property
     def has_free_slot(self) -> bool:
         """Whether another request may be admitted, memory permitting."""
-        return not self._running.full
+        return not self._slots.full
 
     @property
     def has_pending(self) -> bool:
@@ -114,81 +128,84 @@ class ReplicaScheduler:
     @property
     def least_urgent(self) -> int | None:
         """The priority of the least urgent running request."""
-        return self._running.least_urgent
+        return self._slots.least_urgent
 
     def cached_tokens(self, request: Request) -> int:
-        """Leading tokens of a request that are in the cache or being computed."""
-        return self._running.sharing.cached_tokens(request)
+        """Returns how many leading tokens of a request are in the cache or being computed."""
+        if self.shares_prompt(request):
+            return request.num_prompt_tokens - 1
+        return self._shared.cached_tokens(request)
 
     def shares_prompt(self, request: Request) -> bool:
-        """Whether another sequence of the same request is here that has the request's prompt or computes it."""
-        return self._running.sharing.shares_prompt(request)
+        """Whether another sequence of the same request is here and has their prompt, or computes it."""
+        return request.can_fork and next(self._slots.siblings_with_prompt(request), None) is not None
 
-    # ---- requests come and go ------------------------------------------------------------------------------------------------------
+    # ---- admitting and releasing requests ----
 
-    def admit(self, request: Request) -> Admitted:
-        """Gives a waiting request a slot and blocks, with the next plan; or lets it wait here for a prefix that is being computed."""
-        running = self._running
-        if running.full or not self._next.takes(request):
-            return Admitted.NO_ROOM
-        if request.branches and (branched := self._branch(request)) is not None:
-            return branched
-        if running.sharing.wait_for_prefix(request):
-            return Admitted.DEFERRED
-        if not self.kv.admit(request):
-            return Admitted.NO_ROOM
-        running.seat(request)
-        return Admitted.YES
+    def admit(self, request: Request) -> AdmitResult:
+        """Gives a waiting request a slot and blocks, or defers it until a prefix that it shares is computed."""
+        if self._slots.full or not self._plan.has_room(request):
+            return AdmitResult.NO_ROOM
+        if request.can_fork and (result := self._admit_sibling(request)) is not None:
+            return result
+        if self._shared.defer_for_prefix(request):
+            return AdmitResult.DEFERRED
+        if not self.kv.admit(request.kv):
+            return AdmitResult.NO_ROOM
+        self._slots.assign_slot(request)
+        return AdmitResult.ADMITTED
 
-    def _branch(self, request: Request) -> Admitted | None:
-        """Forks a sequence from another one of its request, or has it wait for that one's prompt.
+    def _admit_sibling(self, request: Request) -> AdmitResult | None:
+        """Forks a sequence from another one of its request, or defers it until that one has computed their prompt.
 
         Returns:
-            None if there is no such sequence here, or none that can be forked from: the request goes the way of all others.
+            None if no such sequence is here, or none can be forked: the request is then admitted like any other.
         """
-        for origin in self._running.sharing.sharers(request):
+        for origin in self._slots.siblings_with_prompt(request):
             if origin.state is RequestState.PREFILLING:
-                self._running.sharing.wait_for_prompt(request, origin)
-                return Admitted.DEFERRED
-            if self._running.fork(origin, request):
-                return Admitted.YES
+                self._shared.defer_for_prompt(request, origin)
+                return AdmitResult.DEFERRED
+            if self._slots.fork(origin, request):
+                return AdmitResult.ADMITTED
         return None
 
     def abort(self, request: Request) -> None:
-        """Ends a request that runs or is deferred here. Its slot is released with the next plan."""
-        self._running.finish(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
+        """Ends a request that runs or is deferred here. The next plan releases its slot."""
+        self._slots.finish(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
 
     def make_way(self, request: Request) -> bool:
         """Preempts a running request that is less urgent than the waiting one, if that could help.
 
         Returns:
-            Whether somebody gave way; :meth:`admit` may still find too little room then.
+            Whether a request was preempted; :meth:`admit` may still find too little room.
         """
-        if not self._next.takes(request):
+        if not self._plan.has_room(request) or not self.kv.fits(request.end):
             return False
-        lesser = [one for one in self._running.requests if self.preemption.outranks(request, one)]
+        lesser = [one for one in self._slots.requests if self.preemption.outranks(request, one)]
         victim = self.preemption.victim(lesser)
-        if victim is None or not self.kv.could_admit(request, lesser):
+        if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser]):
             return False
-        self._running.preempt(victim, "priority")
+        self._slots.preempt(victim, "priority")
         return True
 
     def abandon(self) -> list[Request]:
-        """Takes all requests off a replica that is lost, ready to be queued again with the tokens they have."""
-        return self._running.clear()
+        """Takes all requests off a lost replica; they can be queued again with the tokens they have."""
+        return self._slots.clear()
 
-    # ---- deciding ------------------------------------------------------------------------------------------------------------------
+    # ---- deciding ----
 
     def step(self) -> StepPlan | None:
         """Decides the next step.
 
+        Must not be called while an earlier plan's last result is outstanding; see :meth:`interrupt`.
+
         Returns:
-            The plan, or None if there is nothing to do. Must not be called while an earlier plan's last result is outstanding; see
-            :meth:`interrupt`.
+            The plan, or None if there is nothing to do.
         """
-        prefilling, decoding = self._running.prefilling, self._decoding
+        prefilling, decoding = self._slots.prefilling, self._decoding
         work: Prefill | Decode | None = None
         requests: Sequence[Request] = ()
+        sequences: Sequence[SequenceKv] = ()
         while work is None:
             kind = self._interleave.choose(prefill=bool(prefilling), decode=bool(decoding.members))
             if kind is None:
@@ -198,41 +215,40 @@ class ReplicaScheduler:
                 work = self._plan_chunk(requests[0])
             else:
                 decoding.grow(self._make_room)
-                requests = decoding.rows
-                work = self._plan_decode(requests)
-        copies = self.kv.copies.take()
-        if work is None and copies is None and not self._next.releases:
+                requests, sequences = decoding.rows, decoding.sequences
+                work = self._plan_decode(sequences)
+        if work is None and not self._copies and not self._plan.releases:
             return None
-        return self._send(work, requests, copies)
+        return self._send(work, requests, sequences)
 
     def interrupt(self) -> StepPlan | None:
-        """Ends a lease that is under way, if somebody has something else to do: a chunk to prefill, a slot to give up, or to join in.
+        """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
 
         Returns:
-            A plan without work. The worker goes on to it after the step that it is in, whose result is then the lease's last.
+            A plan without work. The worker takes it up after its current step, whose result ends the lease.
         """
-        running = self._running
         if not self._in_flight.leasing:
             return None
-        if not (running.prefilling or self._next.releases or self._next.admits):
+        if not (self._slots.prefilling or self._plan.releases or self._plan.admits):
             return None
-        return self._send(None, (), self.kv.copies.take())
+        return self._send(None, (), ())
 
     def _send(
-        self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Copies | None
+        self, work: Prefill | Decode | None, requests: Sequence[Request], sequences: Sequence[SequenceKv]
     ) -> StepPlan:
-        """The plan that has this work, and all that is to be said before it."""
-        plan, turned_away = self._next.take(work, copies)
-        if turned_away:
+        """Returns the plan with this work and everything that comes before it."""
+        copies = self._copies.take()
+        plan, refused = self._plan.build(work, copies)
+        if refused:
             self._owner.released()  # the next plan has room again
-        self._in_flight.send(Pending(plan, requests, copies, self._clock()))
+        self._in_flight.send(InFlight(plan, requests, sequences, copies, self._clock()))
         return plan
 
     def _plan_chunk(self, request: Request) -> Prefill | None:
         assert request.slot is not None
-        start = request.num_computed
-        # A request resumes at a chunk boundary, so that chunks lie where a run without a prefix hit would put them.
-        end = start + min(self._geometry.chunk, request.num_to_prefill)
+        start = request.kv.num_computed
+        # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put them.
+        end = start + min(self.geometry.chunk, request.num_to_prefill)
         if not self._make_room(request, end):
             return None
         self.stats.chunks += 1
@@ -240,66 +256,56 @@ class ReplicaScheduler:
         self.stats.chunk_tokens.observe(end - start)
         return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
 
-    def _plan_decode(self, requests: tuple[Request, ...]) -> Decode | None:
-        count = len(requests)
+    def _plan_decode(self, sequences: Sequence[SequenceKv]) -> Decode | None:
+        count = len(sequences)
         if not count:
             return None
-        bucket = bucket_for(count, self._geometry.buckets)
+        bucket = bucket_for(count, self.geometry.buckets)
         lease = self._lease()
-        self._count_decode(count, bucket)
-        positions = tuple([request.num_computed for request in requests])
+        self._decoding.count_step(count, bucket)
+        positions = tuple([sequence.num_computed for sequence in sequences])
         return Decode(self._decoding.slots, positions, bucket, lease)
 
     def _lease(self) -> int:
-        """How many decode steps may run in a row: as long as nothing else is to be done."""
-        if self._max_lease == 1 or self._running.prefilling or self.num_deferred:
+        """Returns how many decode steps may run in a row without anything else to do."""
+        if self._max_lease == 1 or self._slots.prefilling or self.num_deferred:
             return 1
         return self._decoding.undisturbed(self._max_lease)
 
-    def _count_decode(self, count: int, bucket: int) -> None:
-        stats = self.stats.buckets.get(bucket)
-        if stats is None:
-            stats = self.stats.buckets[bucket] = BucketStats()
-        stats.steps += 1
-        stats.rows += count
-        self._observe_batch(count)
-        for tenant, rows in self._decoding.ran():
-            self._owner.charge(tenant, rows)
-
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Grows a running request's tables; preempts where there is no room. False if the request itself had to give way."""
-        while (grown := self.kv.grow(request, num_tokens)) is None:
-            running = self._running.requests
+        """Grows a running request's tables, preempting others if needed; False if it was preempted itself."""
+        while (grown := self.kv.grow(request.kv, num_tokens)) is None:
+            running = self._slots.requests
             if len(running) == 1:
-                # Its whole life fits; what stands in the way is kept for others.
-                if self.kv.copies.drop_windows() or self._owner.drop_pins(self):
+                # An admitted request fits an empty replica, so kept windows or pinned prefixes are in the way.
+                if self._copies.drop_windows() or self._owner.drop_pins(self):
                     continue
                 raise Internal("out of KV blocks with no request to preempt")
             victim = self.preemption.victim(running)
             assert victim is not None
-            self._running.preempt(victim, "memory")
+            self._slots.preempt(victim, "memory")
             if victim is request:
                 return False
-        self._next.grow(request, grown)
+        self._plan.grow(request, grown)
         return True
 
-    # ---- taking in -----------------------------------------------------------------------------------------------------------------
+    # ---- results ----
 
     def update(self, result: StepResult) -> None:
-        """Takes in a plan's result: tokens go to their requests' sinks, requests that end give up slot and blocks.
+        """Takes in a plan's result: tokens go to their requests' sinks, ended requests release slot and blocks.
 
         Raises:
-            Internal: if results and plans do not match; the replica's state is unknown then.
+            Internal: if results and plans do not match; the replica's state is then unknown.
         """
-        pending = self._in_flight.answered(result)
-        if pending.results > 1:
-            # One more step of a lease, of which only the first was counted when it was planned.
-            work = pending.plan.work
+        step = self._in_flight.match(result)
+        if step.num_results > 1:
+            # A further step of a lease; planning counted only the first.
+            work = step.plan.work
             assert isinstance(work, Decode)
-            self._count_decode(len(pending.requests), work.bucket)
+            self._decoding.count_step(len(step.requests), work.bucket)
             self._interleave.decoded()
-        self._results.take(pending, result)
+        self._outputs.apply(step, result)
         if self.idle:
-            self._owner.released()  # nothing else will be, and pins may have to go
-        if self.kv.events.active:
-            self.kv.events.flush()
+            self._owner.released()  # no other release will follow, and pins may have to go
+        if self._kv_events.active:
+            self._kv_events.flush()

@@ -1,145 +1,164 @@
-"""What requests on one replica have in common: prefixes that one of them computes, and the prompt of the sequences of one request."""
+"""Requests that wait for a prefix, or for a whole prompt, that another request on the replica computes.
 
-from collections.abc import Callable, Iterator
+Prefill runs one chunk at a time, so a second request with the same prefix loses nothing by waiting, and the replica
+computes the prefix once.
+"""
 
-from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.prefixes_in_progress import Awaited, PrefixesInProgress
+from typing import TypeAlias
+
+from scheduler_svc.kv.block_pool import BlockKey
+from scheduler_svc.kv.copies import CopyQueue
+from scheduler_svc.kv.prefix_index import PrefixIndex
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.requests.request import Request, RequestState
+from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
+
+Awaited: TypeAlias = BlockKey | SequenceGroup
+"""What a request waits for: a chunk boundary, or the prompt that the sequences of one request share."""
 
 
-class Sharing:
-    """Finds who computes what another one needs, has that one wait for it, and says when it is there."""
+class SharedPrefills:
+    """Prefixes in progress, the requests that compute them, and the requests that wait for them."""
 
-    def __init__(
-        self, kv: KvCache, granule: int, stats: SchedulerStats, runs_here: Callable[[Request], bool]
-    ) -> None:
-        """Nothing is being computed.
+    def __init__(self, prefixes: PrefixIndex, copies: CopyQueue, stats: SchedulerStats) -> None:
+        """Starts empty.
 
         Args:
-            kv: the replica's memory.
-            granule: tokens of a granule.
-            stats: counts those that wait.
-            runs_here: whether a request has one of the replica's slots.
+            prefixes: the replica's prefix cache.
+            copies: the replica's queue of block copies.
+            stats: counts requests that wait.
         """
-        self._kv = kv
-        self._granule = granule
+        self._prefixes = prefixes
+        self._copies = copies
         self._stats = stats
-        self._runs_here = runs_here
-        self._in_progress = PrefixesInProgress()
-        # Requests whose prefix is computed, but whose window's copy goes with the next plan.
-        self._soon: list[Request] = []
+        self._computing: dict[Awaited, Request] = {}
+        self._waiters: dict[Awaited, list[Request]] = {}
+        # By request id.
+        self._awaited: dict[str, Awaited] = {}
+        # Their prefix is computed, but the copy of its window travels with the next plan.
+        self._waiting_for_copies: list[Request] = []
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait here for something that another one computes."""
-        return self._in_progress.num_waiting + len(self._soon)
+        """Requests that wait here."""
+        return len(self._awaited) + len(self._waiting_for_copies)
 
     def cached_tokens(self, request: Request) -> int:
-        """Leading tokens of a request that are in the cache or being computed."""
-        if self.shares_prompt(request):
-            return request.num_prompt_tokens - 1
-        keys, limit = self._kv.keys_of(request)
-        computing = self._in_progress.longest(keys, limit, self._kv.unit)
-        return max(self._kv.longest_hit(keys, limit), computing) * self._granule
+        """Returns how many leading tokens of a request are cached or being computed."""
+        keys, limit = self._prefixes.lookup_keys(request.kv)
+        computing = self._longest(keys, limit)
+        return max(self._prefixes.longest_hit(keys, limit), computing) * self._prefixes.hash_block_size
 
-    # ---- a request's sequences -----------------------------------------------------------------------------------------------------
+    # ---- waiting ----
 
-    def shares_prompt(self, request: Request) -> bool:
-        """Whether another sequence of the same request is here that has the request's prompt or computes it."""
-        return request.branches and next(self.sharers(request), None) is not None
+    def defer_for_prefix(self, request: Request) -> bool:
+        """Defers the request if an earlier one is computing more of its prompt than is cached.
 
-    def sharers(self, request: Request) -> Iterator[Request]:
-        """Sequences of the same request that have its prompt here, or compute it and will have all of it."""
-        if request.family is None:
-            return
-        prompt = request.num_prompt_tokens - 1
-        if not prompt:
-            return  # a single token: nothing to share
-        for one in request.family.members:
-            if not self._runs_here(one):
-                continue  # it waits, or runs elsewhere
-            if one.branches if one.state is RequestState.PREFILLING else one.num_computed >= prompt:
-                yield one
-
-    def wait_for_prompt(self, request: Request, origin: Request) -> None:
-        """A sequence waits for another one of its request, which computes their prompt."""
-        assert request.family is not None
-        self._wait(request, request.family, origin)
-
-    def fork(self, origin: Request, request: Request) -> bool:
-        """Gives a sequence the blocks of the prompt that ``origin`` has computed, with room for the token behind; False if there are not enough."""
-        prompt = request.num_prompt_tokens - 1
-        if not self._kv.fork(origin, request, prompt):
+        Returns:
+            Whether the request waits now.
+        """
+        keys, limit = self._prefixes.lookup_keys(request.kv)
+        shared = self._longest(keys, limit)
+        if not shared:
             return False
-        # Room for the token that it runs first, or it would only be admitted to be preempted.
-        if self._kv.grow(request, prompt + 1) is None:
-            self._kv.release(request)
+        key = keys[shared - 1]
+        computing = self._computing[key]
+        # Waiting behind a less urgent request could take long.
+        if computing.rank >= request.rank or shared <= self._prefixes.longest_hit(keys, limit):
             return False
+        computing.kv.junction = max(computing.kv.junction, shared)
+        self._defer(request, key, computing)
         return True
 
-    # ---- prefixes ------------------------------------------------------------------------------------------------------------------
-
-    def wait_for_prefix(self, request: Request) -> bool:
-        """Has the request wait, if somebody before it computes more of its prompt than the cache has."""
-        keys, limit = self._kv.keys_of(request)
-        shared = self._in_progress.longest(keys, limit, self._kv.unit)
-        computing = self._in_progress.owner(keys[shared - 1]) if shared else None
-        # It does not wait behind what is less urgent than itself: that may be a long time in coming.
-        if not computing or computing.rank >= request.rank or shared <= self._kv.longest_hit(keys, limit):
-            return False
-        computing.junction = max(computing.junction, shared)
-        self._wait(request, keys[shared - 1], computing)
-        return True
-
-    def start(self, request: Request) -> None:
-        """The request is going to compute the rest of its prompt."""
-        keys, limit = self._kv.keys_of(request)
-        self._in_progress.start(request, keys, request.num_computed // self._granule, limit, self._kv.unit)
-
-    def computed(self, request: Request, end: int) -> list[Request]:
-        """The request has computed its prompt up to token ``end``; returns who may go on from there at once."""
-        keys, limit = self._kv.keys_of(request)
-        boundary, rest = divmod(end, self._granule)
-        if rest or boundary > limit:
-            return []
-        waiters = self._in_progress.computed(keys[boundary - 1])
-        if not self._kv.copies:
-            return waiters
-        self._soon += waiters
-        return []
-
-    def computed_prompt(self, origin: Request) -> list[Request]:
-        """The prompt that the sequences of a request share is computed; returns those that waited for it."""
-        return [] if origin.family is None else self._in_progress.computed(origin.family)
-
-    def copied(self) -> list[Request]:
-        """A plan was run: who waited for a window that it may have copied."""
-        if not self._soon:
-            return []
-        soon, self._soon = self._soon, []
-        return soon
-
-    # ---- ends ----------------------------------------------------------------------------------------------------------------------
-
-    def given_up(self, request: Request) -> list[Request]:
-        """The request computes no more of its prompt; returns who waited for the rest."""
-        keys, limit = self._kv.keys_of(request)
-        return self._in_progress.given_up(request, keys[:limit])
+    def defer_for_prompt(self, request: Request, origin: Request) -> None:
+        """Defers a sequence until ``origin``, another one of its request, has computed their prompt."""
+        assert request.group is not None
+        self._defer(request, request.group, origin)
 
     def cancel(self, request: Request) -> None:
-        """A request that waits here does so no more."""
-        if not self._in_progress.cancel(request):
-            self._soon.remove(request)
+        """Removes a request that waits here."""
+        key = self._awaited.pop(request.request_id, None)
+        if key is None:
+            self._waiting_for_copies.remove(request)
+            return
+        waiters = self._waiters[key]
+        waiters.remove(request)
+        if not waiters:
+            del self._waiters[key]
 
     def clear(self) -> list[Request]:
-        """Nobody waits any more; returns who did."""
-        waiting = [*self._in_progress.waiting, *self._soon]
-        for request in waiting:
-            self.cancel(request)
+        """Removes and returns all requests that wait here."""
+        waiting = [request for waiters in self._waiters.values() for request in waiters]
+        waiting += self._waiting_for_copies
+        self._waiters.clear()
+        self._awaited.clear()
+        self._waiting_for_copies.clear()
         return waiting
 
-    def _wait(self, request: Request, awaited: Awaited, computing: Request) -> None:
-        self._in_progress.wait(request, awaited, computing)
+    # ---- computing ----
+
+    def start(self, request: Request) -> None:
+        """Records that the request is going to compute the rest of its prompt."""
+        keys, limit = self._prefixes.lookup_keys(request.kv)
+        first, stride = request.kv.num_computed // self._prefixes.hash_block_size, self._prefixes.hit_stride
+        for boundary in range(first + stride, limit + 1, stride):
+            self._computing.setdefault(keys[boundary - 1], request)
+
+    def reached(self, request: Request, end: int) -> list[Request]:
+        """Returns the requests that can resume at once behind token ``end``, which ``request`` has computed."""
+        keys, limit = self._prefixes.lookup_keys(request.kv)
+        boundary, rest = divmod(end, self._prefixes.hash_block_size)
+        if rest or boundary > limit:
+            return []
+        waiters = self._finish(keys[boundary - 1])
+        if not self._copies:
+            return waiters
+        self._waiting_for_copies += waiters
+        return []
+
+    def prompt_computed(self, origin: Request) -> list[Request]:
+        """Returns the requests that waited for the prompt of their group, which ``origin`` has computed."""
+        return [] if origin.group is None else self._finish(origin.group)
+
+    def copies_done(self) -> list[Request]:
+        """Returns the requests that waited for a copied window, once a plan with copies was run."""
+        if not self._waiting_for_copies:
+            return []
+        waiting, self._waiting_for_copies = self._waiting_for_copies, []
+        return waiting
+
+    def stop(self, request: Request) -> list[Request]:
+        """Records that the request computes no more of its prompt; returns the requests that waited for the rest."""
+        keys, limit = self._prefixes.lookup_keys(request.kv)
+        awaited: list[Awaited] = [*keys[:limit]]
+        if request.group is not None:
+            awaited.append(request.group)
+        released = []
+        for key in awaited:
+            if self._computing.get(key) is request:
+                released += self._finish(key)
+        return released
+
+    # ---- internals ----
+
+    def _longest(self, keys: list[BlockKey], limit: int) -> int:
+        """Returns the last boundary of a prompt that is being computed, in hash blocks; 0 if none is."""
+        if not self._computing:
+            return 0
+        stride = self._prefixes.hit_stride
+        return next((end for end in range(limit, 0, -stride) if keys[end - 1] in self._computing), 0)
+
+    def _defer(self, request: Request, awaited: Awaited, computing: Request) -> None:
+        # Several sequences may compute their prompt at once; wait for the end of exactly this one.
+        self._computing[awaited] = computing
+        self._waiters.setdefault(awaited, []).append(request)
+        self._awaited[request.request_id] = awaited
         request.state, request.replica_id = RequestState.DEFERRED, computing.replica_id
         self._stats.deferred += 1
+
+    def _finish(self, key: Awaited) -> list[Request]:
+        """Ends the computation of ``key``; returns the requests that waited for it."""
+        self._computing.pop(key, None)
+        waiters = self._waiters.pop(key, [])
+        for request in waiters:
+            del self._awaited[request.request_id]
+        return waiters

@@ -1,56 +1,226 @@
-"""The requests that have a slot on a replica: how they get it, what they do with it, and how they leave it."""
+"""The requests that hold a slot on a replica: how they get it, which of them decode, and how they give it up."""
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from protos.errors import Internal, TriptychError
+from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.decode_batch import DecodeBatch
-from scheduler_svc.replica.in_flight import InFlight
-from scheduler_svc.replica.outputs import Announcer
-from scheduler_svc.replica.owner import Owner
-from scheduler_svc.replica.plan_builder import NextPlan
-from scheduler_svc.replica.shared_prefill import Sharing
-from scheduler_svc.replica.stats import SchedulerStats
+from scheduler_svc.kv.sequence import SequenceKv
+from scheduler_svc.replica.plan_builder import PlanBuilder
+from scheduler_svc.replica.shared_prefill import SharedPrefills
+from scheduler_svc.replica.stats import BucketStats, SchedulerStats
+from scheduler_svc.replica.steps_in_flight import StepsInFlight
 from scheduler_svc.requests.request import Event, Request, RequestState
-from scheduler_svc.shapes.geometry import Geometry
 
 
-class Running:
-    """Slots and the requests in them. Each is in exactly one of ``prefilling`` and ``decoding``.
+class RequestOwner(Protocol):
+    """Takes the requests that leave a replica; the engine is one."""
 
-    Attributes:
-        kv: the replica's KV memory.
-        owner: gets back what does not stay.
-        stats: counters.
-        next: what the next plan will say of those who come, grow and go.
-        in_flight: plans that are not answered.
-        sharing: what they compute for one another, and who waits for that.
-        prefilling: those with known tokens to be run, by rank.
-        prefill_backlog: how many tokens that are.
-        decoding: the others.
+    def requeue(self, request: Request) -> None:
+        """Lets the request wait again, with the tokens that it has."""
+
+    def forget(self, request: Request) -> None:
+        """Drops a request that has ended."""
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Charges a tenant for tokens served."""
+
+    def without_grammar(self, request: Request) -> None:
+        """Lets the request wait until its grammar, which the replica lacks, is compiled again."""
+
+
+class DecodeBatch:
+    """The requests that run one token with every decode step.
+
+    All of them advance by one token per step, so the step before which each needs its next block is known in advance
+    and noted in a calendar. A decode step therefore costs only a few operations per request.
     """
 
     def __init__(
-        self, geometry: Geometry, kv: KvCache, owner: Owner, stats: SchedulerStats, clock: Callable[[], float]
-    ) -> None:
-        """Starts with all slots free; ``clock`` gives monotonic seconds."""
-        self.kv = kv
-        self.owner = owner
-        self.stats = stats
-        self.next = NextPlan()
-        self.in_flight = InFlight()
-        self.sharing = Sharing(kv, geometry.granule, stats, self.holds)
-        self.prefilling: list[Request] = []
-        self.prefill_backlog = 0
-        self.decoding = DecodeBatch(kv)
-        self._announcer = Announcer(stats, clock)
-        self._slots: list[Request | None] = [None] * geometry.max_num_seqs
-        self._free_slots = list(range(geometry.max_num_seqs - 1, -1, -1))
-        self._priorities: Counter[int] = Counter()
+        self, kv: KvCache, stats: SchedulerStats, charge: Callable[[str, int], None], observe_batch: Callable[[int], None]
+    ) -> None:  # fmt: skip
+        """Starts empty.
 
-    # ---- who there is --------------------------------------------------------------------------------------------------------------
+        Args:
+            kv: has the requests' blocks.
+            stats: counts steps and stalls.
+            charge: charges a tenant for its rows of a step.
+            observe_batch: receives the number of rows of each step.
+        """
+        self._kv = kv
+        self._prefixes = kv.prefixes
+        self._stats = stats
+        self._charge = charge
+        self._observe_batch = observe_batch
+        self.members: dict[str, Request] = {}
+        """The requests by id, in the order in which they began to decode."""
+        self.has_first_tokens = False
+        """Whether some request has generated nothing yet; its first token takes the slower path of results."""
+        self._tenants: Counter[str] = Counter()
+        self._rows: tuple[Request, ...] | None = ()
+        self._sequences: tuple[SequenceKv, ...] = ()
+        self._slots: tuple[int, ...] = ()
+        self._stalled_since: float | None = None
+        # Number of each request's present stay, by request id; stale entries elsewhere have another number.
+        self._stays: dict[str, int] = {}
+        self._num_stays = 0
+        # Requests that decode from the next plan on and are not in the calendar yet, with their stay.
+        self._joining: list[tuple[Request, int]] = []
+        # Decode steps planned so far, and the requests that need room before each of them, with their stay.
+        self._steps = 0
+        self._calendar: dict[int, list[tuple[Request, int]]] = {}
+
+    def add(self, request: Request) -> None:
+        """Adds a request that has a slot."""
+        request.state = RequestState.DECODING
+        self.members[request.request_id] = request
+        self._tenants[request.tenant] += 1
+        self._rows = None
+        self.has_first_tokens |= request.can_fork
+        self._num_stays += 1
+        self._stays[request.request_id] = self._num_stays
+        # The calendar starts with the next plan: the request has no part in a step or lease that is in flight.
+        self._joining.append((request, self._num_stays))
+
+    def remove(self, request: Request) -> None:
+        """Removes a request, after making findable what it decoded."""
+        self._prefixes.index_decoded(request.kv)
+        del self.members[request.request_id]
+        del self._stays[request.request_id]
+        self._tenants[request.tenant] -= 1
+        if not self._tenants[request.tenant]:
+            del self._tenants[request.tenant]
+        self._rows = None
+        if not self.members:
+            self._stalled_since = None
+
+    @property
+    def rows(self) -> tuple[Request, ...]:
+        """The requests, in batch order."""
+        return self._refresh() if self._rows is None else self._rows
+
+    @property
+    def sequences(self) -> tuple[SequenceKv, ...]:
+        """The requests' KV memory, in batch order."""
+        if self._rows is None:
+            self._refresh()
+        return self._sequences
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The requests' slots, in batch order."""
+        if self._rows is None:
+            self._refresh()
+        return self._slots
+
+    def _refresh(self) -> tuple[Request, ...]:
+        rows = self._rows = tuple(self.members.values())
+        self._sequences = tuple([request.kv for request in rows])
+        self._slots = tuple([request.slot for request in rows if request.slot is not None])
+        return rows
+
+    def first_tokens_sent(self) -> None:
+        """Notes that a step's tokens, first ones among them, were sent."""
+        self.has_first_tokens = any(request.can_fork for request in self.members.values())
+
+    def count_step(self, count: int, bucket: int) -> None:
+        """Counts one decode step of ``count`` rows, planned or run by a lease, and charges the tenants for it."""
+        stats = self._stats.buckets.get(bucket)
+        if stats is None:
+            stats = self._stats.buckets[bucket] = BucketStats()
+        stats.steps += 1
+        stats.rows += count
+        self._steps += 1
+        self._observe_batch(count)
+        for tenant, rows in self._tenants.items():
+            self._charge(tenant, rows)
+
+    # ---- stalls ----
+
+    def stall(self, since_s: float) -> None:
+        """Notes that a chunk sent at ``since_s`` keeps the batch, if it has members, from decoding."""
+        if self.members and self._stalled_since is None:
+            self._stalled_since = since_s
+
+    def end_stall(self, now_s: float) -> None:
+        """Counts the stall, if there was one, that ends with a decode step sent at ``now_s``."""
+        if self._stalled_since is None:
+            return
+        stall = now_s - self._stalled_since
+        self._stats.stall_s += stall
+        self._stats.longest_stall_s = max(self._stats.longest_stall_s, stall)
+        self._stalled_since = None
+
+    # ---- room ----
+
+    def grow(self, make_room: Callable[[Request, int], bool]) -> None:
+        """Calls ``make_room`` for each request that needs a block for its next token; it may remove requests."""
+        if self._joining:
+            joining, self._joining = self._joining, []
+            for request, stay in joining:
+                if self._stays.get(request.request_id) == stay:
+                    self._enter(request, stay)
+        for request, stay in self._calendar.pop(self._steps, ()):
+            if self._stays.get(request.request_id) != stay:
+                continue  # it left, and may be back with another table
+            self._prefixes.index_decoded(request.kv)
+            if make_room(request, request.kv.num_computed + 1):
+                self._enter(request, stay)
+
+    def undisturbed(self, longest: int) -> int:
+        """Returns how many steps, at most ``longest``, can run in a row without a new block or a reached limit."""
+        for step in range(1, longest):
+            if self._steps + step in self._calendar:
+                longest = step
+                break
+        return min(longest, *[request.end - len(request.token_ids) for request in self.rows])
+
+    def _enter(self, request: Request, stay: int) -> None:
+        """Notes in the calendar when a request with room for its next token needs room again."""
+        capacity = self._kv.capacity(request.kv, request.end)
+        if capacity >= request.end:
+            return
+        due = self._steps + capacity - request.kv.num_computed
+        self._calendar.setdefault(due, []).append((request, stay))
+
+
+class Slots:
+    """Slots and the requests in them. Each request is either prefilling or in the decode batch."""
+
+    def __init__(
+        self, max_num_seqs: int, kv: KvCache, decoding: DecodeBatch, plan: PlanBuilder, in_flight: StepsInFlight,
+        shared: SharedPrefills, owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """Starts with all slots free.
+
+        Args:
+            max_num_seqs: number of slots.
+            kv: has the requests' blocks.
+            decoding: takes the requests that decode.
+            plan: learns of requests that get or release a slot.
+            in_flight: ignores results for released slots.
+            shared: learns which prefixes are computed.
+            owner: takes the requests that leave.
+            stats: counters.
+            clock: monotonic seconds.
+        """
+        self._kv = kv
+        self._decoding = decoding
+        self._plan = plan
+        self._in_flight = in_flight
+        self._shared = shared
+        self._owner = owner
+        self._stats = stats
+        self._clock = clock
+        self.prefilling: list[Request] = []
+        """Requests with known tokens to compute, by rank."""
+        self.prefill_backlog = 0
+        """Tokens that `prefilling` still has to compute."""
+        self._slots: list[Request | None] = [None] * max_num_seqs
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._priorities: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._slots) - len(self._free_slots)
@@ -62,137 +232,142 @@ class Running:
 
     @property
     def requests(self) -> list[Request]:
-        """All of them, by slot."""
+        """All requests with a slot, by slot."""
         return [request for request in self._slots if request is not None]
 
     @property
     def least_urgent(self) -> int | None:
-        """The priority of the least urgent one."""
+        """The priority of the least urgent request."""
         return max(self._priorities, default=None)
 
     def at(self, slot: int) -> Request | None:
-        """Who has a slot."""
+        """Returns the request in a slot."""
         return self._slots[slot]
 
-    def holds(self, request: Request) -> bool:
-        """Whether the request has a slot, and has it here."""
-        slot = request.slot
-        # It may be one of a replica that has more of them.
-        return slot is not None and slot < len(self._slots) and self._slots[slot] is request
+    # ---- getting a slot ----
 
-    # ---- coming --------------------------------------------------------------------------------------------------------------------
-
-    def seat(self, request: Request) -> None:
-        """Gives the request, which has its blocks, a slot with the next plan; it prefills what is known of it, if that is left to do."""
+    def assign_slot(self, request: Request) -> None:
+        """Gives a request, which has its blocks, a slot; it prefills its known tokens, or decodes if none are left."""
         slot = request.slot = self._free_slots.pop()
         self._slots[slot] = request
-        request.jumped = False
-        request.num_admissions += 1
-        self._announcer.scheduled(request)
+        request.prefills_forced = False
         self._priorities[request.priority] += 1
-        self.next.admit(request)
-        self.owner.charge(request.tenant, len(request.token_ids) - request.num_computed)
+        delivery = request.delivery
+        if delivery.first_scheduled_s is None:
+            delivery.first_scheduled_s = self._clock()
+            self._stats.queue_s.observe(delivery.first_scheduled_s - request.arrival_s)
+        self._plan.admit(request)
+        self._owner.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
         if not request.num_to_prefill:
-            self.decoding.add(request)
+            self._decoding.add(request)
             return
-        self.sharing.start(request)
+        self._shared.start(request)
         self._prefill(request)
 
+    def siblings_with_prompt(self, request: Request) -> Iterator[Request]:
+        """Yields other sequences of the same request here that have their prompt, or compute all of it."""
+        if request.group is None:
+            return
+        prompt = request.num_prompt_tokens - 1
+        if not prompt:
+            return  # a single token: nothing to share
+        for one in request.group.members:
+            slot = one.slot
+            # A member on another replica may have a slot beyond the number of slots here.
+            if slot is None or slot >= len(self._slots) or self._slots[slot] is not one:
+                continue
+            prefilling = one.state is RequestState.PREFILLING
+            if one.can_fork if prefilling else one.kv.num_computed >= prompt:
+                yield one
+
     def fork(self, origin: Request, request: Request) -> bool:
-        """Lets a sequence decode from the end of the prompt that ``origin`` has computed; False without a slot, without room or if it is too late."""
-        if self.full or (self.in_flight and self.kv.slides_in_place) or not self.next.takes(request):
+        """Lets a sequence decode from the end of the prompt that ``origin`` has computed.
+
+        Returns:
+            False if there is no slot or too little room, or if ``origin``'s window has moved on.
+        """
+        if self.full or (self._in_flight and self._kv.slides_in_place) or not self._plan.has_room(request):
             return False
-        if not self.sharing.fork(origin, request):
+        prompt = request.num_prompt_tokens - 1
+        if not self._kv.fork(origin.kv, request.kv, prompt):
             return False
-        self.seat(request)
-        self.stats.forks += 1
+        # Without room for its first step, the sequence would be admitted only to be preempted.
+        if self._kv.grow(request.kv, prompt + 1) is None:
+            self._kv.release(request.kv)
+            return False
+        self.assign_slot(request)
+        self._stats.forks += 1
         return True
 
-    # ---- going on ------------------------------------------------------------------------------------------------------------------
+    # ---- prefilling ----
 
     def prefilled(self, request: Request, num_tokens: int) -> bool:
-        """A chunk of the request's was run; whether it was the last one, so that it decodes now."""
+        """Counts a chunk that was run; returns whether it was the request's last, so that it decodes now."""
         self.prefill_backlog -= num_tokens
         if request.num_to_prefill:
             return False
         self.prefilling.remove(request)
-        self.decoding.add(request)
+        self._decoding.add(request)
         return True
 
-    def jump(self, request: Request) -> None:
-        """A decoding request got tokens that are not computed yet: it prefills them, from where it is, before it decodes again."""
-        self._stop_decoding(request)
-        request.jumped = True
+    def prefill_forced(self, request: Request) -> None:
+        """Moves a decoding request back to prefill, for tokens that its grammar forced."""
+        self._decoding.remove(request)
+        request.prefills_forced = True
         self._prefill(request)
-
-    def tell(self, request: Request, event: Event) -> None:
-        """Tells the client; after its last event the request leaves."""
-        event = self._announcer.complete(event, request)
-        if event.finish_reason is None:
-            request.sink.push(event)
-        else:
-            self.finish(request, event)
-
-    # ---- leaving -------------------------------------------------------------------------------------------------------------------
-
-    def finish(self, request: Request, event: Event) -> None:
-        """Ends a request that runs or waits here, with its last event."""
-        if request.slot is not None:
-            self.leave(request)
-        else:
-            self.sharing.cancel(request)
-        request.state = RequestState.FINISHED
-        request.sink.push(event)
-        self.owner.forget(request)
-
-    def fail(self, request: Request, error: TriptychError) -> None:
-        """Ends a request that cannot be run."""
-        self.finish(request, Event(request.request_id, error=error))
-
-    def preempt(self, request: Request, reason: str) -> None:
-        """Has a request wait again."""
-        self.stats.preemptions[reason] += 1
-        self.leave(request)
-        self.owner.requeue(request)
-
-    def leave(self, request: Request) -> None:
-        """Takes slot and blocks from a request. The worker hears of it with the next plan."""
-        slot = request.slot
-        if slot is None:
-            raise Internal(f"request {request.request_id} has no slot to give up")
-        if request.state is RequestState.PREFILLING:
-            self.prefilling.remove(request)
-            self.prefill_backlog -= request.num_to_prefill
-            for waiter in self.sharing.given_up(request):
-                self.owner.requeue(waiter)
-        elif request.state is RequestState.DECODING:
-            self._stop_decoding(request)
-        request.state = RequestState.WAITING
-        self._priorities[request.priority] -= 1
-        if not self._priorities[request.priority]:
-            del self._priorities[request.priority]
-        self.next.release(request, slot)
-        self.in_flight.leave(slot)
-        self._slots[slot] = None
-        self._free_slots.append(slot)
-        request.slot = None
-        self.kv.release(request)
-
-    def clear(self) -> list[Request]:
-        """Takes all requests off, also those that wait here; nothing of the plans under way will come."""
-        # Those first: who leaves would otherwise put them back itself, unseen by the caller.
-        waiting = self.sharing.clear()
-        requests = self.requests
-        for request in requests:
-            self.leave(request)
-        self.in_flight.clear()
-        return requests + waiting
 
     def _prefill(self, request: Request) -> None:
         request.state = RequestState.PREFILLING
         insort(self.prefilling, request, key=lambda one: one.rank)
         self.prefill_backlog += request.num_to_prefill
 
-    def _stop_decoding(self, request: Request) -> None:
-        self.kv.generated(request)
-        self.decoding.remove(request)
+    # ---- giving up a slot ----
+
+    def finish(self, request: Request, event: Event) -> None:
+        """Ends a request that runs or is deferred here, with its last event."""
+        if request.slot is not None:
+            self.release(request)
+        else:
+            self._shared.cancel(request)
+        request.state = RequestState.FINISHED
+        request.sink.push(event)
+        self._owner.forget(request)
+
+    def preempt(self, request: Request, reason: str) -> None:
+        """Takes a request off its slot and lets it wait again."""
+        self._stats.preemptions[reason] += 1
+        self.release(request)
+        self._owner.requeue(request)
+
+    def release(self, request: Request) -> None:
+        """Takes slot and blocks from a request. The next plan tells the worker."""
+        slot = request.slot
+        if slot is None:
+            raise Internal(f"request {request.request_id} has no slot to release")
+        if request.state is RequestState.PREFILLING:
+            self.prefilling.remove(request)
+            self.prefill_backlog -= request.num_to_prefill
+            for waiter in self._shared.stop(request):
+                self._owner.requeue(waiter)
+        elif request.state is RequestState.DECODING:
+            self._decoding.remove(request)
+        request.state = RequestState.WAITING
+        self._priorities[request.priority] -= 1
+        if not self._priorities[request.priority]:
+            del self._priorities[request.priority]
+        self._plan.release(request, slot)
+        self._in_flight.ignore_slot(slot)
+        self._slots[slot] = None
+        self._free_slots.append(slot)
+        request.slot = None
+        self._kv.release(request.kv)
+
+    def clear(self) -> list[Request]:
+        """Takes all requests off a lost replica, those deferred here included; returns them."""
+        # Deferred requests first: a released request would requeue them, unseen by the caller.
+        deferred = self._shared.clear()
+        requests = self.requests
+        for request in requests:
+            self.release(request)
+        self._in_flight.clear()
+        return requests + deferred

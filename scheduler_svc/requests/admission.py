@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
-from scheduler_svc.requests.request import Request, Sink
+from scheduler_svc.requests.request import Request, SequenceGroup, Sink
 from scheduler_svc.requests.sampling import SamplingParams
-from scheduler_svc.requests.sequence_group import Family, Resumed, SequenceSink, sequence_id, unfinished
+from scheduler_svc.requests.sequence_group import Resumed, SequenceSink, sequence_id, unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
 def requests_of(
     submission: Submission, model: ServedModel, max_tokens: int, sink: Sink, arrivals: Iterator[int], now_s: float
 ) -> list[Request]:  # fmt: skip
-    """The scheduler's requests: one for each sequence that is to run, of one family if the client asked for several.
+    """The scheduler's requests: one for each sequence that is to run, in one group if the client asked for several.
 
     Args:
         submission: what was asked for, checked.
@@ -182,7 +182,7 @@ def requests_of(
         now_s: clock reading, seconds.
     """
     prompt = submission.prompt_token_ids
-    family = Family(submission.request_id, sink) if submission.n > 1 else None
+    group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
     complete = submission.complete(max_tokens)
     # One object for all but the first: the prompt is computed once, and told of once.
     first = replace(submission.sampling, max_tokens=max_tokens)
@@ -199,7 +199,7 @@ def requests_of(
                 sampling=others if requests else first,
                 arrival=next(arrivals),
                 arrival_s=now_s,
-                sink=sink if family is None else SequenceSink(family, sequence),
+                sink=sink if group is None else SequenceSink(group, sequence),
                 end=min(len(prompt) + max_tokens, model.max_model_len),
                 stop_ids=_stop_ids(submission.sampling, model),
                 end_ids=model.eos_token_ids,
@@ -207,11 +207,11 @@ def requests_of(
                 tenant=submission.tenant,
                 cache_salt=submission.cache_salt,
                 sequence=sequence,
-                family=family,
+                group=group,
             )
         )
-    if family is not None:
-        family.members.extend(requests)
+    if group is not None:
+        group.members.extend(requests)
     return requests
 
 

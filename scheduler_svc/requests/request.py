@@ -1,17 +1,13 @@
-"""A request as the scheduler sees it."""
+"""A request as the scheduler sees it: one sequence, its events, and the group of sequences that it may belong to."""
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Protocol
 
 from protos.errors import TriptychError
-from scheduler_svc.kv.groups.base import Table
-from scheduler_svc.kv.prefix_hash import KeyChain, Media
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.requests.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from scheduler_svc.requests.sequence_group import Family
 
 
 class RequestState(enum.Enum):
@@ -19,9 +15,9 @@ class RequestState(enum.Enum):
 
     WAITING = enum.auto()
     WAITING_FOR_FSM = enum.auto()
-    """Waiting until a replica has compiled its grammar."""
+    """Waits until a replica has compiled its grammar."""
     DEFERRED = enum.auto()
-    """Waiting for another request to compute the prefix that both share."""
+    """Waits for another request to compute the prefix that both share."""
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     FINISHED = enum.auto()
@@ -36,7 +32,7 @@ class FinishReason(enum.Enum):
 
 
 class PoolTask(enum.Enum):
-    """What the result of a pooling model is for."""
+    """The purpose of a pooling model's result."""
 
     EMBED = "embed"
     CLASSIFY = "classify"
@@ -45,178 +41,178 @@ class PoolTask(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is made of a pooling request's result.
-
-    Attributes:
-        task: what it is for.
-        normalize: whether an embedding is scaled to length 1; None: as the model says.
-    """
+    """How a pooling request's result is post-processed."""
 
     task: PoolTask
+    """The purpose of the result."""
     normalize: bool | None = None
+    """Whether an embedding is scaled to length 1; None for the model's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """One token's log-probabilities.
-
-    Attributes:
-        logprob: the sampled token's, natural logarithm.
-        rank: its 1-based rank in the vocabulary.
-        top: the likeliest tokens with theirs, best first.
-    """
+    """Log-probabilities of one token."""
 
     logprob: float
+    """Natural logarithm of the sampled token's probability."""
     rank: int
+    """Rank of the sampled token in the vocabulary, from 1."""
     top: tuple[tuple[int, float], ...]
+    """The most likely tokens with their log-probabilities, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What is new about a request: what a client is told.
-
-    Attributes:
-        request_id: whose.
-        sequence: which of the request's sequences.
-        token_ids: new tokens.
-        logprobs: one per new token if asked for, else empty.
-        finish_reason: set in the last event.
-        stop_token_id: the token that ended the sequence, if one did.
-        first: whether this is the request's first event.
-        num_prompt_tokens, num_cached_tokens, queue_s: about the prompt; meaningful in the first event.
-        error: the request failed; nothing follows.
-        pooled: a pooling request's result, row-major.
-        prompt_logprobs: those of the prompt's next tokens, if asked for: of all but the first one, in order, none of them twice, before
-            the first token.
-    """
+    """What is new about a request, for its client."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    """New tokens."""
     logprobs: tuple[Logprobs, ...] = ()
+    """One entry per new token if the client asked for them, else empty."""
     finish_reason: FinishReason | None = None
+    """Set in the last event of a sequence."""
     stop_token_id: int | None = None
+    """The token that ended the sequence, if one did."""
     first: bool = False
+    """Whether this is the request's first event; only then do the next three fields have a meaning."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared."""
     queue_s: float = 0.0
+    """Seconds from arrival until the request first got a slot."""
     error: TriptychError | None = None
+    """The request failed; no event follows."""
     pooled: Sequence[float] = ()
+    """Result of a pooling request, row-major."""
     sequence: int = 0
+    """Index of the sequence within the client's request."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    """Entries of the next prompt tokens, if the client asked for them. The prompt's first token has none. All entries
+    come before the first generated token, in order, each once."""
 
-    def announcing(self, request: "Request") -> "Event":
-        """The same event as a request's first one."""
-        started = request.arrival_s if request.first_scheduled_s is None else request.first_scheduled_s
+    def as_first(self, request: "Request") -> "Event":
+        """Returns the same event as the first one of ``request``."""
+        started = request.delivery.first_scheduled_s
         return replace(
-            self, first=True, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.num_cached,
-            queue_s=started - request.arrival_s,
+            self, first=True, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
+            queue_s=0.0 if started is None else started - request.arrival_s,
         )  # fmt: skip
 
 
 class Sink(Protocol):
-    """Where a request's events go. Must not block and must not call back into the scheduler."""
+    """Receives a request's events. Must not block and must not call back into the scheduler."""
 
     def push(self, event: Event) -> None:
         """Takes one event, in order."""
 
     def push_token(self, request_id: str, token_id: int) -> None:
-        """The same as ``push(Event(request_id, (token_id,)))``, for the one event that there are thousands of a second of."""
+        """Does the same as ``push(Event(request_id, (token_id,)))``, for the most frequent event."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The sequences of one client request that have not ended."""
+
+    request_id: str
+    """The client's id of the request."""
+    sink: Sink
+    """Receives the events of all sequences."""
+    members: list["Request"] = field(default_factory=list)
+    """The sequences that have not ended."""
+    announced: bool = False
+    """Whether the client has received the facts about the prompt."""
+    failed: bool = False
+    """Whether a sequence failed, and with it the request; the others send no more events."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What the client has received of a request, and when."""
+
+    announced: bool = False
+    """Whether the client has received an event."""
+    num_prompt_logprobs: int = 0
+    """Prompt log-probabilities sent; a preempted request computes its prompt, and them, again."""
+    first_scheduled_s: float | None = None
+    """Clock reading when the request first got a slot."""
+    first_token_s: float | None = None
+    """Clock reading when the first token came."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request and everything the scheduler has decided about it.
+    """One sequence to generate (or one input to pool), and the scheduler's state for it.
 
-    Who owns which tokens (positions, half open)::
+    Token positions, half open::
 
         [0, num_prompt_tokens)                  prompt, given by the client
         [num_prompt_tokens, len(token_ids))     generated so far
-        [0, num_computed)                       KV is in the blocks of `tables`
-        [num_computed, len(token_ids))          still to be run; one token while decoding
-
-    Attributes:
-        token_ids: prompt and output.
-        sampling: validated parameters.
-        arrival: order of arrival; unique.
-        arrival_s: clock reading at arrival, seconds.
-        end: length at which the sequence ends: by its own limit or the context's.
-        stop_ids: tokens that end it.
-        end_ids: the model's end tokens, which nothing can follow where a grammar is through.
-        priority: lower runs earlier.
-        rank: its place among running requests, the smallest first; given once, by the order policy.
-        tenant: whom to be fair to.
-        cache_salt, lora_name, media: what prefixes are told apart by, beside their tokens.
-        keys: prefix keys, shared by all groups and kept while the request lives.
-        tables: blocks, one table per KV group; empty while waiting.
-        slot: row in the worker's persistent batch while running.
-        replica_id: where it runs or ran last.
-        num_admissions: how often it got a slot.
-        num_decodes: how often it began to decode: at the end of a prompt's prefill, and of every jump.
-        jumped: whether what it prefills are tokens that its grammar forced, behind others that it decoded.
-        num_cached: leading tokens that the last admission found in the prefix cache.
-        cache_era: resets of its replica's prefix cache before it was admitted.
-        junction: chunk boundary, in granules, at which its prompt leaves those seen before.
-        first_scheduled_s: clock reading when it first got a slot.
-        first_token_s: clock reading when its first token came.
-        announced: whether the client has had an event.
-        num_prompt_told: of how many of the prompt's tokens it has had the log-probabilities, which come again when the prompt is computed again.
-        pooling: set for a pooling model, which samples nothing.
-        sequence: which of the client's request's sequences it is.
-        family: the sequences of that request, if it has several.
+        [0, kv.num_computed)                    KV is in the blocks of `kv`
+        [kv.num_computed, len(token_ids))       still to be computed; one token while decoding
     """
 
     request_id: str
+    """Unique among live requests; a sequence of a group has an id of its own."""
     token_ids: list[int]
+    """Prompt and output."""
     num_prompt_tokens: int
     sampling: SamplingParams
+    """Validated parameters."""
     arrival: int
+    """Order of arrival; unique."""
     arrival_s: float
+    """Clock reading at arrival, seconds."""
     sink: Sink
+    """Receives the events."""
     end: int
+    """Length at which the sequence ends, by its own limit or the context's."""
     stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence."""
     end_ids: frozenset[int] = frozenset()
+    """The model's end tokens. Behind a completed grammar nothing else can follow."""
     priority: int = 0
-    rank: tuple[float, int] = (0.0, 0)
+    """Lower runs earlier."""
     tenant: str = ""
-    cache_salt: str = ""
-    lora_name: str = ""
-    media: tuple[Media, ...] = ()
-    state: RequestState = RequestState.WAITING
-    keys: KeyChain | None = None
-    tables: list[Table] = field(default_factory=list)
-    num_computed: int = 0
-    slot: int | None = None
-    replica_id: str | None = None
-    num_admissions: int = 0
-    num_decodes: int = 0
-    jumped: bool = False
-    num_cached: int = 0
-    cache_era: int = 0
-    junction: int = 0
-    first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    announced: bool = False
-    num_prompt_told: int = 0
+    """The tenant to charge for the tokens served."""
+    cache_salt: InitVar[str] = ""
+    """Requests with different salts never share KV."""
     pooling: Pooling | None = None
+    """Set for pooling models, which generate nothing."""
     sequence: int = 0
-    family: "Family | None" = None
+    """Index of the sequence within the client's request."""
+    group: SequenceGroup | None = None
+    """The sequences of the client's request, if it has several."""
+    rank: tuple[float, int] = (0.0, 0)
+    """Place among running requests, the smallest first; the order policy sets it once."""
+    state: RequestState = RequestState.WAITING
+    slot: int | None = None
+    """Row in the worker's persistent batch; None without a slot."""
+    replica_id: str | None = None
+    """The replica that runs the request, or ran it last."""
+    prefills_forced: bool = False
+    """Whether the tokens to prefill are ones that the grammar forced behind decoded tokens."""
+    delivery: Delivery = field(default_factory=Delivery)
+    """What the client has received."""
+    kv: SequenceKv = field(init=False)
+    """The sequence's KV memory; shares `token_ids`."""
+
+    def __post_init__(self, cache_salt: str) -> None:
+        # The log-probabilities of a prompt come with its computation, so no part of it may be a prefix hit.
+        reuse_prefix = self.sampling.prompt_logprobs is None
+        self.kv = SequenceKv(self.token_ids, cache_salt, reuse_prefix)
 
     @property
     def num_to_prefill(self) -> int:
-        """Known tokens that prefill has to run still; a sequence that branches off a shared prompt decodes the last one."""
-        return len(self.token_ids) - self.branches - self.num_computed
+        """Known tokens left to prefill; a sequence that can fork runs the last one in a decode step."""
+        return len(self.token_ids) - self.can_fork - self.kv.num_computed
 
     @property
-    def branches(self) -> bool:
-        """Whether nothing of it is known but the prompt that it shares with the other sequences of its request."""
-        return self.family is not None and len(self.token_ids) == self.num_prompt_tokens
+    def can_fork(self) -> bool:
+        """Whether nothing is known but the prompt that the sequence shares with its group."""
+        return self.group is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far, resumed ones included."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing more will happen to the request."""
-        return self.state is RequestState.FINISHED

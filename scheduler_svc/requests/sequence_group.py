@@ -1,91 +1,70 @@
-"""The sequences of one request (n > 1): requests of their own that share a prompt, and whose events are the client's one request's.
+"""The sequences of one client request (n > 1): requests that share a prompt and report to one client.
 
-The prompt is computed once. One sequence prefills all of it but the last token, the others wait for that and are then forked from it: whole
-blocks are shared, what is written on is copied. Every sequence runs the last token itself, in a decode step, and so chooses its own first token.
-See ``ReplicaScheduler.admit``.
+The prompt is computed once. One sequence prefills all of it but the last token; the others wait and are then forked
+from it: whole blocks are shared, blocks that are written are copied. Every sequence runs the last prompt token in a
+decode step and samples its own first token. See ``ReplicaScheduler.admit``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from scheduler_svc.requests.request import Event, Request, Sink
+from scheduler_svc.requests.request import Event, SequenceGroup
 
 MAX_SEQUENCES = 128
-"""Sequences of one request at most, as OpenAI takes them (vLLM: ``VLLM_MAX_N_SEQUENCES``, 16384); each costs the scheduler as much as a request."""
+"""Most sequences of one request, as in OpenAI's API (vLLM: ``VLLM_MAX_N_SEQUENCES``, 16384). Each costs the scheduler
+as much as a request."""
 
 SEQUENCES_PER_SLOT = 16
-"""For each slot of the deployment, how many sequences one request may have: that many turns of all slots belong to one client then."""
+"""Most sequences of one request for each slot of the deployment: a client occupies all slots that many times over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a client has of a sequence already.
-
-    Attributes:
-        sequence: which.
-        token_ids: its tokens; generation goes on behind them.
-        finished: nothing more is wanted of it.
-    """
+    """The part of a sequence that the client has received already."""
 
     sequence: int
+    """Index of the sequence."""
     token_ids: tuple[int, ...] = ()
+    """Tokens received; generation continues behind them."""
     finished: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Family:
-    """The sequences of one request that have not ended.
-
-    Attributes:
-        request_id: what the client calls the request.
-        sink: where its events go.
-        members: the sequences.
-        announced: whether the client was told about the prompt.
-        failed: one sequence failed, and with it the request; nobody hears of the others any more.
-    """
-
-    request_id: str
-    sink: Sink
-    members: list[Request] = field(default_factory=list)
-    announced: bool = False
-    failed: bool = False
+    """Whether the sequence is complete and must not run again."""
 
 
 class SequenceSink:
-    """Makes a sequence's events those of its request."""
+    """Turns a sequence's events into events of its client request."""
 
-    __slots__ = ("_family", "_sequence")
+    __slots__ = ("_group", "_sequence")
 
-    def __init__(self, family: Family, sequence: int) -> None:
-        """Passes the events of ``sequence`` on to the family's sink."""
-        self._family = family
+    def __init__(self, group: SequenceGroup, sequence: int) -> None:
+        """Passes the events of ``sequence`` on to the group's sink."""
+        self._group = group
         self._sequence = sequence
 
     def push(self, event: Event) -> None:
-        """Passes an event on, unless the request has failed; what is said of the prompt is said once."""
-        family = self._family
-        if family.failed:
+        """Passes an event on unless the request has failed; only one event of the group is its first."""
+        group = self._group
+        if group.failed:
             return
-        first = event.first and not family.announced
-        family.announced = family.announced or event.first
-        family.failed = event.error is not None
-        family.sink.push(replace(event, request_id=family.request_id, sequence=self._sequence, first=first))
+        first = event.first and not group.announced
+        group.announced = group.announced or event.first
+        group.failed = event.error is not None
+        group.sink.push(replace(event, request_id=group.request_id, sequence=self._sequence, first=first))
 
     def push_token(self, request_id: str, token_id: int) -> None:
         """See ``Sink``."""
-        del request_id  # the client knows its request by another
-        family = self._family
-        if not family.failed:
-            family.sink.push(Event(family.request_id, (token_id,), sequence=self._sequence))
+        del request_id  # the client knows its request by another id
+        group = self._group
+        if not group.failed:
+            group.sink.push(Event(group.request_id, (token_id,), sequence=self._sequence))
 
 
 def sequence_id(request_id: str, sequence: int) -> str:
-    """What a sequence of a request is called among the scheduler's requests."""
+    """Returns the id of a sequence among the scheduler's requests."""
     return f"{request_id}#{sequence}"
 
 
 def unfinished(n: int, resumed: Sequence[Resumed]) -> dict[int, tuple[int, ...]]:
-    """The sequences to run, 0 .. n-1, each with the tokens that the client has of it."""
+    """Returns the sequences among 0 .. n-1 that must run, each with the tokens that the client has received."""
     known = {one.sequence: one for one in resumed}
     return {
         sequence: known[sequence].token_ids if sequence in known else ()

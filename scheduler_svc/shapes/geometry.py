@@ -64,7 +64,7 @@ class Geometry:
     buckets: tuple[int, ...]
 
     @property
-    def granule(self) -> int:
+    def hash_block_size(self) -> int:
         """Tokens under one prefix key: the smaller of chunk and block size, which divide one another."""
         return min(self.chunk, self.block_size)
 

@@ -69,7 +69,7 @@ class Deployment:
     Attributes:
         pool: requests and replicas if the model is a pooling model; the engine then has none.
         served: the model and its files, once the first replica is ready.
-        granule: tokens under one prefix key, once the first replica is ready.
+        hash_block_size: tokens under one prefix key, once the first replica is ready.
         histogram: how large the decode batches of all replicas were.
         starting: replicas that are not ready yet, with the last thing heard about their start.
     """
@@ -92,7 +92,7 @@ class Deployment:
             make_order=lambda: make_order(settings),
         )
         self.served: ServedFiles | None = None
-        self.granule = 0
+        self.hash_block_size = 0
         self.starting: dict[str, str] = {}
         self._listeners: list[Callable[[bool], None]] = []
         self._detach_listeners: list[Callable[[str, ReplicaScheduler | PoolScheduler], None]] = []
@@ -170,7 +170,7 @@ class Deployment:
             # Above every number that an earlier life of this replica can have given.
             first_event=time.time_ns() // 1000,
         )
-        self.granule = geometry.granule
+        self.hash_block_size = geometry.hash_block_size
         self.histogram.describe(served.info.served_name, geometry.buckets)
         if self.served is None:
             self.served = served

@@ -27,12 +27,13 @@ from typing import Final
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.admission import ServedModel, Submission
-from scheduler_svc.requests.request import Event, FinishReason, Request
+from scheduler_svc.requests.request import Event, FinishReason
 from scheduler_svc.requests.sampling import SamplingParams
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
@@ -157,13 +158,14 @@ class Fleet:
             while left:
                 size = min(left, MAX_MODEL_LEN - CHUNK)
                 tokens = list(itertools.islice(fresh, size))
-                request = Request("filler", tokens, size, sampling(1), 0, 0.0, self.sink, size + 1)
-                assert scheduler.kv.admit(request)
+                filler = SequenceKv(tokens)
+                kv = scheduler.kv
+                assert kv.admit(filler)
                 for start in range(0, size, CHUNK):
-                    assert scheduler.kv.grow(request, start + CHUNK) is not None
-                    scheduler.kv.computed(request, start, start + CHUNK)
-                    request.num_computed = start + CHUNK
-                scheduler.kv.release(request)
+                    assert kv.grow(filler, start + CHUNK) is not None
+                    kv.prefixes.index_chunk(filler, start, start + CHUNK)
+                    filler.num_computed = start + CHUNK
+                kv.release(filler)
                 left -= size
 
     @property

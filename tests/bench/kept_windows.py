@@ -12,7 +12,7 @@ from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy, Worth
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
 from tests.bench.support.report import report
-from tests.support.scheduler.factories import make_request, make_sampling
+from tests.support.scheduler.factories import make_sequence
 
 CHUNK, WINDOW, LIMIT = 128, 512, 8192
 GEOMETRY = Geometry(LIMIT, 8, CHUNK, WINDOW, (8,))
@@ -76,17 +76,15 @@ def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[fl
     cache = KvCache(GEOMETRY, GROUPS, (full + 100, 1 + 8 + kept), model="m", keep=POLICIES[policy]())
     running = []
     for prompt in prompts:
-        request = make_request(prompt, sampling=make_sampling(max_tokens=1))
-        if not cache.admit(request):
+        sequence = make_sequence(prompt)
+        if not cache.admit(sequence):
             raise RuntimeError("there is room for eight requests")
-        for start in range(request.num_computed, len(prompt), CHUNK):
-            copies = cache.copies.take()
+        for start in range(sequence.num_computed, len(prompt), CHUNK):
+            cache.settle_copies(cache.copies.take())
             end = min(start + CHUNK, len(prompt))
-            if copies is not None:
-                cache.copied(copies)
-            cache.computed(request, start, end)
-            request.num_computed = end
-        running.append(request)
+            cache.prefixes.index_chunk(sequence, start, end)
+            sequence.num_computed = end
+        running.append(sequence)
         if len(running) == 8:
             cache.release(running.pop(0))
     return cache.stats.hit_tokens / cache.stats.queried_tokens, cache.stats.kept_windows

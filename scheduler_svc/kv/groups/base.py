@@ -1,27 +1,25 @@
-"""The interface of a KV group manager, and a sequence's table of blocks."""
+"""The interface of a KV group manager, the block table of a sequence, and the layout that all managers share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
+from scheduler_svc.shapes.geometry import Geometry
 
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """A sequence's blocks in one group.
-
-    Attributes:
-        blocks: in the order of positions; the null block where nothing is read any more.
-        first: how many leading entries are the null block.
-    """
+    """A sequence's blocks in one group."""
 
     blocks: list[Block] = field(default_factory=list)
+    """In the order of positions; the null block stands where nothing is read any more."""
     first: int = 0
+    """Number of leading entries that are the null block."""
 
     @property
     def num_live(self) -> int:
-        """How many blocks the sequence holds."""
+        """Number of blocks that the sequence holds."""
         return len(self.blocks) - self.first
 
     @property
@@ -31,74 +29,91 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """How tokens, granules, blocks and chunks lie over one another.
-
-    Attributes:
-        block_size: tokens of a block.
-        chunk: tokens of a prefill step.
-        granule: tokens under one key; the smaller of the two.
-        unit: granules between two lengths that a hit may have.
-    """
+class BlockLayout:
+    """How blocks, prefill chunks and hash blocks line up."""
 
     block_size: int
+    """Tokens of a block."""
     chunk: int
-    granule: int
-    unit: int
+    """Tokens of a prefill step."""
+    hash_block_size: int
+    """Tokens per prefix key; the smaller of block size and chunk."""
+    hit_stride: int
+    """Hash blocks between two lengths that a prefix hit may have."""
+
+    @classmethod
+    def of(cls, geometry: Geometry, *, sub_block: bool) -> "BlockLayout":
+        """Derives the layout from a geometry.
+
+        Args:
+            geometry: block size and chunk.
+            sub_block: whether a hit may end inside a block.
+        """
+        size = geometry.hash_block_size
+        stride = geometry.chunk // size
+        if not sub_block:
+            stride = max(stride, geometry.block_size // size)
+        return cls(geometry.block_size, geometry.chunk, size, stride)
 
     @property
-    def per_block(self) -> int:
-        """Granules of a block."""
-        return self.block_size // self.granule
+    def hash_blocks_per_block(self) -> int:
+        """Hash blocks of a block."""
+        return self.block_size // self.hash_block_size
 
 
 class KvGroupManager(Protocol):
-    """Decides which blocks a sequence needs in one KV group and which prefixes can be resumed.
+    """Decides which blocks a sequence needs in one KV group, and which prefixes it can resume from.
 
-    A *hit* is a number of leading granules. Tables belong to the caller; a manager keeps nothing about a sequence.
-
-    Attributes:
-        pool: the group's blocks.
+    A *hit* is a number of leading hash blocks. Tables belong to the caller; a manager keeps nothing per sequence.
     """
 
     pool: BlockPool
+    """The group's blocks."""
+    paged: ClassVar[bool]
+    """Whether tables grow with their sequence; False if one block slides in place."""
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence holds at the most at any time while it grows to ``num_tokens`` tokens."""
+        """Returns the most blocks that a sequence holds at any time while it grows to ``num_tokens`` tokens."""
 
     def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
-        """Length of the table that a sequence is admitted with, given its known tokens and those of its hit."""
+        """Returns the table length at admission, given the sequence's known tokens and those of its hit."""
 
     def missing(self, table: Table, num_tokens: int) -> int:
-        """Blocks to append so that tokens up to ``num_tokens`` can be written."""
+        """Returns how many blocks to append so that tokens up to ``num_tokens`` can be written."""
 
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
-        """The longest hit of at most ``limit`` granules, a multiple of the grid's unit. Does not modify the pool."""
+        """Returns the longest hit of at most ``limit`` hash blocks, a multiple of the layout's hit stride.
+
+        Does not modify the pool.
+        """
 
     def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
-        """Takes a reference to everything that a sequence resumes from.
+        """References everything that a sequence resumes from.
 
-        ``hit`` is what :meth:`longest_hit` found or a shorter length that it would find again, with nothing allocated in between.
+        ``hit`` is a length that :meth:`longest_hit` returned or would return, with nothing allocated in between.
 
         Returns:
-            A table of blocks that are shared as they are, and, if the sequence also needs content that it will write over, the block
-            to copy it from, into the first block that is appended to the table.
+            A table of blocks that are shared as they are. If the sequence also needs content that it will
+            overwrite, the block to copy it from, into the first block that is appended to the table.
         """
 
     def copied_tokens(self, num_tokens: int) -> int:
-        """How many tokens of the last block have to be copied for a sequence that continues behind ``num_tokens``; 0: none."""
+        """Returns how many tokens of the last block to copy for a sequence that continues behind ``num_tokens``."""
 
     def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
-        """Whether the blocks of a sequence with ``num_computed`` tokens still hold what a query at position ``num_tokens`` sees."""
+        """Whether a table with ``num_computed`` tokens still holds what a query at ``num_tokens`` sees."""
 
     def trim(self, table: Table, num_computed: int) -> int:
-        """Gives up blocks that no query from position ``num_computed`` on can see; returns how many."""
+        """Frees the blocks that no query from ``num_computed`` on can see; returns how many."""
 
     def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:
-        """Makes the written granules ``start`` .. ``end`` of a table findable; returns which of them nobody had before."""
+        """Makes hash blocks ``start`` .. ``end`` of a table findable; returns those that were not before."""
 
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
-        """A block, with a reference, to copy a table's content to that would otherwise be written over; None if there is no need or no room."""
+        """Returns a referenced block that a table's content is to be copied to before it is overwritten.
+
+        None if no copy is needed or no block is available.
+        """
 
     def release(self, table: Table) -> None:
-        """Gives a sequence's blocks back."""
+        """Frees a sequence's blocks."""

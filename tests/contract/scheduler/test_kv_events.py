@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.triptych.v1 import inference_pb2
-from scheduler_svc.kv.prefix_hash import KeyChain, seed_key
+from scheduler_svc.kv.prefix_hash import HashChain, seed_key
 from scheduler_svc.settings import Settings
 from tests.support.paths import ROOT
 from tests.support.scheduler.running_scheduler import (
@@ -29,8 +29,8 @@ PROMPT = list(range(5, 14))
 
 
 def keys_of(tokens: list[int], *, salt: str = "") -> list[bytes]:
-    """Keys of the scripted worker's granules of 4."""
-    return KeyChain(seed_key(model="simulated", salt=salt), 4).extend(tokens, len(tokens) // 4)
+    """Returns the prefix keys for the scripted worker's hash blocks of 4 tokens."""
+    return HashChain(seed_key(model="simulated", salt=salt), 4).extend(tokens, len(tokens) // 4)
 
 
 def example(port: int) -> str:

@@ -32,10 +32,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.requests.request import Request
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
 from tests.support.scheduler import vllm_peer
-from tests.support.scheduler.factories import ListSink, make_sampling
+from tests.support.scheduler.factories import make_sequence
 
 pytestmark = pytest.mark.property
 
@@ -71,63 +71,60 @@ class OurCache:
             for window in windows
         ]
         self._chunk = chunk
-        self._requests: dict[str, Request] = {}
-        self._arrivals = itertools.count()
+        self._sequences: dict[str, SequenceKv] = {}
         self.kv = KvCache(geometry, groups, [num_blocks] * len(groups), model="m",
                           options=CacheOptions(cache_generated=True))  # fmt: skip
 
     def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:
         """Prefills a request."""
-        request = Request(
-            request_id=request_id, token_ids=list(token_ids), num_prompt_tokens=len(token_ids), sampling=make_sampling(),
-            arrival=next(self._arrivals), arrival_s=0.0, sink=ListSink(), end=MAX_LEN, cache_salt=cache_salt,
-        )  # fmt: skip
-        if not self.kv.admit(request):
+        sequence = make_sequence(token_ids, cache_salt=cache_salt)
+        if not self.kv.admit(sequence):
             return None
         self._run_copies()
-        hit = request.num_computed
-        while request.num_computed < len(token_ids):
-            if not self._prefill(request, min(self._chunk, len(token_ids) - request.num_computed)):
+        hit = sequence.num_computed
+        while sequence.num_computed < len(token_ids):
+            if not self._prefill(sequence, min(self._chunk, len(token_ids) - sequence.num_computed)):
                 return None
-        self._requests[request_id] = request
+        self._sequences[request_id] = sequence
         return hit
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
         """Generates tokens."""
-        request = self._requests[request_id]
+        sequence = self._sequences[request_id]
         for token in token_ids:
-            if request.num_computed < len(request.token_ids):
-                if request.num_computed >= self.kv.capacity(request) and not self._grow(request, 1):
+            if sequence.num_computed < len(sequence.token_ids):
+                if self._is_full(sequence) and not self._grow(sequence, 1):
                     return False
-                request.num_computed += 1
-                if request.num_computed >= self.kv.capacity(request):
-                    self.kv.generated(request)
-            request.token_ids.append(token)
+                sequence.num_computed += 1
+                if self._is_full(sequence):
+                    self.kv.prefixes.index_decoded(sequence)
+            sequence.token_ids.append(token)
         return True
 
     def free(self, request_id: str) -> None:
         """Ends a request."""
-        request = self._requests.pop(request_id)
-        self.kv.generated(request)
-        self.kv.release(request)
+        sequence = self._sequences.pop(request_id)
+        self.kv.prefixes.index_decoded(sequence)
+        self.kv.release(sequence)
         self.kv.check_integrity()
 
-    def _prefill(self, request: Request, count: int) -> bool:
-        start, end = request.num_computed, request.num_computed + count
-        if not self._grow(request, count):
+    def _prefill(self, sequence: SequenceKv, count: int) -> bool:
+        start, end = sequence.num_computed, sequence.num_computed + count
+        if not self._grow(sequence, count):
             return False
-        self.kv.computed(request, start, end)
-        request.num_computed = end
+        self.kv.prefixes.index_chunk(sequence, start, end)
+        sequence.num_computed = end
         self._run_copies()
         return True
 
-    def _grow(self, request: Request, count: int) -> bool:
-        return self.kv.grow(request, request.num_computed + count) is not None
+    def _is_full(self, sequence: SequenceKv) -> bool:
+        return sequence.num_computed >= self.kv.capacity(sequence, MAX_LEN)
+
+    def _grow(self, sequence: SequenceKv, count: int) -> bool:
+        return self.kv.grow(sequence, sequence.num_computed + count) is not None
 
     def _run_copies(self) -> None:
-        copies = self.kv.copies.take()
-        if copies is not None:
-            self.kv.copied(copies)
+        self.kv.settle_copies(self.kv.copies.take())
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class GrammarMachine(RuleBasedStateMachine):
                 assert sum(event.finish_reason is not None for event in mine) == 1
                 assert mine[-1].finish_reason is FinishReason.ABORT or tokens == wanted
         assert not self.engine._live
-        assert not self.engine._families
+        assert not self.engine._groups
         assert not self.engine.grammars._known
         assert not self.engine.num_waiting
         for line in self.engine.grammars._lines.values():

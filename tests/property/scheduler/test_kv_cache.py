@@ -5,6 +5,7 @@ step runs, and takes its result in; the model does what the plans say.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -12,12 +13,12 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_svc.kv.cache import CacheOptions, KvCache, PinnedPrefix
-from scheduler_svc.kv.copies import Copies
+from scheduler_svc.kv.copies import PendingCopy
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
-from scheduler_svc.requests.request import Request
 from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
 from tests.support.property_settings import machine
-from tests.support.scheduler.factories import FULL, make_geometry, make_request, make_sampling
+from tests.support.scheduler.factories import FULL, make_geometry, make_sequence
 from tests.support.scheduler.kv_cache_model import KvModel, contexts_of
 
 pytestmark = pytest.mark.property
@@ -42,13 +43,13 @@ TOKENS = st.builds(lambda trunk, branch: [3] * trunk + [4] * branch, st.integers
 
 @dataclass
 class Flight:
-    """A step that runs: its request, what it computes, and the copies that travel with it."""
+    """A step that runs: its sequence, what it computes, and the copies that travel with it."""
 
-    request: Request | None
+    sequence: SequenceKv | None
     start: int
     end: int
     chunk: bool
-    copies: Copies | None
+    copies: Sequence[PendingCopy]
     windows: list[tuple[int, int, bytes, int]]
 
 
@@ -67,41 +68,40 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.groups = groups
         self.options = CacheOptions(True, sub_block, generated)
         self.keep = KeepEnds if ends else KeepJunctions
-        # Room for the longest request and a little more: memory is short.
+        # Room for the longest sequence and a little more: memory is short.
         self.num_blocks = [MAX_LEN // block + 1 + room] * len(groups)
         self.room = room
-        self.waiting: list[Request] = []
+        self.waiting: list[SequenceKv] = []
         self.boot()
 
     def boot(self) -> None:
         self.kv = KvCache(
             self.geometry, self.groups, self.num_blocks, model="m", options=self.options, keep=self.keep()
         )
-        granule = self.geometry.granule
+        hash_block_size = self.geometry.hash_block_size
         unit = (
             self.geometry.chunk
             if self.options.sub_block
             else max(self.geometry.chunk, self.geometry.block_size)
         )
-        self.model = KvModel(self.geometry, self.groups, unit // granule)
-        self.running: list[Request] = []
-        self.decoding: set[str] = set()
-        self.fresh: list[Request] = []
+        self.model = KvModel(self.geometry, self.groups, unit // hash_block_size)
+        self.running: list[SequenceKv] = []
+        self.decoding: set[SequenceKv] = set()
+        self.fresh: list[SequenceKv] = []
         self.grown: list[tuple[int, tuple[int, ...]]] = []
-        self.pins: list[tuple[Request, PinnedPrefix, int]] = []
+        self.pins: list[tuple[SequenceKv, PinnedPrefix, int]] = []
         self.unsent: dict[int, tuple[bytes, int]] = {}
         self.flight: Flight | None = None
         self.resets = 0
-        # What a request computes on top of what was forgotten is not to be found either.
-        self.born: dict[str, int] = {}
+        # What a sequence computes on top of what was forgotten is not to be found either.
+        self.born: dict[SequenceKv, int] = {}
 
     # ---- requests come and go ------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.waiting) < 6)
     @rule(prompt=TOKENS, salt=st.sampled_from(["", "", "", "a"]))
     def arrive(self, prompt: list[int], salt: str) -> None:
-        sampling = make_sampling(max_tokens=MAX_LEN - len(prompt))
-        self.waiting.append(make_request(prompt, cache_salt=salt, sampling=sampling))
+        self.waiting.append(make_sequence(prompt, cache_salt=salt))
         self.admit(self.waiting[-1])
 
     @precondition(lambda self: self.waiting)
@@ -109,33 +109,36 @@ class KvCacheMachine(RuleBasedStateMachine):
     def admit_waiting(self, data: st.DataObject) -> None:
         self.admit(self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))])
 
-    def admit(self, request: Request) -> None:
-        hit = self.model.longest_hit(request)
-        granule, per_block = self.geometry.granule, self.geometry.block_size // self.geometry.granule
-        assert self.kv.peek(request) == hit * granule, "the longest hit of all groups"
+    def admit(self, sequence: SequenceKv) -> None:
+        hit = self.model.longest_hit(sequence)
+        hash_block_size, per_block = (
+            self.geometry.hash_block_size,
+            self.geometry.block_size // self.geometry.hash_block_size,
+        )
+        assert self.kv.prefixes.peek(sequence) == hit * hash_block_size, "the longest hit of all groups"
         free = [group.pool.num_free for group in self.kv.groups]
-        if not self.kv.admit(request):
-            assert not request.tables
+        if not self.kv.admit(sequence):
+            assert not sequence.tables
             busy = self.running or self.pins or self.flight or self.kv.copies
-            assert busy, "an idle cache must take any request that fits it"
+            assert busy, "an idle cache must take any sequence that fits it"
             return
-        if request.num_cached != hit * granule:
+        if sequence.num_cached != hit * hash_block_size:
             # Without room for a block to copy from, a hit ends at a whole block.
             tight = [
-                count <= group.most_blocks(len(request.token_ids) + 1)
+                count <= group.most_blocks(len(sequence.token_ids) + 1)
                 for group, count in zip(self.kv.groups, free, strict=True)
             ]
             assert any(tight)
-            while hit % per_block and hit * granule > request.num_cached:
+            while hit % per_block and hit * hash_block_size > sequence.num_cached:
                 hit = self.model.longest_hit(
-                    request, (hit - hit % per_block) // self.model.unit * self.model.unit
+                    sequence, (hit - hit % per_block) // self.model.hit_stride * self.model.hit_stride
                 )
-        assert request.num_cached == request.num_computed == hit * granule
-        self.waiting.remove(request)
-        self.running.append(request)
-        self.born[request.request_id] = self.resets
-        self.fresh.append(request)
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+        assert sequence.num_cached == sequence.num_computed == hit * hash_block_size
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.born[sequence] = self.resets
+        self.fresh.append(sequence)
+        for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else hit // per_block
             self.model.handed_out(group_id, [block.block_id for block in table.blocks[shared:]])
 
@@ -145,27 +148,27 @@ class KvCacheMachine(RuleBasedStateMachine):
         """Finished, aborted or preempted, at any time."""
         self.release(self.running[data.draw(st.integers(0, len(self.running) - 1))], comes_back=comes_back)
 
-    def release(self, request: Request, *, comes_back: bool) -> None:
-        if request.request_id in self.decoding:
-            self.generated(request)
-            self.decoding.remove(request.request_id)
-        self.kv.release(request)
-        assert not request.tables
-        self.running.remove(request)
-        if request in self.fresh:
-            self.fresh.remove(request)
-        if self.flight is not None and self.flight.request is request:
-            self.flight.request = None
+    def release(self, sequence: SequenceKv, *, comes_back: bool) -> None:
+        if sequence in self.decoding:
+            self.generated(sequence)
+            self.decoding.remove(sequence)
+        self.kv.release(sequence)
+        assert not sequence.tables
+        self.running.remove(sequence)
+        if sequence in self.fresh:
+            self.fresh.remove(sequence)
+        if self.flight is not None and self.flight.sequence is sequence:
+            self.flight.sequence = None
         if comes_back:
-            self.waiting.append(request)
+            self.waiting.append(sequence)
 
-    def generated(self, request: Request) -> None:
-        """As the scheduler: at the end of blocks and when a decoding request leaves."""
-        self.kv.generated(request)
-        copied = not self.kv.copies.waits_for(request)
-        if self.options.cache_generated and copied and self.born[request.request_id] == self.resets:
+    def generated(self, sequence: SequenceKv) -> None:
+        """As the scheduler: at the end of blocks and when a decoding sequence leaves."""
+        self.kv.prefixes.index_decoded(sequence)
+        copied = not self.kv.copies.waits_for(sequence)
+        if self.options.cache_generated and copied and self.born[sequence] == self.resets:
             self.model.publish(
-                request, max(0, request.num_computed - self.geometry.block_size), request.num_computed
+                sequence, max(0, sequence.num_computed - self.geometry.block_size), sequence.num_computed
             )
 
     @precondition(lambda self: self.running and len(self.running) < 6)
@@ -174,14 +177,11 @@ class KvCacheMachine(RuleBasedStateMachine):
         parent = self.running[data.draw(st.integers(0, len(self.running) - 1))]
         flight = self.flight
         if flight is not None and (
-            flight.request is parent or (flight.copies and parent in flight.copies.owners)
+            flight.sequence is parent or parent in [copy.sequence for copy in flight.copies]
         ):
-            return  # forks are made between a request's steps
-        child = make_request(
-            parent.token_ids, cache_salt=parent.cache_salt, sampling=make_sampling(max_tokens=MAX_LEN)
-        )
-        child.end = MAX_LEN
-        if parent.request_id in self.decoding and len(child.token_ids) == parent.num_computed + 1:
+            return  # forks are made between a sequence's steps
+        child = make_sequence(parent.token_ids, cache_salt=parent.cache_salt)
+        if parent in self.decoding and len(child.token_ids) == parent.num_computed + 1:
             child.token_ids[-1] = token
         if not self.kv.fork(parent, child, parent.num_computed):
             assert not child.tables
@@ -194,18 +194,18 @@ class KvCacheMachine(RuleBasedStateMachine):
         # What the child shares may have been decoded by its parent: nothing of it is a hit.
         child.num_cached = 0
         self.running.append(child)
-        self.born[child.request_id] = self.born[parent.request_id]
+        self.born[child] = self.born[parent]
         self.fresh.append(child)
-        if parent.request_id in self.decoding:
-            self.decoding.add(child.request_id)
+        if parent in self.decoding:
+            self.decoding.add(child)
 
     @rule(really=st.sampled_from([False] * 5 + [True]))
     def crash(self, really: bool) -> None:
         """The replica is lost with everything in its memory."""
         if not really:
             return
-        for request in self.running:
-            request.tables, request.num_computed = [], 0
+        for sequence in self.running:
+            sequence.tables, sequence.num_computed = [], 0
         self.waiting = [*self.waiting, *self.running][:6]
         self.boot()
 
@@ -214,11 +214,11 @@ class KvCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pins) < 3)
     @rule(prompt=TOKENS)
     def pin(self, prompt: list[int]) -> None:
-        probe = make_request(prompt)
+        probe = make_sequence(prompt)
         pinned = self.kv.pin(probe, [pin for _, pin, _ in self.pins], PINNED_SHARE)
         if pinned is None:
             return
-        assert pinned.num_tokens == self.model.longest_hit(probe) * self.geometry.granule
+        assert pinned.num_tokens == self.model.longest_hit(probe) * self.geometry.hash_block_size
         self.pins.append((probe, pinned, self.resets))
         for group_id, group in enumerate(self.kv.groups):
             held = {id(block) for _, pin, _ in self.pins for block in pin.blocks(group_id)}
@@ -233,7 +233,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def reset(self, really: bool) -> None:
         if not really:
             return
-        self.kv.reset_prefixes()
+        self.kv.prefixes.reset()
         self.model.findable.clear()
         self.resets += 1
 
@@ -242,7 +242,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flight is None and self.running)
     @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]), at_once=st.booleans())
     def step(self, data: st.DataObject, fails: bool, at_once: bool) -> None:
-        """A chunk or a token of some request; its result comes at once or later."""
+        """A chunk or a token of some sequence; its result comes at once or later."""
         self.plan(self.running[data.draw(st.integers(0, len(self.running) - 1))], fails=fails)
         if at_once:
             self.update()
@@ -250,12 +250,12 @@ class KvCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flight is None and self.running)
     @rule(data=st.data(), count=st.integers(2, 12))
     def steps(self, data: st.DataObject, count: int) -> None:
-        """The same request for a while."""
-        request = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+        """The same sequence for a while."""
+        sequence = self.running[data.draw(st.integers(0, len(self.running) - 1))]
         for _ in range(count):
-            if request not in self.running:
+            if sequence not in self.running:
                 return
-            self.plan(request, fails=False)
+            self.plan(sequence, fails=False)
             self.update()
 
     @precondition(lambda self: self.flight is not None)
@@ -264,53 +264,52 @@ class KvCacheMachine(RuleBasedStateMachine):
         flight, self.flight = self.flight, None
         if flight is None:
             return
-        if flight.copies is not None:
-            self.kv.copied(flight.copies)
-            for group_id, block_id, context, resets in flight.windows:
-                if resets == self.resets:
-                    self.model.publish_window(group_id, block_id, context)
-        request = flight.request
-        if request is None:
+        self.kv.settle_copies(flight.copies)
+        for group_id, block_id, context, resets in flight.windows:
+            if resets == self.resets:
+                self.model.publish_window(group_id, block_id, context)
+        sequence = flight.sequence
+        if sequence is None:
             return
         start, end = flight.start, flight.end
         whole = flight.chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
         if flight.chunk:
-            self.kv.computed(request, start, end)
-            if (whole or self.options.cache_generated) and self.born[request.request_id] == self.resets:
-                self.model.publish(request, start, end)
-            self.note_windows(request, end)
-        request.num_computed = end
-        if end == len(request.token_ids):
-            self.decoding.add(request.request_id)
+            self.kv.prefixes.index_chunk(sequence, start, end)
+            if (whole or self.options.cache_generated) and self.born[sequence] == self.resets:
+                self.model.publish(sequence, start, end)
+            self.note_windows(sequence, end)
+        sequence.num_computed = end
+        if end == len(sequence.token_ids):
+            self.decoding.add(sequence)
             # The sampled token depends on nothing here; equal ones make generated prefixes repeat.
-            request.token_ids.append(3)
-            if len(request.token_ids) >= request.end:
-                self.release(request, comes_back=False)
+            sequence.token_ids.append(3)
+            if len(sequence.token_ids) >= MAX_LEN:
+                self.release(sequence, comes_back=False)
 
-    def note_windows(self, request: Request, end: int) -> None:
-        """What was queued to be kept is the request's window, and the blocks for it are nobody else's any more."""
-        context = contexts_of(request)[end - 1]
+    def note_windows(self, sequence: SequenceKv, end: int) -> None:
+        """What was queued to be kept is the sequence's window, and the blocks for it are nobody else's any more."""
+        context = contexts_of(sequence)[end - 1]
         for entry in self.kv.copies.entries:
             if entry.key is not None and id(entry) not in self.unsent:
-                assert entry.order.source_block == request.tables[entry.order.group_id].blocks[0].block_id
-                assert end % (self.model.unit * self.geometry.granule) == 0, (
+                assert entry.source is sequence.tables[entry.group_id].blocks[0]
+                assert end % (self.model.hit_stride * self.geometry.hash_block_size) == 0, (
                     "windows are kept where hits may end"
                 )
                 self.unsent[id(entry)] = context, self.resets
-                self.model.handed_out(entry.order.group_id, [entry.order.target_block])
+                self.model.handed_out(entry.group_id, [entry.target.block_id])
 
-    def plan(self, request: Request, *, fails: bool) -> None:
-        decode = request.request_id in self.decoding
-        start = request.num_computed
-        end = start + 1 if decode else min(start + self.geometry.chunk, len(request.token_ids))
-        if decode and self.kv.capacity(request) <= start:
-            self.generated(request)
-        while (grown := self.kv.grow(request, end)) is None:
+    def plan(self, sequence: SequenceKv, *, fails: bool) -> None:
+        decode = sequence in self.decoding
+        start = sequence.num_computed
+        end = start + 1 if decode else min(start + self.geometry.chunk, len(sequence.token_ids))
+        if decode and self.kv.capacity(sequence, MAX_LEN) <= start:
+            self.generated(sequence)
+        while (grown := self.kv.grow(sequence, end)) is None:
             if len(self.running) > 1:
-                victim = next(other for other in reversed(self.running) if other is not request)
+                victim = next(other for other in reversed(self.running) if other is not sequence)
                 self.release(victim, comes_back=len(self.waiting) < 6)
             elif not self.kv.copies.drop_windows():
-                assert self.pins, "the whole life of a request that was admitted fits"
+                assert self.pins, "the whole life of a sequence that was admitted fits"
                 self.kv.unpin(self.pins.pop()[1])
         for group_id, block_ids in grown:
             self.model.handed_out(group_id, block_ids)
@@ -318,60 +317,59 @@ class KvCacheMachine(RuleBasedStateMachine):
         copies = self.kv.copies.take()
         assert not self.kv.copies
         windows = [
-            (entry.order.group_id, entry.order.target_block, *self.unsent[id(entry)])
-            for entry in (copies.entries if copies else ())
+            (entry.group_id, entry.target.block_id, *self.unsent[id(entry)])
+            for entry in copies
             if entry.key is not None
         ]
         self.unsent.clear()
         if fails:
-            self.fail(request, start, end, copies)
+            self.fail(sequence, start, end, copies)
             return
-        for order in copies.orders if copies else ():
-            self.model.copy(order)
+        for copy in copies:
+            self.model.copy(copy)
         self.grant()
         for other in self.running:
-            self.model.check_request(other, exact=not self.options.cache_generated)
-        self.check_alone(request, start, end)
-        self.model.write(request, start, end, chunk=not decode)
-        self.flight = Flight(request, start, end, not decode, copies, windows)
+            self.model.check_sequence(other, exact=not self.options.cache_generated)
+        self.check_alone(sequence, start, end)
+        self.model.write(sequence, start, end, chunk=not decode)
+        self.flight = Flight(sequence, start, end, not decode, copies, windows)
 
     def grant(self) -> None:
         """The worker clears what was granted since the last plan, but for what hits and copies brought."""
-        for request in self.fresh:
-            written = -(-request.num_computed // self.geometry.block_size)
-            for group_id, table in enumerate(request.tables):
+        for sequence in self.fresh:
+            written = -(-sequence.num_computed // self.geometry.block_size)
+            for group_id, table in enumerate(sequence.tables):
                 self.model.clear(group_id, [block.block_id for block in table.blocks[written:]])
         for group_id, block_ids in self.grown:
             self.model.clear(group_id, block_ids)
         self.fresh.clear()
         self.grown.clear()
 
-    def fail(self, request: Request, start: int, end: int, copies: Copies | None) -> None:
-        """The step fails: what it was to write is unknown, its request ends, and who resumes from its copies goes back."""
-        for order in copies.orders if copies else ():
-            self.model.spoil(order)
+    def fail(self, sequence: SequenceKv, start: int, end: int, copies: Sequence[PendingCopy]) -> None:
+        """The step fails: what it was to write is unknown, its sequence ends, and who resumes from its copies goes back."""
+        for copy in copies:
+            self.model.spoil(copy)
         self.grant()
-        self.model.write(request, start, end, chunk=False, spoil=True)
-        owners = copies.owners if copies else []
-        if copies is not None:
-            self.kv.copied(copies, done=False)
+        self.model.write(sequence, start, end, chunk=False, spoil=True)
+        owners = [copy.sequence for copy in copies if copy.sequence is not None]
+        self.kv.settle_copies(copies, done=False)
         # Nothing that they decoded may be looked for in what was not copied.
-        self.decoding.difference_update(owner.request_id for owner in owners)
-        self.release(request, comes_back=False)
+        self.decoding.difference_update(owner for owner in owners)
+        self.release(sequence, comes_back=False)
         for owner in owners:
             if owner in self.running:
                 self.release(owner, comes_back=True)
 
-    def check_alone(self, request: Request, start: int, end: int) -> None:
+    def check_alone(self, sequence: SequenceKv, start: int, end: int) -> None:
         """Blocks that are about to be written are in one table and in no pin."""
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+        for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             size = self.geometry.block_size
             paged = group.kind is not GroupKind.IN_PLACE_WINDOW
             written = table.blocks[start // size : (end - 1) // size + 1] if paged else table.blocks
             for block in written:
                 assert block is not self.kv.groups[group_id].pool.null
                 tables = [other for other in self.running if block in other.tables[group_id].blocks]
-                assert tables == [request], f"block {block.block_id} is written while others use it"
+                assert tables == [sequence], f"block {block.block_id} is written while others use it"
 
     # ---- always --------------------------------------------------------------------------------------------------------------------
 
@@ -382,13 +380,13 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.kv.check_integrity()
         self.model.check_findable()
         copies = [*self.kv.copies.entries]
-        if self.flight is not None and self.flight.copies is not None:
-            copies += self.flight.copies.entries
+        if self.flight is not None:
+            copies += self.flight.copies
         for group_id, group in enumerate(self.kv.groups):
             users: Counter[int] = Counter()
-            for request in self.running:
-                users.update(block.block_id for block in request.tables[group_id].live)
-            users.update(entry.held.block_id for entry in copies if entry.order.group_id == group_id)
+            for sequence in self.running:
+                users.update(block.block_id for block in sequence.tables[group_id].live)
+            users.update(entry.held.block_id for entry in copies if entry.group_id == group_id)
             for _, pin, _ in self.pins:
                 users.update(block.block_id for block in pin.blocks(group_id))
             for block in group.pool._blocks[1:]:
@@ -401,18 +399,19 @@ class KvCacheMachine(RuleBasedStateMachine):
             }
             assert group.pool.num_cached == len(found), f"what can be found in group {group_id}"
         for probe, pinned, resets in self.pins:
-            assert resets != self.resets or self.kv.peek(probe) >= pinned.num_tokens, "pinned prefixes stay"
+            assert resets != self.resets or self.kv.prefixes.peek(probe) >= pinned.num_tokens, (
+                "pinned prefixes stay"
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
             return
         self.update()
-        for request in [*self.running]:
-            self.release(request, comes_back=False)
+        for sequence in [*self.running]:
+            self.release(sequence, comes_back=False)
         for _, pinned, _ in self.pins:
             self.kv.unpin(pinned)
-        if (copies := self.kv.copies.take()) is not None:
-            self.kv.copied(copies, done=False)
+        self.kv.settle_copies(self.kv.copies.take(), done=False)
         self.kv.check_integrity()
         for group in self.kv.groups:
             assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"

@@ -317,11 +317,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, engine = self.rig.scheduler, self.rig.engine
         assert scheduler.prefill_backlog == 0
         assert scheduler.num_running == scheduler.num_deferred == 0
-        running, decoding = scheduler._running, scheduler._running.decoding
-        assert not running.sharing._in_progress._owners
+        decoding = scheduler._decoding
+        assert not scheduler._shared._computing
         assert not decoding._tenants
         assert not engine._live
-        assert not engine._families
+        assert not engine._groups
         assert not [step for step in decoding._calendar if step < decoding._steps]
 
 

@@ -9,6 +9,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
@@ -80,6 +81,11 @@ def make_request(
         stop_ids=sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else {EOS}),
         priority=priority, tenant=tenant, cache_salt=cache_salt,
     )  # fmt: skip
+
+
+def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:
+    """A sequence without blocks."""
+    return SequenceKv(list(prompt), cache_salt)
 
 
 def make_submission(

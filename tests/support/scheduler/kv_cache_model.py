@@ -8,19 +8,19 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.groups.base import Table
-from scheduler_svc.replica.step_plan import BlockCopy
-from scheduler_svc.requests.request import Request
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
 
 Cell = tuple[bytes, bool]
 """KV of one position: what it was computed from (all tokens up to it), and whether a whole chunk at its own boundaries computed it."""
 
 
-def contexts_of(request: Request) -> list[bytes]:
+def contexts_of(sequence: SequenceKv) -> list[bytes]:
     """Per position, the identity of everything that its KV depends on."""
-    context, contexts = hashlib.blake2b(request.cache_salt.encode(), digest_size=8).digest(), []
-    for token in request.token_ids:
+    context, contexts = hashlib.blake2b(sequence.cache_salt.encode(), digest_size=8).digest(), []
+    for token in sequence.token_ids:
         context = hashlib.blake2b(context + bytes([token]), digest_size=8).digest()
         contexts.append(context)
     return contexts
@@ -31,39 +31,39 @@ class KvModel:
     """Blocks by (group id, block id).
 
     Attributes:
-        unit: granules between two lengths that a hit may have.
+        hit_stride: hash blocks between two lengths that a hit may have.
         memory: what is in a block: its cells from the block's start on (paged) or the last ``window`` ones (in place).
         findable: the contexts under which a block may be found, shortest first; content that must not change.
     """
 
     geometry: Geometry
     groups: Sequence[KvGroup]
-    unit: int
+    hit_stride: int
     memory: dict[tuple[int, int], list[Cell | None]] = field(default_factory=dict)
     findable: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
 
     # ---- what the device does ------------------------------------------------------------------------------------------------------
 
-    def copy(self, order: BlockCopy) -> None:
+    def copy(self, copy: PendingCopy) -> None:
         """Copies the leading cells; the target holds nothing else then."""
-        source = self.memory.get((order.group_id, order.source_block), [])
-        assert len(source) >= order.num_tokens, f"{order} copies what was never written"
-        self.memory[order.group_id, order.target_block] = source[: order.num_tokens]
+        source = self.memory.get((copy.group_id, copy.source.block_id), [])
+        assert len(source) >= copy.num_tokens, f"{copy} copies what was never written"
+        self.memory[copy.group_id, copy.target.block_id] = source[: copy.num_tokens]
 
-    def spoil(self, order: BlockCopy) -> None:
+    def spoil(self, copy: PendingCopy) -> None:
         """What a copy was to write is unknown now."""
-        self.memory[order.group_id, order.target_block] = []
+        self.memory[copy.group_id, copy.target.block_id] = []
 
     def clear(self, group_id: int, block_ids: Iterable[int]) -> None:
         """Blocks were granted: the worker clears them."""
         for block_id in block_ids:
             self.memory.pop((group_id, block_id), None)
 
-    def write(self, request: Request, start: int, end: int, *, chunk: bool, spoil: bool = False) -> None:
+    def write(self, sequence: SequenceKv, start: int, end: int, *, chunk: bool, spoil: bool = False) -> None:
         """Positions ``start`` .. ``end`` of a request are computed, or (``spoil``) something else is written there."""
-        contexts = contexts_of(request)
+        contexts = contexts_of(sequence)
         exact = chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+        for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             if group.kind is GroupKind.IN_PLACE_WINDOW:
                 where = (group_id, table.blocks[0].block_id)
                 assert where not in self.findable, f"block {where} is written on and can be found"
@@ -74,7 +74,7 @@ class KvModel:
             for position in range(start, end):
                 index, offset = divmod(position, self.geometry.block_size)
                 where = (group_id, table.blocks[index].block_id)
-                fixed = len(self.findable.get(where, ())) * self.geometry.granule
+                fixed = len(self.findable.get(where, ())) * self.geometry.hash_block_size
                 assert offset >= fixed, f"position {position} of block {where} is written on and can be found"
                 cells = self.memory.setdefault(where, [])
                 cells += [None] * (offset + 1 - len(cells))
@@ -87,20 +87,25 @@ class KvModel:
         for block_id in block_ids:
             self.findable.pop((group_id, block_id), None)
 
-    def publish(self, request: Request, start: int, end: int) -> None:
-        """Whatever lies in a request's blocks from ``start`` up to ``end`` may be found from now on, whole granules only."""
-        size, granule = self.geometry.block_size, self.geometry.granule
-        if start // granule == end // granule:
+    def publish(self, sequence: SequenceKv, start: int, end: int) -> None:
+        """Whatever lies in a request's blocks from ``start`` up to ``end`` may be found from now on, whole hash blocks only."""
+        size, hash_block_size = self.geometry.block_size, self.geometry.hash_block_size
+        if start // hash_block_size == end // hash_block_size:
             return
-        contexts = contexts_of(request)
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+        contexts = contexts_of(sequence)
+        for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             if group.kind is GroupKind.IN_PLACE_WINDOW:
                 continue
-            for index in range(start // granule * granule // size, -(-(end // granule * granule) // size)):
+            for index in range(
+                start // hash_block_size * hash_block_size // size,
+                -(-(end // hash_block_size * hash_block_size) // size),
+            ):
                 if index < table.first:
                     continue
-                first, last = index * size, min((index + 1) * size, end // granule * granule)
-                keys = [contexts[stop - 1] for stop in range(first + granule, last + 1, granule)]
+                first, last = index * size, min((index + 1) * size, end // hash_block_size * hash_block_size)
+                keys = [
+                    contexts[stop - 1] for stop in range(first + hash_block_size, last + 1, hash_block_size)
+                ]
                 self.findable[group_id, table.blocks[index].block_id] = keys
 
     def publish_window(self, group_id: int, block_id: int, context: bytes) -> None:
@@ -109,20 +114,24 @@ class KvModel:
 
     # ---- what must hold ------------------------------------------------------------------------------------------------------------
 
-    def limit(self, request: Request) -> int:
+    def limit(self, sequence: SequenceKv) -> int:
         """Granules that a hit may have at the most: up to the last boundary before the last token."""
-        return (len(request.token_ids) - 1) // (self.unit * self.geometry.granule) * self.unit
+        return (
+            (len(sequence.token_ids) - 1)
+            // (self.hit_stride * self.geometry.hash_block_size)
+            * self.hit_stride
+        )
 
-    def longest_hit(self, request: Request, limit: int | None = None) -> int:
+    def longest_hit(self, sequence: SequenceKv, limit: int | None = None) -> int:
         """Granules of the longest prefix that all groups can serve: tries every length."""
-        limit = self.limit(request) if limit is None else limit
+        limit = self.limit(sequence) if limit is None else limit
         found = [
             {context for (group, _), contexts in self.findable.items() if group == group_id for context in contexts}
             for group_id in range(len(self.groups))
         ]  # fmt: skip
-        contexts = contexts_of(request)
+        contexts = contexts_of(sequence)
         return max(
-            (hit for hit in range(0, limit + 1, self.unit)
+            (hit for hit in range(0, limit + 1, self.hit_stride)
              if all(self._serves(group_id, found[group_id], contexts, hit) for group_id in range(len(self.groups)))),
         )  # fmt: skip
 
@@ -130,7 +139,7 @@ class KvModel:
         if not hit:
             return True
         group, size = self.groups[group_id], self.geometry.block_size
-        end = hit * self.geometry.granule
+        end = hit * self.geometry.hash_block_size
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return contexts[end - 1] in found
         if end % size and contexts[end - 1] not in found:
@@ -142,17 +151,17 @@ class KvModel:
             if stop > first_seen  # the block's last position, stop - 1, is at or behind the first one seen
         )
 
-    def check_request(self, request: Request, *, exact: bool) -> None:
+    def check_sequence(self, sequence: SequenceKv, *, exact: bool) -> None:
         """Every computed position that a later query sees is where the tables say; ``exact``: with the bits of a miss.
 
         Decoded positions of the request itself are never exact.
         """
-        contexts, end = contexts_of(request), request.num_computed
-        for group_id, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+        contexts, end = contexts_of(sequence), sequence.num_computed
+        for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             for position, cell in self._visible(group_id, group, table, end):
                 assert cell is not None, f"position {position} of group {group_id} was never written"
                 assert cell[0] == contexts[position], f"position {position} of group {group_id} is another's"
-                if exact and position < request.num_cached:
+                if exact and position < sequence.num_cached:
                     assert cell[1], f"position {position} of group {group_id} would have other bits in a miss"
 
     def _visible(
@@ -176,7 +185,7 @@ class KvModel:
 
     def check_findable(self) -> None:
         """What can be found is still there."""
-        granule = self.geometry.granule
+        hash_block_size = self.geometry.hash_block_size
         for (group_id, block_id), contexts in self.findable.items():
             cells = self.memory.get((group_id, block_id), [])
             if self.groups[group_id].kind is GroupKind.IN_PLACE_WINDOW:
@@ -184,7 +193,7 @@ class KvModel:
             else:
                 ends = [
                     cells[i] if i < len(cells) else None
-                    for i in range(granule - 1, len(contexts) * granule, granule)
+                    for i in range(hash_block_size - 1, len(contexts) * hash_block_size, hash_block_size)
                 ]
             assert [cell and cell[0] for cell in ends] == contexts, (
                 f"block {block_id} of group {group_id} has changed"

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -10,10 +9,9 @@ from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded,
 from scheduler_svc.api.pin_service import Pinned, Pins
 from scheduler_svc.dispatch.pinned_prefixes import MAX_PINS
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.kv.prefix_hash import KeyChain
+from scheduler_svc.kv.prefix_hash import HashChain
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy
-from scheduler_svc.replica.step_plan import BlockCopy
-from scheduler_svc.requests.request import Request
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (
     FULL,
@@ -23,6 +21,7 @@ from tests.support.scheduler.factories import (
     make_request,
     make_rig,
     make_sampling,
+    make_sequence,
     make_submission,
 )
 
@@ -39,21 +38,18 @@ def make_cache(
     return KvCache(geometry, groups, [num_blocks] * len(groups), model="m", options=options, keep=keep)
 
 
-def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> Request:
+def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> SequenceKv:
     """Admits a request and computes it as a worker would, copies included."""
-    request = make_request(prompt)
+    request = make_sequence(prompt)
     assert kv.admit(request)
     while request.num_computed < len(request.token_ids):
         start = request.num_computed
         end = min(start + chunk, len(request.token_ids))
         assert kv.grow(request, end) is not None
-        copies = kv.copies.take()
-        if copies is not None:
-            kv.copied(copies)
-        kv.computed(request, start, end)
+        kv.settle_copies(kv.copies.take())
+        kv.prefixes.index_chunk(request, start, end)
         request.num_computed = end
-    if (copies := kv.copies.take()) is not None:
-        kv.copied(copies)
+    kv.settle_copies(kv.copies.take())
     return request
 
 
@@ -61,18 +57,19 @@ def test_a_hit_inside_a_block_copies_its_beginning() -> None:
     """Chunks of 2 in blocks of 8: six of eight tokens are shared, the copy is ordered once, and its source waits until it is made."""
     kv = make_cache(FULL, chunk=2, block_size=8)
     first = prefill(kv, range(20, 28), chunk=2)
-    second = make_request([*range(20, 26), 90, 91])
+    second = make_sequence([*range(20, 26), 90, 91])
     assert kv.admit(second)
     assert second.num_cached == 6
     source, target = first.tables[0].blocks[0], second.tables[0].blocks[0]
     assert source is not target
     assert source.ref_count == 2
     copies = kv.copies.take()
-    assert copies is not None
-    assert copies.orders == (BlockCopy(0, source.block_id, target.block_id, 6),)
-    assert copies.owners == [second]
-    assert kv.copies.take() is None
-    kv.copied(copies)
+    (copy,) = copies
+    assert (copy.group_id, copy.num_tokens, copy.sequence) == (0, 6, second)
+    assert copy.source is source
+    assert copy.target is target
+    assert not kv.copies.take()
+    kv.settle_copies(copies)
     assert source.ref_count == 1
 
 
@@ -80,24 +77,24 @@ def test_who_wants_log_probabilities_of_the_prompt_computes_all_of_it() -> None:
     """Nothing that is cached is used for it; what it computes is found by others."""
     kv = make_cache(FULL)
     prefill(kv, range(20, 36))
-    wanting = make_request(range(20, 40), sampling=replace(make_sampling(), prompt_logprobs=0))
-    assert kv.hit_limit(wanting) == 0
-    assert kv.peek(wanting) == 0
+    wanting = make_request(range(20, 40), sampling=make_sampling(prompt_logprobs=0)).kv
+    assert kv.prefixes.hit_limit(wanting) == 0
+    assert kv.prefixes.peek(wanting) == 0
     assert kv.admit(wanting)
     assert (wanting.num_cached, wanting.num_computed) == (0, 0)
     for start in range(0, 20, 4):
         assert kv.grow(wanting, start + 4) is not None
-        kv.computed(wanting, start, start + 4)
+        kv.prefixes.index_chunk(wanting, start, start + 4)
         wanting.num_computed = start + 4
-    assert kv.peek(make_request(range(20, 41))) == 20
+    assert kv.prefixes.peek(make_sequence(range(20, 41))) == 20
 
 
 def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
     """And nothing is copied."""
     kv = make_cache(FULL, chunk=2, block_size=8, sub_block=False)
     prefill(kv, range(20, 34), chunk=2)
-    assert kv.peek(make_request(range(20, 34))) == 8
-    assert kv.admit(make_request(range(20, 34)))
+    assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
+    assert kv.admit(make_sequence(range(20, 34)))
     assert not kv.copies
 
 
@@ -105,7 +102,7 @@ def test_who_leaves_before_its_plan_takes_its_copies_back() -> None:
     """The source is free again."""
     kv = make_cache(FULL, chunk=2, block_size=8)
     kv.release(prefill(kv, range(20, 28), chunk=2))
-    request = make_request([*range(20, 26), 90])
+    request = make_sequence([*range(20, 26), 90])
     assert kv.admit(request)
     kv.release(request)
     assert not kv.copies
@@ -116,8 +113,8 @@ def test_a_hit_is_what_all_kinds_of_groups_can_serve() -> None:
     """Full attention has 12 tokens, the window in place was kept at 8 and 12, the paged one has all: then 8 is all that a branch gets."""
     kv = make_cache(FULL, PAGED, IN_PLACE)
     kv.release(prefill(kv, range(20, 33)))
-    assert kv.peek(make_request(range(20, 40))) == 12
-    assert kv.peek(make_request([*range(20, 29), 90, 91, 92, 93])) == 8
+    assert kv.prefixes.peek(make_sequence(range(20, 40))) == 12
+    assert kv.prefixes.peek(make_sequence([*range(20, 29), 90, 91, 92, 93])) == 8
     for group in kv.groups:
         assert group.pool.num_free == group.pool.num_blocks
 
@@ -126,14 +123,14 @@ def test_groups_that_cut_one_another_s_hits_short_all_have_the_last_word() -> No
     """Windows kept at 4 and 12, and at 4 and 8: what the first group agreed to is asked again when the second one shortens it."""
     kv = make_cache(IN_PLACE, IN_PLACE)
     request = prefill(kv, range(20, 33))
-    keys, _ = kv.keys_of(request)
+    keys, _ = kv.prefixes.lookup_keys(request)
     for group, end in zip(kv.groups, (2, 3), strict=True):
         block = group.pool.lookup(keys[end - 1])
         assert block is not None
         group.pool.touch([block])
         group.pool._forget(block)
         group.pool.free([block])
-    assert kv.peek(request) == 4
+    assert kv.prefixes.peek(request) == 4
 
 
 @pytest.mark.parametrize(("keep", "at_8"), [(KeepJunctions(), 8), (KeepEnds(), 0)])
@@ -141,8 +138,8 @@ def test_which_windows_are_kept(keep: KeepPolicy, at_8: int) -> None:
     """The end of a prompt by both policies; what lies before it only on the off chance."""
     kv = make_cache(IN_PLACE, keep=keep)
     kv.release(prefill(kv, range(20, 34)))
-    assert kv.peek(make_request(range(20, 40))) == 12
-    assert kv.peek(make_request([*range(20, 28), 90])) == at_8
+    assert kv.prefixes.peek(make_sequence(range(20, 40))) == 12
+    assert kv.prefixes.peek(make_sequence([*range(20, 28), 90])) == at_8
 
 
 def test_where_prompts_part_is_kept_from_the_second_one_on() -> None:
@@ -162,24 +159,23 @@ def test_what_is_on_the_off_chance_goes_first() -> None:
     kv = make_cache(IN_PLACE, num_blocks=5)
     kv.release(prefill(kv, range(20, 29)))
     kv.release(prefill(kv, range(40, 61)))
-    assert kv.peek(make_request(range(20, 40))) == 8
-    assert kv.peek(make_request(range(40, 70))) == 20
+    assert kv.prefixes.peek(make_sequence(range(20, 40))) == 8
+    assert kv.prefixes.peek(make_sequence(range(40, 70))) == 20
 
 
 def test_a_window_is_found_only_when_its_copy_was_made() -> None:
     """Neither before, nor after a step that failed, nor after a reset in between."""
     for done, reset, found in ((True, False, 4), (False, False, 0), (True, True, 0)):
         kv = make_cache(IN_PLACE)
-        request = make_request(range(20, 26))
+        request = make_sequence(range(20, 26))
         assert kv.admit(request)
-        kv.computed(request, 0, 4)
-        assert kv.peek(request) == 0
+        kv.prefixes.index_chunk(request, 0, 4)
+        assert kv.prefixes.peek(request) == 0
         copies = kv.copies.take()
-        assert copies is not None
         if reset:
-            kv.reset_prefixes()
-        kv.copied(copies, done=done)
-        assert kv.peek(request) == found
+            kv.prefixes.reset()
+        kv.settle_copies(copies, done=done)
+        assert kv.prefixes.peek(request) == found
         kv.release(request)
         assert kv.usage == 0
 
@@ -188,7 +184,7 @@ def test_windows_are_kept_only_where_hits_may_end() -> None:
     """Without sub-block reuse, chunks of 4 in blocks of 8: the end of a prompt of 14 tokens is at 8."""
     kv = make_cache(IN_PLACE, chunk=4, block_size=8, sub_block=False, keep=KeepEnds())
     kv.release(prefill(kv, range(20, 34)))
-    assert kv.peek(make_request(range(20, 34))) == 8
+    assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
     assert kv.stats.kept_windows == 1
 
 
@@ -207,7 +203,7 @@ def test_pins_hold_their_share_and_no_more() -> None:
     prompts = [range(start, start + 17) for start in (20, 40, 60)]
     for prompt in prompts:
         kv.release(prefill(kv, prompt))
-    probes = [make_request(prompt) for prompt in prompts]
+    probes = [make_sequence(prompt) for prompt in prompts]
     first = kv.pin(probes[0], [], 0.5)
     assert first is not None
     second = kv.pin(probes[1], [first], 0.5)
@@ -226,11 +222,11 @@ def test_what_is_pinned_outlives_what_is_not() -> None:
     kv = make_cache(FULL)
     for first in (20, 40):
         kv.release(prefill(kv, range(first, first + 17)))
-    assert kv.pin(make_request(range(20, 37)), [], 0.5) is not None
+    assert kv.pin(make_sequence(range(20, 37)), [], 0.5) is not None
     for first in range(100, 180, 20):
         kv.release(prefill(kv, range(first, first + 20)))
-    assert kv.peek(make_request(range(20, 37))) == 16
-    assert kv.peek(make_request(range(40, 57))) == 0
+    assert kv.prefixes.peek(make_sequence(range(20, 37))) == 16
+    assert kv.prefixes.peek(make_sequence(range(40, 57))) == 0
 
 
 def pinning(pins: Pins, *, ttl_s: float = 1000.0) -> asyncio.Task[Pinned]:
@@ -304,7 +300,7 @@ async def test_who_pins_is_told_of_an_abort() -> None:
     pins = Pins(rig.engine)
     task = pinning(pins)
     await asyncio.sleep(0)
-    (request,) = rig.scheduler._running.requests
+    (request,) = rig.scheduler._slots.requests
     rig.engine.abort(request.request_id)
     with pytest.raises(Aborted, match="was aborted"):
         await task
@@ -323,7 +319,7 @@ async def test_what_could_never_be_computed_is_not_hashed_to_be_pinned(
     def extend(*_: object) -> None:
         raise AssertionError("a prompt was hashed")
 
-    monkeypatch.setattr(KeyChain, "extend", extend)
+    monkeypatch.setattr(HashChain, "extend", extend)
     with pytest.raises(error):
         await Pins(make_rig().engine).pin(prompt, cache_salt="", ttl_s=5)
 
@@ -338,13 +334,13 @@ def test_what_stands_on_a_prefix_that_was_reset_is_not_found(groups: tuple[KvGro
     rig.engine.reset_prefix_cache()
     while not before.events:
         rig.step()
-    assert rig.scheduler.kv.peek(make_request([*prompt, 4])) == 0
+    assert rig.scheduler.kv.prefixes.peek(make_sequence([*prompt, 4])) == 0
     assert not any(list(group.pool.keys) for group in rig.scheduler.kv.groups)
     later = rig.submit(make_submission(prompt, request_id="later", max_tokens=2))
     while rig.engine.find("later"):
         rig.step()
     assert later.events[0].num_cached_tokens == 0
-    assert rig.scheduler.kv.peek(make_request([*prompt, 4])) == 16
+    assert rig.scheduler.kv.prefixes.peek(make_sequence([*prompt, 4])) == 16
     rig.run()
     assert before.tokens == expected_tokens([*prompt, 3], 30)
     assert later.tokens == expected_tokens(prompt, 2)
@@ -354,8 +350,8 @@ def test_a_request_as_large_as_the_memory_is_admitted_though_its_hit_would_need_
     """Eight blocks, all needed: the block to copy from cannot be held beside them, so the hit ends at a whole block."""
     kv = make_cache(FULL, chunk=2, num_blocks=9)
     kv.release(prefill(kv, range(20, 27), chunk=2))
-    request = make_request([*range(20, 26), *range(50, 75)])
-    assert kv.peek(request) == 6
+    request = make_sequence([*range(20, 26), *range(50, 75)])
+    assert kv.prefixes.peek(request) == 6
     assert kv.admit(request)
     assert request.num_cached == 4
 
@@ -364,15 +360,14 @@ def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
     """The origin's own copy stays in the list: the fork's is made of it."""
     kv = make_cache(FULL, chunk=2, block_size=8)
     kv.release(prefill(kv, range(20, 28), chunk=2))
-    origin, fork = make_request(range(20, 28)), make_request(range(20, 28))
+    origin, fork = make_sequence(range(20, 28)), make_sequence(range(20, 28))
     assert kv.admit(origin)
     assert kv.fork(origin, fork, origin.num_computed)
     kv.release(origin)
     copies = kv.copies.take()
-    assert copies is not None
-    first, second = copies.orders
-    assert first.target_block == second.source_block
-    assert second.target_block == fork.tables[0].blocks[0].block_id
+    first, second = copies
+    assert first.target is second.source
+    assert second.target is fork.tables[0].blocks[0]
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)])

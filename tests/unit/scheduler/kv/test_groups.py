@@ -2,20 +2,20 @@
 
 import pytest
 
-from scheduler_svc.kv.groups.base import Grid, Table
+from scheduler_svc.kv.groups.base import BlockLayout, Table
 from scheduler_svc.kv.groups.full import FullGroup
 from scheduler_svc.kv.groups.in_place_window import InPlaceWindowGroup
 from scheduler_svc.kv.groups.paged_window import PagedWindowGroup
 from tests.support.scheduler.factories import make_pool
 
 KEYS = [bytes([letter]) for letter in b"abcdefgh"]
-WHOLE = Grid(block_size=4, chunk=4, granule=4, unit=1)
-HALVES = Grid(block_size=4, chunk=2, granule=2, unit=1)
+WHOLE = BlockLayout(block_size=4, chunk=4, hash_block_size=4, hit_stride=1)
+HALVES = BlockLayout(block_size=4, chunk=2, hash_block_size=2, hit_stride=1)
 
 
 def cached(group: FullGroup, count: int, *, without: str = "") -> Table:
     """A table whose ``count`` granules are indexed, but for the blocks of the letters in ``without``."""
-    per_block = 2 if group._grid is HALVES else 1
+    per_block = 2 if group._layout is HALVES else 1
     table = Table(group.pool.allocate(-(-count // per_block)) or [])
     for index in range(count):
         if chr(KEYS[index][0]) not in without:
@@ -42,7 +42,7 @@ def test_full_attention_needs_every_block() -> None:
 
 def test_a_hit_is_a_multiple_of_the_unit() -> None:
     """Blocks of 4 under chunks of 8: three cached blocks are one chunk and a half."""
-    group = FullGroup(make_pool(), Grid(block_size=4, chunk=8, granule=4, unit=2))
+    group = FullGroup(make_pool(), BlockLayout(block_size=4, chunk=8, hash_block_size=4, hit_stride=2))
     cached(group, 3)
     assert group.longest_hit(KEYS, 4) == 2
 
@@ -117,7 +117,7 @@ def test_a_paged_window_gives_up_what_lies_behind_it() -> None:
 @pytest.mark.parametrize(("window", "chunk", "most"), [(4, 4, 3), (8, 4, 4), (1, 4, 2), (5, 8, 4)])
 def test_a_paged_window_holds_a_bounded_number_of_blocks(window: int, chunk: int, most: int) -> None:
     """The window of a chunk's first token and the chunk, wherever they lie; short sequences hold less."""
-    group = PagedWindowGroup(make_pool(), Grid(4, chunk, 4, 1), window)
+    group = PagedWindowGroup(make_pool(), BlockLayout(4, chunk, 4, 1), window)
     assert group.most_blocks(1000) == most
     assert group.most_blocks(3) == 1
 
@@ -168,5 +168,5 @@ def test_a_cheap_window_pushes_out_nothing_that_is_worth_more() -> None:
 @pytest.mark.parametrize("group", [FullGroup(make_pool(), WHOLE), InPlaceWindowGroup(make_pool(), WHOLE, 4)])
 def test_a_hit_that_is_gone_is_an_error(group: FullGroup | InPlaceWindowGroup) -> None:
     """Nothing may be allocated between looking and taking."""
-    with pytest.raises(ValueError, match="does not have"):
+    with pytest.raises(ValueError, match="not in the cache"):
         group.take_hit(KEYS, 1)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument, Overloaded
-from scheduler_svc.replica.prefixes_in_progress import PrefixesInProgress
+from scheduler_svc.replica.shared_prefill import SharedPrefills
+from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.step_plan import Prefill, SlotOutput, StepResult
-from scheduler_svc.requests.request import Event, FinishReason, Logprobs
-from scheduler_svc.requests.sequence_group import Family, Resumed
+from scheduler_svc.requests.request import Event, FinishReason, Logprobs, SequenceGroup
+from scheduler_svc.requests.sequence_group import Resumed
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (
     FULL,
@@ -65,8 +66,8 @@ def test_whole_blocks_are_shared_and_the_last_one_is_copied() -> None:
     rig.submit(make_submission(PROMPT, n=4))
     while not rig.scheduler.stats.forks:
         rig.step()
-    family = rig.engine._families["r"].members
-    tables = [request.tables[0].blocks for request in family]
+    members = rig.engine._groups["r"].members
+    tables = [request.kv.tables[0].blocks for request in members]
     assert all(table[:7] == tables[0][:7] for table in tables)
     assert len({id(table[7]) for table in tables}) == 4
     pool = rig.scheduler.kv.groups[0].pool
@@ -195,7 +196,7 @@ def test_one_failing_sequence_fails_the_request() -> None:
         rig.scheduler.update(rig.device.run(plan))
         plan = rig.scheduler.step()
     assert plan is not None
-    slot = next(one.slot for one in rig.engine._families["r"].members if one.sequence == 1)
+    slot = next(one.slot for one in rig.engine._groups["r"].members if one.sequence == 1)
     assert slot is not None
     result = rig.device.run(plan)
     tokens = dict(zip(plan.work.slots, result.token_ids, strict=True))  # type: ignore[union-attr]
@@ -393,18 +394,19 @@ def test_an_end_token_before_min_tokens_ends_nothing() -> None:
         rig.submit(make_submission(PROMPT, sampling=make_sampling(min_tokens=9)))
 
 
-def test_who_waits_for_one_of_several_that_compute_a_prompt_hears_of_its_end() -> None:
-    """Two sequences prefill for themselves; the first is done, somebody waits for the second, and the second is aborted."""
-    family = Family("r", ListSink())
+def test_a_request_that_waits_for_a_prompt_resumes_when_its_origin_stops() -> None:
+    """Two sequences compute their prompt; the request that waits for the second is released by its abort alone."""
+    group = SequenceGroup("r", ListSink())
     first, second, waiter = (make_request(PROMPT) for _ in range(3))
     for one in (first, second, waiter):
-        one.family = family
-        family.members.append(one)
-    computing = PrefixesInProgress()
+        one.group = group
+        group.members.append(one)
+    kv = make_rig().scheduler.kv
+    shared = SharedPrefills(kv.prefixes, kv.copies, SchedulerStats())
     for one in (first, second):
-        computing.start(one, (), 0, 0, 1)
-    assert computing.computed(family) == []
-    computing.wait(waiter, family, second)
-    assert computing.given_up(first, ()) == []
-    assert computing.given_up(second, ()) == [waiter]
-    assert computing.num_waiting == 0
+        shared.start(one)
+    assert shared.prompt_computed(first) == []
+    shared.defer_for_prompt(waiter, second)
+    assert shared.stop(first) == []
+    assert shared.stop(second) == [waiter]
+    assert shared.num_waiting == 0

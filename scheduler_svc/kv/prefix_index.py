@@ -1,0 +1,196 @@
+"""The prefix cache of one replica: finds cached prefixes, and makes computed tokens findable."""
+
+import itertools
+from collections.abc import Sequence
+
+from scheduler_svc.kv.block_pool import BlockKey
+from scheduler_svc.kv.copies import CopyQueue, PendingCopy
+from scheduler_svc.kv.events import KvEventLog
+from scheduler_svc.kv.groups.base import BlockLayout, KvGroupManager
+from scheduler_svc.kv.prefix_hash import HashChain, seed_key
+from scheduler_svc.kv.sequence import SequenceKv
+from scheduler_svc.kv.stats import KvStats
+from scheduler_svc.kv.window_policy import KeepPolicy
+
+
+class PrefixIndex:
+    """Prefixes of all KV groups together.
+
+    A hit is the longest prefix that all groups can serve. It ends at a chunk boundary, so that the rest runs in the
+    same chunks as after a miss and yields the same bits. The last token is always recomputed: its logits are needed.
+    """
+
+    def __init__(
+        self, groups: Sequence[KvGroupManager], layout: BlockLayout, copies: CopyQueue, events: KvEventLog, stats: KvStats, *,
+        model: str, enabled: bool, index_decoded: bool, keep: KeepPolicy | None,
+    ) -> None:  # fmt: skip
+        """Starts empty.
+
+        Args:
+            groups: managers by group id; their pools hold the index.
+            layout: how blocks, chunks and hash blocks line up.
+            copies: takes the copies that keep windows.
+            events: log of stored and removed prefixes.
+            stats: counts kept windows.
+            model: part of every prefix's identity.
+            enabled: whether prefixes are indexed and looked up.
+            index_decoded: whether the output of decode steps is indexed, too.
+            keep: decides which windows of in-place groups to keep; None without such groups.
+        """
+        self._groups = groups
+        self._layout = layout
+        self._copies = copies
+        self._events = events
+        self._stats = stats
+        self._model = model
+        self._enabled = enabled
+        self._index_decoded = index_decoded
+        self._keep = keep
+        self.epoch = 0
+        """Number of resets so far."""
+
+    # ---- looking up ----
+
+    @property
+    def hit_stride(self) -> int:
+        """Hash blocks between two lengths that a hit may have."""
+        return self._layout.hit_stride
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per prefix key."""
+        return self._layout.hash_block_size
+
+    def lookup_keys(self, sequence: SequenceKv) -> tuple[list[BlockKey], int]:
+        """Returns the sequence's keys, and how many of them a hit may cover.
+
+        The limit is the last chunk boundary before the last token; 0 if prefixes are not reused.
+        """
+        if not self._enabled or not sequence.reuse_prefix:
+            return [], 0
+        stride = self._layout.hit_stride
+        limit = (len(sequence.token_ids) - 1) // (self._layout.hash_block_size * stride) * stride
+        return self._chain(sequence).extend(sequence.token_ids, limit), limit
+
+    def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """Returns the longest hit that all groups can serve, in hash blocks.
+
+        A group may shorten another group's hit; the search repeats until all groups agree.
+        """
+        hit, agreed, groups = limit, 0, len(self._groups)
+        for group in itertools.cycle(self._groups):
+            if not hit or agreed == groups:
+                return hit
+            found = group.longest_hit(keys, hit)
+            agreed = agreed + 1 if found == hit else 1
+            hit = found
+        raise AssertionError("a replica has at least one KV group")
+
+    def hit_limit(self, sequence: SequenceKv) -> int:
+        """Returns the longest hit that the sequence could have in any cache, in tokens."""
+        return self.lookup_keys(sequence)[1] * self._layout.hash_block_size
+
+    def peek(self, sequence: SequenceKv) -> int:
+        """Returns the longest cached prefix of the sequence, in tokens. Does not modify the cache."""
+        keys, limit = self.lookup_keys(sequence)
+        return self.longest_hit(keys, limit) * self._layout.hash_block_size
+
+    def note_admission(self, sequence: SequenceKv, keys: Sequence[BlockKey], limit: int) -> None:
+        """Records the prompt of an admitted sequence, so that windows where prompts diverge are kept."""
+        if self._keep is not None:
+            boundaries = range(self._layout.hit_stride, limit + 1, self._layout.hit_stride)
+            sequence.junction = self._keep.observe(keys, boundaries)
+
+    # ---- indexing ----
+
+    def index_chunk(self, sequence: SequenceKv, start: int, end: int) -> None:
+        """Makes the prefilled tokens ``[start, end)`` findable, once they are computed."""
+        if not self._enabled or sequence.cache_epoch != self.epoch:
+            return
+        size, chunk = self._layout.hash_block_size, self._layout.chunk
+        whole_chunk = start % chunk == 0 and end - start == chunk
+        if not whole_chunk and not self._index_decoded:
+            return
+        first, last = start // size, end // size
+        if first == last:
+            return
+        self._index(sequence, first, last)
+        if self._keep is not None and whole_chunk:
+            self._keep_windows(self._keep, sequence, last)
+
+    def index_decoded(self, sequence: SequenceKv) -> None:
+        """Makes the output of decode steps findable if the options ask for it; in-place windows are excluded."""
+        if not self._enabled or not self._index_decoded:
+            return
+        if sequence.cache_epoch != self.epoch or self._copies.waits_for(sequence):
+            return  # admitted before a reset, or forked into blocks that are not copied yet
+        size = self._layout.hash_block_size
+        end = sequence.num_computed // size
+        start = max(0, sequence.num_computed - self._layout.block_size) // size
+        self._index(sequence, start, end)
+
+    def index_window(self, copy: PendingCopy) -> None:
+        """Makes a kept window findable, once its copy was run."""
+        if copy.key is None or copy.epoch != self.epoch:
+            return
+        pool = self._groups[copy.group_id].pool
+        new = pool.index_block(copy.held, (copy.key,), cheap=copy.cheap)
+        if new and self._events.active:
+            self._events.stored(copy.group_id, (copy.key,), b"", ())
+
+    def reset(self) -> None:
+        """Forgets all cached content. Sequences keep their blocks, but what they add is not indexed."""
+        self.epoch += 1
+        for group in self._groups:
+            group.pool.reset_index()
+        self._events.cleared()
+
+    # ---- internals ----
+
+    def _index(self, sequence: SequenceKv, first: int, last: int) -> None:
+        """Makes hash blocks ``[first, last)`` of a sequence findable in every group."""
+        chain = self._chain(sequence)
+        keys = chain.extend(sequence.token_ids, last)
+        for group_id, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
+            new = group.index(table, keys, first, last)
+            if new and self._events.active:
+                self._log_stored(group_id, sequence, chain, new)
+
+    def _keep_windows(self, policy: KeepPolicy, sequence: SequenceKv, boundary: int) -> None:
+        """Queues copies of the windows that end at hash block ``boundary``, if the policy values them."""
+        stride, size = self._layout.hit_stride, self._layout.hash_block_size
+        if boundary % stride:
+            return  # no hit may end there
+        last = len(sequence.token_ids) // (stride * size) * stride
+        worth = policy.worth(boundary, last, sequence.junction)
+        if worth == "nothing":
+            return
+        key, cheap = self._chain(sequence).keys[boundary - 1], worth == "little"
+        for group_id, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
+            target = group.keep(key, cheap=cheap)
+            if target is None:
+                continue
+            tokens = group.copied_tokens(boundary * size)
+            copy = PendingCopy(
+                group_id, table.blocks[0], target, tokens, target, self.epoch, key=key, cheap=cheap
+            )
+            self._copies.add(copy)
+            self._stats.copies += 1
+            self._stats.kept_windows += 1
+
+    def _log_stored(self, group_id: int, sequence: SequenceKv, chain: HashChain, indices: list[int]) -> None:
+        """Logs one event per run of adjacent hash blocks."""
+        size = self._layout.hash_block_size
+        for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
+            members = [index for _, index in run]
+            first, end = members[0], members[-1] + 1
+            tokens = tuple(sequence.token_ids[first * size : end * size])
+            self._events.stored(group_id, tuple(chain.keys[first:end]), chain.parent(first), tokens)
+
+    def _chain(self, sequence: SequenceKv) -> HashChain:
+        chain, size = sequence.hash_chain, self._layout.hash_block_size
+        # A request of a lost replica may bring a chain with another hash block size.
+        if chain is None or chain.hash_block_size != size:
+            chain = HashChain(seed_key(model=self._model, salt=sequence.cache_salt), size)
+            sequence.hash_chain = chain
+        return chain

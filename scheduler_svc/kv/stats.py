@@ -1,0 +1,17 @@
+"""What the KV cache of one replica counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class KvStats:
+    """Counters from the start of a replica."""
+
+    queried_tokens: int = 0
+    """Known tokens of admitted requests."""
+    hit_tokens: int = 0
+    """Those of them that a prefix hit spared."""
+    copies: int = 0
+    """Block copies planned."""
+    kept_windows: int = 0
+    """Copies that keep a sliding window for later requests."""
