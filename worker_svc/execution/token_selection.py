@@ -67,7 +67,7 @@ class TokenSelector:
         """
         batch = self._batch.sampling_batch(slots)
         needs = batch.needs
-        if self._constraints is not None and self._constraints.any_of(slots):
+        if self._constraints is not None and self._constraints.any_constrained(slots):
             selection = self._select_constrained(
                 self._constraints, slots, rows, logits, positions, draw, batch, argmax
             )

@@ -15,8 +15,8 @@ from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
+from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
-from worker_svc.grammars.lowering.limits import CompilerLimits
 from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
@@ -247,11 +247,11 @@ class Worker:
         return Constraints(
             self.grammars,
             num_slots=geometry.max_num_seqs,
-            most_rows=geometry.decode_buckets[-1],
+            max_rows=geometry.decode_buckets[-1],
             vocab_size=self.description.vocab_size,
             end_ids=self.description.eos_token_ids,
             device=self.device.torch_device,
-            least_jump=self._settings.jump_ahead_tokens if self.device.chunks_start_anywhere else 0,
+            min_jump=self._settings.jump_ahead_tokens if self.device.chunks_start_anywhere else 0,
         )
 
 

@@ -1,4 +1,9 @@
-"""Constrained output: grammars compiled in processes of their own, matched per slot, applied to logits. Only this package imports xgrammar.
+"""Constrained output: grammars compiled in separate processes, matched per slot and applied to logits.
 
-Imports nothing here: the compiling processes import parts of the package without torch.
+`spec` is a request's constraint; `lowering/` rewrites it to what xgrammar enforces. `compiler` caches
+compiled grammars. It gets them through `compile_client` from `compile_server`, which speak
+`compile_protocol`; `markers` gives a tag's special tokens a text. `constraints` chooses the tokens of a step
+with one `matcher` per slot and the `masks`. Only this package imports xgrammar. Imported by `execution`,
+`plans` and `api`; imports only `protos`. This file imports nothing, because the compile server must not load
+torch.
 """

@@ -1,13 +1,14 @@
-"""The process in which grammars are compiled: it waits, and forks a child for each of them.
+"""The process that compiles grammars. It forks one child for each grammar.
 
-xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A child has limits of its own that the kernel keeps, and
-whatever becomes of it (out of time, out of memory, a crash of the compiler) is one grammar's failure and nobody else's. It checks and lowers
-the grammar, compiles it, walks through it as output would and sends it serialized; if it ends before that, the nursery tells how. Measured with SmolLM2's
-vocabulary: the nursery starts in 0.4 s and occupies 87 MB, a fork takes 8 ms, and serializing and reading back costs half as much again as
-compiling.
+xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A child runs under limits that
+the kernel enforces, so a timeout, an exhausted memory limit or a crash fails one grammar and nothing else.
+The child checks and lowers the grammar, compiles it, walks through it as output would, and sends it back
+serialized. If the child dies first, the server reports how. Measured with SmolLM2's vocabulary: the server
+starts in 0.4 s and occupies 87 MB, a fork takes 8 ms, and serializing and reading back a grammar adds half of
+its compile time.
 
-Started by :class:`~worker_svc.grammars.compiler.GrammarCompiler` as ``python -m worker_svc.grammars.compile_server FD FOLDER VOCAB EOS…``. Over
-the socket ``FD`` it answers a description of the vocabulary, or why it has none, and then receives one file descriptor per grammar.
+`GrammarCompiler` starts it as `python -m worker_svc.grammars.compile_server FD FOLDER VOCAB EOS…`. It talks
+over the socket `FD`, as `compile_protocol` describes.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import types
@@ -28,134 +28,93 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.lowering.limits import MAX_WHITESPACE, refused
-from worker_svc.grammars.lowering.patterns import with_rules
-from worker_svc.grammars.markers import described, markers_in, numbered, with_markers
-from worker_svc.grammars.spec import Kind, Source, Spec, lower
+from worker_svc.grammars.compile_protocol import (
+    CHILD_DIED,
+    COMPILER_ERROR,
+    DONE,
+    INVALID_SPEC,
+    WALL_FACTOR,
+    Job,
+    dump_grammar,
+    dump_status,
+    dump_vocabulary,
+    receive_job,
+    send_answer,
+)
+from worker_svc.grammars.lowering.limits import MAX_WHITESPACE
+from worker_svc.grammars.lowering.patterns import patterns_to_rules
+from worker_svc.grammars.lowering.refusals import refusal
+from worker_svc.grammars.markers import markers_in, resolve_token_names, with_marker_texts
+from worker_svc.grammars.spec import Source, lower
 
-HEADER: Final = struct.Struct("<cQ")
-"""Of every answer: a kind, and the bytes that follow."""
-JOB: Final = struct.Struct("<cdQQQ")
-"""Of every job: the kind of its spec, CPU seconds, bytes of memory, bytes of the result at most, bytes of text that follow."""
-STATUS: Final = struct.Struct("<i")
-"""How a child ended, as ``waitpid`` has it."""
-KINDS: Final[dict[Kind, bytes]] = {
-    "json_schema": b"j", "json_object": b"o", "regex": b"r", "grammar": b"g", "choice": b"c", "structural_tag": b"t",
-}  # fmt: skip
-DONE: Final = b"+"
-"""A vocabulary, or the ids of a grammar's markers as a JSON list, a line feed and the grammar."""
-WRONG: Final = b"!"
-"""What is wrong with the spec, in our words."""
-REFUSED: Final = b"-"
-"""Why it cannot be compiled, in xgrammar's."""
-DIED: Final = b"x"
-"""No answer came; a :data:`STATUS` follows."""
-
-# Steps of a model on the same cores come first.
+# Model steps on the same cores have priority.
 _NICENESS: Final = 10
-# A child that has the cores to itself is done when its CPU time is; one that waits for them gets this much longer.
-WALL_FACTOR: Final = 8.0
-# CPU seconds of a mask, and of those of a whole walk: the worker makes them between two steps, and everybody waits.
+# CPU seconds that one mask, and all masks of a walk, may take. The worker builds masks between two steps of
+# the batch.
 _MASK_S: Final = 0.25
 _WALK_S: Final = 1.0
 _WALK_TOKENS: Final = 32
-# Of so many tokens that are allowed the longest is taken: words and what stands between them, as models write them.
+# The walk takes the longest of this many random allowed tokens: whole words and separators, as models write
+# them.
 _WALK_CHOICES: Final = 12
 
 
-class Job(NamedTuple):
-    """One grammar to compile."""
-
-    spec: Spec
-    cpu_s: float
-    memory: int
-    """Bytes beside what the nursery has."""
-    largest: int
-    """Bytes that the compiled grammar may occupy, serialized or not."""
-
-
-class Vocabulary(NamedTuple):
-    """What a child finds when it is born."""
+class CompilerVocabulary(NamedTuple):
+    """The model's vocabulary as the children use it."""
 
     core: Any
-    """Xgrammar's compiled half."""
+    """xgrammar's compiled module."""
     tokenizer: Any
+    """xgrammar's `TokenizerInfo`."""
     end_ids: list[int]
+    """Tokens that end a sequence."""
     specials: dict[str, int]
-    """Special tokens that end nothing, by their text."""
+    """Ids of special tokens that do not end a sequence, by their text."""
     lengths: Any
-    """Of each token's text, uint8 [vocab]."""
+    """Length of each token's text, at most 255; uint8 [vocab]."""
 
     def id_of(self, text: str) -> int:
-        """The token that has a text.
+        """Returns the id of the token with this text.
 
         Raises:
-            InvalidArgument: if none has.
+            InvalidArgument: no token has it.
         """
         if (found := self.specials.get(text)) is not None:
             return found
         with contextlib.suppress(ValueError):
             if text:
                 return list(self.tokenizer.decoded_vocab()).index(text.encode(errors="surrogatepass"))
-        raise refused(f"structural_tag names the token {text!r}, which the vocabulary does not have")
-
-
-def send(connection: socket.socket, kind: bytes, payload: bytes) -> None:
-    """Writes an answer."""
-    connection.sendall(HEADER.pack(kind, len(payload)) + payload)
-
-
-def receive(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Reads an answer.
-
-    Raises:
-        EOFError: if the other side ended before it was complete.
-    """
-    kind, size = HEADER.unpack(receive_exactly(connection, HEADER.size))
-    return kind, receive_exactly(connection, size)
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads so many bytes.
-
-    Raises:
-        EOFError: if the other side ended before.
-    """
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = connection.recv_into(view[done:])
-        if not count:
-            raise EOFError
-        done += count
-    return bytes(data)
+        raise refusal(f"structural_tag names the token {text!r}, which the vocabulary does not have")
 
 
 def _load_xgrammar() -> Any:
-    """Xgrammar's compiled half.
+    """Imports xgrammar's compiled module.
 
-    Its Python half imports torch and transformers, which compiling does not need: 350 MB and seconds of every start.
+    Its Python modules import torch and transformers, which compiling does not need: 350 MB and seconds of
+    start-up.
     """
     spec = find_spec("xgrammar")
     assert spec is not None
-    sys.modules["torch"] = None  # type: ignore[assignment] # tvm_ffi goes without, if there is none
+    sys.modules["torch"] = None  # type: ignore[assignment] # tvm_ffi works without torch
     package = types.ModuleType("xgrammar")
     package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["xgrammar"] = package
-    import xgrammar.load_binding  # noqa: F401 - registers what the next line names
+    import xgrammar.load_binding  # noqa: F401 - registers the next import
     from xgrammar.base import _core  # type: ignore[attr-defined]
 
     return _core
 
 
-def _vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) -> Vocabulary:
-    """The vocabulary as xgrammar wants it; ids beyond the tokenizer's own have no text and are never allowed."""
+def _load_vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) -> CompilerVocabulary:
+    """Reads the tokenizer.
+
+    Special tokens and ids beyond the tokenizer's own get no text, so they are never allowed.
+    """
     import numpy as np
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = [""] * vocab_size
-    # Nor have special tokens: they are no part of the text that clients read.
     specials = {
         token_id: str(added.content)
         for token_id, added in tokenizer.get_added_tokens_decoder().items()
@@ -164,7 +123,7 @@ def _vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) ->
     for word, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size and token_id not in specials:
             words[token_id] = word
-    kind = json.loads(core.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str()))  # noqa: SLF001 - its only reader of them
+    kind = json.loads(core.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str()))  # noqa: SLF001 - no public function detects it
     info = core.TokenizerInfo(words, kind["vocab_type"], vocab_size, end_ids, kind["add_prefix_space"])
     markers = {
         text: token_id
@@ -172,15 +131,15 @@ def _vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int]) ->
         if text and token_id < vocab_size and token_id not in end_ids
     }
     lengths = np.array([min(len(word), 255) for word in info.decoded_vocab()], np.uint8)
-    return Vocabulary(core, info, end_ids, markers, lengths)
+    return CompilerVocabulary(core, info, end_ids, markers, lengths)
 
 
-def _compile(vocabulary: Vocabulary, job: Job) -> bytes:
-    """A grammar's markers and itself, serialized.
+def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
+    """Compiles a grammar, checks its cost and returns it with its markers, encoded.
 
     Raises:
-        InvalidArgument: if the spec is wrong, in our words.
-        Exception: whatever xgrammar raises.
+        InvalidArgument: our checks refuse the spec.
+        Exception: xgrammar refuses it, or it is too large or too expensive to match.
     """
     core = vocabulary.core
     source, text = lower(job.spec)
@@ -188,129 +147,133 @@ def _compile(vocabulary: Vocabulary, job: Job) -> bytes:
     if source == "tag":
         tag = json.loads(text)
         markers = markers_in(tag, vocabulary.specials)
-        text = json.dumps(numbered(tag, vocabulary.id_of))
+        text = json.dumps(resolve_token_names(tag, vocabulary.id_of))
     if markers:
-        words = with_markers(tokenizer.decoded_vocab(), markers)
+        words = with_marker_texts(tokenizer.decoded_vocab(), markers)
         tokenizer = core.TokenizerInfo(words, 0, len(words), vocabulary.end_ids, tokenizer.add_prefix_space())
-    grammar = compiled(core, core.GrammarCompiler(tokenizer, 1, False, -1), source, text)
+    grammar = compile_lowered(core, core.GrammarCompiler(tokenizer, 1, False, -1), source, text)
     serialized = str(grammar.serialize_json()).encode()
     size = max(grammar.memory_size_bytes(), len(serialized))
     if size > job.largest:
-        raise ValueError(f"its compiled form has {size >> 20} MiB; at most {job.largest >> 20} MiB are kept")
+        raise ValueError(f"its compiled form has {size >> 20} MiB; the limit is {job.largest >> 20} MiB")
     _walk(core, grammar, tokenizer.vocab_size(), vocabulary)
-    return json.dumps(sorted(markers.values())).encode() + b"\n" + serialized
+    return dump_grammar(sorted(markers.values()), serialized)
 
 
-def compiled(core: Any, compiler: Any, source: Source, text: str) -> Any:
-    """What a lowered spec becomes.
+def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:
+    """Compiles a lowered spec.
 
     Args:
-        core: xgrammar's compiled half.
+        core: xgrammar's compiled module.
         compiler: one of its compilers.
-        source: of ``text``.
-        text: what :func:`~worker_svc.grammars.spec.lower` made.
+        source: kind of `text`.
+        text: the lowered text, from `spec.lower`.
     """
     match source:
         case "json":
-            # Any order of whitespace up to so many characters (a model that writes nothing else would never end); strict.
+            # Strict, with white space anywhere up to a limit: a model that writes nothing else would never
+            # end.
             schema = core.Grammar.from_json_schema(text, True, None, None, True, MAX_WHITESPACE, False, False)
-            return compiler.compile_grammar_ebnf(with_rules(core, schema))
+            return compiler.compile_grammar_ebnf(patterns_to_rules(core, schema))
         case "regex":
             return compiler.compile_regex(text)
         case "ebnf":
             return compiler.compile_grammar_from_strings(text, "root")
         case "tag":
-            return compiler.compile_grammar_ebnf(with_rules(core, core.Grammar.from_structural_tag(text)))
+            return compiler.compile_grammar_ebnf(
+                patterns_to_rules(core, core.Grammar.from_structural_tag(text))
+            )
 
 
-def _walk(core: Any, grammar: Any, vocab_size: int, vocabulary: Vocabulary) -> None:
-    """Goes along a grammar for some tokens, at random but the same way each time, and makes each mask, as the worker may have to between two steps.
+def _walk(core: Any, grammar: Any, vocab_size: int, vocabulary: CompilerVocabulary) -> None:
+    """Walks through a grammar for some random tokens (with a fixed seed) and times every mask on the way.
 
-    A first mask says little: that of a schema allows a quote or a brace, and what is expensive comes behind.
+    The first mask says little: a schema starts with a quote or a brace, and the expensive parts follow.
 
     Raises:
-        ValueError: if a mask takes longer than others should wait, or all of them do.
+        ValueError: a mask takes too long, or all of them together do.
     """
     import numpy as np
 
     mask = np.zeros((1, (vocab_size + 31) // 32), np.int32)
-    numbers = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     matcher = core.GrammarMatcher(grammar, None, False, -1, None)
     avoided = list(vocabulary.end_ids)
-    walked, before = 0.0, -1
+    total, previous = 0.0, -1
     for _ in range(_WALK_TOKENS):
         started = time.thread_time()
         matcher.fill_next_token_bitmask(mask, 0, False)
         spent = time.thread_time() - started
-        walked += spent
-        if spent > _MASK_S or walked > _WALK_S:
+        total += spent
+        if spent > _MASK_S or total > _WALK_S:
             raise ValueError(
-                f"telling which tokens may come takes {spent:.2f} s for a token, {walked:.2f} s so far, and everybody waits for it;"
-                " make it less ambiguous"
+                f"the mask of allowed tokens takes {spent:.2f} s for one token, {total:.2f} s so far, which would delay"
+                " the whole batch; make it less ambiguous"
             )
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
         allowed = allowed[~np.isin(allowed, avoided)]
         if not len(allowed):
-            if before < 0:
+            if previous < 0:
                 return
-            # It leads to an end. Begin again and take another way, which may be a longer one.
-            avoided.append(before)
+            # Dead end. Start again without the last token; another path may be longer.
+            avoided.append(previous)
             matcher.reset()
-            before = -1
+            previous = -1
             continue
-        some = numbers.choice(allowed, _WALK_CHOICES)
-        before = int(some[vocabulary.lengths[some].argmax()])
-        matcher.accept_token(before, False)
+        candidates = rng.choice(allowed, _WALK_CHOICES)
+        previous = int(candidates[vocabulary.lengths[candidates].argmax()])
+        matcher.accept_token(previous, False)
 
 
 @contextlib.contextmanager
-def ended_by(connection: socket.socket) -> Iterator[None]:
-    """Meanwhile the kernel ends this process as soon as the other side hangs up, whatever the compiler is doing then.
+def killed_on_hangup(connection: socket.socket) -> Iterator[None]:
+    """In this context, the kernel kills the process when the other side hangs up.
 
-    Nothing may be sent or received meanwhile: that would end it, too.
+    This works whatever the compiler is doing. Incoming data would kill the process, too, so the worker sends
+    nothing meanwhile.
+
+    Raises:
+        EOFError: the other side has hung up already.
     """
     descriptor = connection.fileno()
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, which nobody handles
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)  # sends SIGIO, whose default action is to exit
     if select.select([connection], [], [], 0)[0]:
-        raise EOFError  # it has hung up already: nothing else can have come
+        raise EOFError  # readable before any answer: only a hangup does that
     yield
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def _answer(vocabulary: Vocabulary, job: Job) -> tuple[bytes, bytes]:
-    """Kind and content of what a child has to say."""
+def _answer(vocabulary: CompilerVocabulary, job: Job) -> tuple[bytes, bytes]:
+    """Compiles a job; returns the kind and the payload of the answer."""
     try:
         return DONE, _compile(vocabulary, job)
     except InvalidArgument as error:
-        return WRONG, error.message.encode(errors="replace")
+        return INVALID_SPEC, error.message.encode(errors="replace")
     except MemoryError:
-        return REFUSED, b"std::bad_alloc"
-    except Exception as error:  # noqa: BLE001 - whatever the compiler says is the answer
-        return REFUSED, (str(error) or type(error).__name__).encode(errors="replace")
+        return COMPILER_ERROR, b"std::bad_alloc"
+    except Exception as error:  # noqa: BLE001 - the compiler's reason is the answer, whatever its type
+        return COMPILER_ERROR, (str(error) or type(error).__name__).encode(errors="replace")
 
 
-def _live(vocabulary: Vocabulary, connection: socket.socket) -> None:
-    """A child's whole life."""
-    os.setsid()  # a terminal's Ctrl-C is for the worker to handle
-    kind, cpu_s, memory, largest, size = JOB.unpack(receive_exactly(connection, JOB.size))
-    text = receive_exactly(connection, size).decode(errors="surrogatepass")
-    spec = Spec(next(name for name, each in KINDS.items() if each == kind), text)
-    job = Job(spec, cpu_s, memory, largest)
+def _run_child(vocabulary: CompilerVocabulary, connection: socket.socket) -> None:
+    """Receives a job, compiles it under its limits and sends the answer."""
+    os.setsid()  # the worker handles Ctrl-C in a terminal
+    job = receive_job(connection)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + job.memory,) * 2)
     seconds = max(1, round(job.cpu_s))
-    # The soft limit's signal tells what happened; the hard one is for a child that would not hear it.
+    # The soft limit's signal identifies the cause; the hard limit kills a child that ignores it.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))
-    signal.setitimer(signal.ITIMER_REAL, job.cpu_s * WALL_FACTOR)  # nobody handles it: it ends the child
-    with ended_by(connection):
+    signal.setitimer(signal.ITIMER_REAL, job.cpu_s * WALL_FACTOR)  # SIGALRM's default action ends the child
+    with killed_on_hangup(connection):
         answer = _answer(vocabulary, job)
-    send(connection, *answer)
+    send_answer(connection, *answer)
 
 
-def _bury(children: dict[int, socket.socket]) -> None:
-    """Takes leave of children that ended, and tells how those did that cannot have answered."""
+def _reap(children: dict[int, socket.socket]) -> None:
+    """Reaps exited children. Reports the wait status of those that failed, which cannot have answered."""
     while children:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
@@ -318,25 +281,25 @@ def _bury(children: dict[int, socket.socket]) -> None:
         with children.pop(child) as connection, contextlib.suppress(OSError):
             connection.setblocking(False)
             if status:
-                send(connection, DIED, STATUS.pack(status))
+                send_answer(connection, CHILD_DIED, dump_status(status))
 
 
-def _serve(control: socket.socket, vocabulary: Vocabulary) -> None:
-    """Bears a child for each connection that comes, until the worker goes away."""
+def _serve(control: socket.socket, vocabulary: CompilerVocabulary) -> None:
+    """Forks a child for each connection until the worker closes the control socket."""
     children: dict[int, socket.socket] = {}
-    ended, wakeup = socket.socketpair()
-    ended.setblocking(False)
+    exited, wakeup = socket.socketpair()
+    exited.setblocking(False)
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    poll.register(ended, select.POLLIN)
+    poll.register(exited, select.POLLIN)
     while True:
         ready = {fd for fd, _ in poll.poll()}
-        if ended.fileno() in ready:
-            ended.recv(4096)
-            _bury(children)
+        if exited.fileno() in ready:
+            exited.recv(4096)
+            _reap(children)
         if control.fileno() not in ready:
             continue
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -350,29 +313,31 @@ def _serve(control: socket.socket, vocabulary: Vocabulary) -> None:
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
-            for each in (control, ended, wakeup, *children.values()):
+            for each in (control, exited, wakeup, *children.values()):
                 each.close()
-            _live(vocabulary, connection)
-        except BaseException:  # noqa: BLE001 - there is nobody to tell but the nursery
+            _run_child(vocabulary, connection)
+        except BaseException:  # noqa: BLE001 - the exit status is the report
             os._exit(1)
         os._exit(0)
 
 
 def main() -> None:
-    """Serves until the worker goes away."""
+    """Loads the vocabulary and serves until the worker closes the control socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        vocabulary = _vocabulary(
+        vocabulary = _load_vocabulary(
             _load_xgrammar(), Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]]
         )
-    except Exception as error:  # noqa: BLE001 - a tokenizer that it cannot read is the worker's to report
-        send(control, REFUSED, str(error).encode(errors="replace"))
+    except Exception as error:  # noqa: BLE001 - the worker reports why the tokenizer cannot be read
+        send_answer(control, COMPILER_ERROR, str(error).encode(errors="replace"))
         return
-    send(control, DONE, described(str(vocabulary.tokenizer.serialize_json()), vocabulary.specials))
-    # What the compiler warns of is refused before it gets here.
+    send_answer(
+        control, DONE, dump_vocabulary(str(vocabulary.tokenizer.serialize_json()), vocabulary.specials)
+    )
+    # xgrammar prints warnings about features that are refused before they reach it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     _serve(control, vocabulary)
 

@@ -1,4 +1,4 @@
-"""Compiles grammars, at most a few at a time, and keeps them."""
+"""The cache of compiled grammars. Compiles a limited number at a time."""
 
 import asyncio
 import threading
@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.logs import get_logger
-from worker_svc.grammars.compile_client import Compilation, Nursery, Vocabulary
-from worker_svc.grammars.lowering.limits import CompilerLimits
+from worker_svc.grammars.compile_client import Compilation, CompileClient, GrammarVocabulary
+from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.spec import Spec, check_size
 
 if TYPE_CHECKING:
     import xgrammar
 
-# Grammars that are known to be refused; a message each.
+# Refusals that are remembered, one message each.
 _MAX_REFUSALS: Final = 1024
 _MAX_WAITING: Final = 1024
 _TOKENIZER_FILE: Final = "tokenizer.json"
 
 
 def can_constrain(folder: Path, end_ids: Sequence[int]) -> bool:
-    """Whether a model's output can be matched: its vocabulary can be read, and there is a token that ends a sequence."""
+    """Whether a model supports grammars: its vocabulary can be read, and some token ends a sequence."""
     return (folder / _TOKENIZER_FILE).is_file() and bool(end_ids)
 
 
 class GrammarCompiler:
-    """A cache of compiled grammars by :attr:`Spec.key`, least recently used ones out first. Safe to use from any thread."""
+    """A least-recently-used cache of compiled grammars, by `Spec.key`. Thread-safe."""
 
     def __init__(
         self, folder: Path, vocab_size: int, end_ids: Sequence[int], limits: CompilerLimits | None = None
@@ -39,10 +39,10 @@ class GrammarCompiler:
         """Starts no process yet: the first grammar does.
 
         Args:
-            folder: the model's, with its ``tokenizer.json``.
-            vocab_size: of the model's logits.
+            folder: the model's folder, with its `tokenizer.json`.
+            vocab_size: width of the model's logits.
             end_ids: tokens that end a sequence.
-            limits: what may be spent.
+            limits: limits on time and memory.
         """
         self._folder = folder
         self._vocab_size = vocab_size
@@ -50,36 +50,39 @@ class GrammarCompiler:
         self.limits = limits or CompilerLimits()
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[bytes, xgrammar.CompiledGrammar] = (
+        self._cached: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
+        self._live: weakref.WeakValueDictionary[bytes, xgrammar.CompiledGrammar] = (
             weakref.WeakValueDictionary()
         )
-        """The kept ones, and those that only a matcher still has."""
-        self._counting = threading.RLock()
+        """Cached grammars, and evicted ones that a matcher still uses."""
+        self._bytes_lock = threading.RLock()
         self._bytes = 0
         self._refusals: OrderedDict[bytes, InvalidArgument] = OrderedDict()
-        self._under_way: dict[bytes, Compilation] = {}
-        self._nursery: Nursery | None = None
-        self._starting = threading.Lock()
-        self._reading = threading.Lock()
+        self._in_progress: dict[bytes, Compilation] = {}
+        self._client: CompileClient | None = None
+        self._client_lock = threading.Lock()
+        self._read_lock = threading.Lock()
         self._closed = False
         self.num_compiled = 0
+        """Grammars compiled so far."""
 
     @property
     def cached_bytes(self) -> int:
-        """What the grammars occupy, those that only running requests need among them."""
+        """Bytes of all live grammars, including evicted ones that running requests use."""
         return self._bytes
 
     async def prepare(self, spec: Spec) -> int:
-        """Makes sure that :meth:`find` has a grammar, if only for a while. Whoever waits may be cancelled: the last one ends the compilation.
+        """Compiles a grammar unless it is cached, so that `find` returns it until it is evicted.
+
+        If the caller is cancelled, it stops waiting; the compilation ends when the last caller has left.
 
         Returns:
-            The bytes that it occupies.
+            The bytes that the grammar occupies.
 
         Raises:
-            InvalidArgument: if it is wrong, beyond a limit, or asks for what cannot be enforced.
-            Overloaded: if too many are waiting.
-            Internal: if grammars cannot be compiled at all.
+            InvalidArgument: the spec is invalid, exceeds a limit or cannot be enforced.
+            Overloaded: too many grammars are waiting, or the cores were too busy.
+            Internal: grammars cannot be compiled at all, or the compiler crashed.
         """
         future = self.submit(spec)
         try:
@@ -89,7 +92,10 @@ class GrammarCompiler:
             raise
 
     def submit(self, spec: Spec) -> "Future[int]":
-        """The same for callers that can wait; the same grammar again joins the compilation that is under way."""
+        """Like `prepare`, for callers without an event loop.
+
+        Joins a compilation of the same spec in progress.
+        """
         try:
             check_size(spec)
         except InvalidArgument as error:
@@ -97,93 +103,100 @@ class GrammarCompiler:
         with self._lock:
             if (found := self._get(spec.key)) is not None:
                 return _done(found.memory_size_bytes)
-            if (joined := self._under_way.get(spec.key)) is not None:
+            if (joined := self._in_progress.get(spec.key)) is not None:
                 joined.callers += 1
                 return joined.future
             if (refusal := self._refusals.get(spec.key)) is not None:
                 return _failed(refusal)
-            if len(self._under_way) >= _MAX_WAITING:
+            if len(self._in_progress) >= _MAX_WAITING:
                 return _failed(
                     Overloaded(f"{_MAX_WAITING} grammars are waiting to be compiled", retry_after_ms=2000)
                 )
             compilation = Compilation()
             compilation.future = self._pool.submit(self._compile, spec, compilation)
-            self._under_way[spec.key] = compilation
-        compilation.future.add_done_callback(lambda _: self._forget(spec.key, compilation))
+            self._in_progress[spec.key] = compilation
+        compilation.future.add_done_callback(lambda _: self._finish(spec.key, compilation))
         return compilation.future
 
     def find(self, spec: Spec) -> "xgrammar.CompiledGrammar | None":
-        """A grammar that was compiled and is still kept."""
+        """Returns the compiled grammar, if it is cached or in use, and marks it as used."""
         with self._lock:
             return self._get(spec.key)
 
     def refuse(self, spec: Spec, refusal: InvalidArgument) -> None:
-        """Forgets a grammar, and remembers why it is not compiled again."""
+        """Drops a grammar and answers later requests for it with `refusal`."""
         with self._lock:
-            self._compiled.pop(spec.key, None)
-            self._alive.pop(spec.key, None)
+            self._cached.pop(spec.key, None)
+            self._live.pop(spec.key, None)
             self._refusals[spec.key] = refusal
             if len(self._refusals) > _MAX_REFUSALS:
                 self._refusals.popitem(last=False)
 
     def close(self) -> None:
-        """Ends the process; compilations under way fail."""
-        with self._starting:
+        """Ends the compile server; compilations in progress fail."""
+        with self._client_lock:
             self._closed = True
-            if self._nursery is not None:
-                self._nursery.close()
-                self._nursery = None
+            if self._client is not None:
+                self._client.close()
+                self._client = None
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, key: bytes) -> "xgrammar.CompiledGrammar | None":
-        found = self._alive.get(key)
+        found = self._live.get(key)
         if found is not None:
-            self._compiled[key] = found
-            self._compiled.move_to_end(key)
+            self._cached[key] = found
+            self._cached.move_to_end(key)
         return found
 
     def _count(self, size: int) -> None:
-        """May be called wherever the last use of a grammar ends."""
-        with self._counting:
+        """Adds to the bytes in use.
+
+        Finalizers call it, so it may run on any thread, inside any other method.
+        """
+        with self._bytes_lock:
             self._bytes += size
 
-    def _end_of_use(self, size: int, vocabulary: Vocabulary) -> None:  # noqa: ARG002 - it lived until here
+    def _release(self, size: int, vocabulary: GrammarVocabulary) -> None:  # noqa: ARG002 - kept alive until here
+        """Finalizer of a grammar; its arguments keep the grammar's vocabulary alive."""
         self._count(-size)
 
     def _leave(self, key: bytes, future: "Future[int]") -> None:
-        """One caller less. Without any, a compilation that waits for a thread never begins, and one that runs loses its process."""
+        """Removes one caller.
+
+        The last one cancels a queued compilation or kills the child of a running one.
+        """
         with self._lock:
-            compilation = self._under_way.get(key)
+            compilation = self._in_progress.get(key)
             if compilation is None or compilation.future is not future:
-                return  # it is over
+                return  # already finished
             compilation.callers -= 1
             if compilation.callers:
                 return
-            del self._under_way[key]  # who comes now begins anew
+            del self._in_progress[key]  # a later caller starts a new compilation
         if not compilation.future.cancel():
             compilation.abandon()
 
-    def _forget(self, key: bytes, compilation: Compilation) -> None:
+    def _finish(self, key: bytes, compilation: Compilation) -> None:
         with self._lock:
-            if self._under_way.get(key) is compilation:
-                del self._under_way[key]
+            if self._in_progress.get(key) is compilation:
+                del self._in_progress[key]
 
     def _compile(self, spec: Spec, compilation: Compilation) -> int:
-        """On a thread of the pool."""
+        """Compiles and caches a grammar; runs on a thread of the pool."""
         import xgrammar
 
         started = time.monotonic()
         try:
-            nursery = self._ready()
-            markers, serialized = nursery.compile(spec, self.limits, compilation)
+            client = self._running_client()
+            markers, serialized = client.compile(spec, self.limits, compilation)
         except InvalidArgument as error:
             self.refuse(spec, error)
             raise
-        with self._reading:
-            vocabulary = nursery.vocabulary(markers)
+        with self._read_lock:
+            vocabulary = client.vocabulary(markers)
             grammar = xgrammar.CompiledGrammar.deserialize_json(serialized, vocabulary.info)
-            if vocabulary.is_new:
-                vocabulary.is_new = False
+            if not vocabulary.is_counted:
+                vocabulary.is_counted = True
                 self._count(vocabulary.num_bytes)
                 weakref.finalize(vocabulary, self._count, -vocabulary.num_bytes).atexit = False
         size = int(grammar.memory_size_bytes)
@@ -192,23 +205,24 @@ class GrammarCompiler:
         )
         with self._lock:
             self.num_compiled += 1
-            self._compiled[spec.key] = self._alive[spec.key] = grammar
+            self._cached[spec.key] = self._live[spec.key] = grammar
             self._count(size)
-            weakref.finalize(grammar, self._end_of_use, size, vocabulary).atexit = False
-            while len(self._compiled) > 1 and self.cached_bytes > self.limits.cache:
-                self._compiled.popitem(last=False)
+            weakref.finalize(grammar, self._release, size, vocabulary).atexit = False
+            while len(self._cached) > 1 and self.cached_bytes > self.limits.cache:
+                self._cached.popitem(last=False)
         return size
 
-    def _ready(self) -> Nursery:
-        with self._starting:
+    def _running_client(self) -> CompileClient:
+        """Returns the client of a running server; starts a server if there is none or it has died."""
+        with self._client_lock:
             if self._closed:
-                raise Internal("the worker is ending")
-            if self._nursery is not None and not self._nursery.is_alive:
-                self._nursery.close()
-                self._nursery = None
-            if self._nursery is None:
-                self._nursery = Nursery(self._folder, self._vocab_size, self._end_ids)
-            return self._nursery
+                raise Internal("the worker is shutting down")
+            if self._client is not None and not self._client.is_alive:
+                self._client.close()
+                self._client = None
+            if self._client is None:
+                self._client = CompileClient(self._folder, self._vocab_size, self._end_ids)
+            return self._client
 
 
 def _done(size: int) -> "Future[int]":

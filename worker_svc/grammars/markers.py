@@ -1,47 +1,49 @@
-"""Special tokens in grammars: those whose texts, or which by themselves, a structural tag has in it.
+"""Special tokens that a structural tag writes or names.
 
-A special token has no text in a grammar's vocabulary, so it is never allowed: it is no part of what clients read. But a model that was trained
-to begin its calls with the token [TOOL_CALLS] should not have to spell it in letters because a tag says so. For such a tag the vocabulary is
-made once more, with texts for the special tokens that occur in it.
+A grammar's vocabulary gives special tokens no text, so grammars never allow them: clients do not read them.
+But a model trained to start its calls with the token [TOOL_CALLS] should not have to spell it letter by
+letter because a tag contains that text. For such a tag, the vocabulary is rebuilt with texts for the special
+tokens that occur in the tag. These tokens are its markers.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-# What of a structural tag is written as it stands. Schemas, expressions and grammars describe what the model says.
-_WRITTEN: Final = frozenset({"begin", "end", "triggers", "separator", "value", "rules"})
+# Fields of a structural tag that are output literally.
+_LITERAL: Final = frozenset({"begin", "end", "triggers", "separator", "value", "rules"})
+# Fields that name tokens, by text or id.
 _TOKENS: Final = frozenset({"token", "trigger_tokens"})
-_NO_TOKENS: Final = "exclude_tokens"
-_DESCRIBED: Final = frozenset({"json_schema", "pattern", "grammar", "excludes"})
+_EXCLUDED_TOKENS: Final = "exclude_tokens"
+# Fields that describe output instead of containing it.
+_DESCRIPTIONS: Final = frozenset({"json_schema", "pattern", "grammar", "excludes"})
 
 
 def markers_in(tag: Any, specials: Mapping[str, int]) -> dict[str, int]:
-    """The special tokens that a structural tag names, or whose texts it writes.
+    """Returns the special tokens, by text, that a structural tag names or whose texts it writes.
 
     Args:
-        tag: lowered.
+        tag: the lowered tag.
         specials: ids of special tokens by their text.
     """
-    written = list(_found(tag, _WRITTEN))
-    named = set(_found(tag, _TOKENS)) | set(_found(tag, frozenset({"rules"})))
+    literals = list(_find(tag, _LITERAL))
+    named = set(_find(tag, _TOKENS)) | set(_find(tag, frozenset({"rules"})))
     return {
         text: token_id
         for text, token_id in specials.items()
         if text in named
         or token_id in named
-        or any(isinstance(each, str) and text in each for each in written)
+        or any(isinstance(literal, str) and text in literal for literal in literals)
     }
 
 
-def numbered(tag: Any, id_of: Callable[[str], int]) -> Any:
-    """The same tag with ids for tokens that it names by their text.
+def resolve_token_names(tag: Any, id_of: Callable[[str], int]) -> Any:
+    """Returns the tag with ids in place of the tokens that it names by text.
 
     Raises:
-        InvalidArgument: raised by ``id_of``, if there is no such token.
+        InvalidArgument: from `id_of`, if no such token exists.
     """
     if isinstance(tag, list):
-        return [numbered(each, id_of) for each in tag]
+        return [resolve_token_names(each, id_of) for each in tag]
     if not isinstance(tag, dict):
         return tag
 
@@ -50,47 +52,38 @@ def numbered(tag: Any, id_of: Callable[[str], int]) -> Any:
 
     changed = {}
     for name, value in tag.items():
-        if name in _DESCRIBED:
+        if name in _DESCRIPTIONS:
             changed[name] = value
-        elif name in _TOKENS or name == _NO_TOKENS:
+        elif name in _TOKENS or name == _EXCLUDED_TOKENS:
             changed[name] = [token(each) for each in value] if isinstance(value, list) else token(value)
         elif name == "rules" and tag.get("type") == "token_dispatch" and isinstance(value, list):
             changed[name] = [
-                [token(rule[0]), *numbered(rule[1:], id_of)] if isinstance(rule, list) and rule else rule
+                [token(rule[0]), *resolve_token_names(rule[1:], id_of)]
+                if isinstance(rule, list) and rule
+                else rule
                 for rule in value
             ]
         else:
-            changed[name] = numbered(value, id_of)
+            changed[name] = resolve_token_names(value, id_of)
     return changed
 
 
-def with_markers(words: Iterable[bytes], markers: Mapping[str, int]) -> list[bytes]:
-    """A vocabulary, decoded, in which some special tokens have their text."""
-    known = list(words)
+def with_marker_texts(vocabulary: Iterable[bytes], markers: Mapping[str, int]) -> list[bytes]:
+    """Returns the decoded vocabulary with the markers' texts filled in."""
+    texts = list(vocabulary)
     for text, token_id in markers.items():
-        known[token_id] = text.encode()
-    return known
+        texts[token_id] = text.encode()
+    return texts
 
 
-def described(tokenizer: str, specials: Mapping[str, int]) -> bytes:
-    """A vocabulary for another process: xgrammar's own form, and the special tokens that it leaves out."""
-    return json.dumps({"tokenizer": tokenizer, "specials": specials}).encode()
-
-
-def read_description(payload: bytes) -> tuple[str, dict[str, int]]:
-    """What :func:`described` was given."""
-    content = json.loads(payload)
-    return content["tokenizer"], content["specials"]
-
-
-def _found(node: Any, names: frozenset[str], *, here: bool = False) -> Iterator[str | int]:
-    """Texts and numbers under some names, whatever lists they stand in."""
+def _find(node: Any, names: frozenset[str], *, inside: bool = False) -> Iterator[str | int]:
+    """Yields strings and numbers in the fields called `names`, at any depth of lists."""
     if isinstance(node, list):
         for each in node:
-            yield from _found(each, names, here=here)
+            yield from _find(each, names, inside=inside)
     elif isinstance(node, dict):
         for name, value in node.items():
-            if name not in _DESCRIBED:
-                yield from _found(value, names, here=name in names)
-    elif here and isinstance(node, str | int):
+            if name not in _DESCRIPTIONS:
+                yield from _find(value, names, inside=name in names)
+    elif inside and isinstance(node, str | int):
         yield node

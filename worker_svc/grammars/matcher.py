@@ -1,4 +1,4 @@
-"""One request's place in its grammar."""
+"""One request's position in its grammar."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,53 +9,53 @@ import numpy.typing as npt
 import torch
 
 from protos.errors import Internal, InvalidArgument
-from worker_svc.grammars.lowering.limits import PARAM
+from worker_svc.grammars.lowering.refusals import PARAM
 
 if TYPE_CHECKING:
     import xgrammar
 
-# CPU seconds that a grammar may cost in steps, beside so much a token: an ambiguous one costs more with every token, and everybody waits.
+# CPU time that matching may take: a base plus an allowance per token. Matching an ambiguous grammar gets
+# slower with every token, and it delays the whole batch.
 _BUDGET_S: Final = 1.0
 _BUDGET_PER_TOKEN_S: Final = 0.001
-# Forced tokens that are taken at a time; what is left of a chain comes with the next sample.
-LONGEST_JUMP: Final = 128
-# Of which two that may come next prove a choice: what may stand between the parts of JSON, in texts and in numbers. Where only others may,
-# making the mask tells.
+# Tokens in one jump. The rest of a longer chain follows the next sample.
+MAX_JUMP: Final = 128
+# If two of these may come next, there is a choice. They cover white space in JSON, strings and numbers; for
+# anything else the mask decides.
 _PROBES: Final = (" ", "\n", "a", "e", "1", "3")
 
-Costly = Callable[[InvalidArgument], None]
-"""Told why when a grammar has cost more than others should wait for."""
+OnOverBudget = Callable[[InvalidArgument], None]
+"""Receives the refusal when matching a grammar has taken too long."""
 
 
 class Matcher:
-    """Which tokens may come next, given those that came.
+    """Decides which tokens may come next, given the tokens so far.
 
-    Whatever xgrammar raises is the request's own failure, and whatever it does counts towards the request's budget.
-
-    Attributes:
-        ended: whether an end token was taken.
+    An exception from xgrammar fails only this request. All of its CPU time counts against the request's
+    budget. Every method that moves the matcher or asks for a mask raises `InvalidArgument` once the budget is
+    exceeded and `Internal` if xgrammar fails.
     """
 
     def __init__(
         self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int],
-        costly: Costly = lambda _: None,
+        on_over_budget: OnOverBudget = lambda _: None,
     ) -> None:  # fmt: skip
-        """Takes up behind ``output``, what was generated so far.
+        """Starts after `output`, the tokens generated so far.
 
         Raises:
-            InvalidArgument: if the grammar does not allow it, or costs more than others should wait for.
-            Internal: if the matcher fails.
+            InvalidArgument: the grammar does not allow `output`, or matching it takes too long.
+            Internal: xgrammar failed.
         """
         import xgrammar
 
-        # Its bytes are counted for as long as a matcher uses them.
+        # A reference: the compiler counts the grammar's bytes while any matcher holds it.
         self._grammar = grammar
-        self._budget = _Budget(costly)
+        self._budget = _CpuBudget(on_over_budget)
         self._end_ids = tuple(end_ids)
         with self._budget:
             self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
         for index, token in enumerate(output):
-            if not self.take(token):
+            if not self.accept(token):
                 raise InvalidArgument(
                     f"output token {index} (id {token}) is not allowed by the grammar of the request",
                     param=PARAM,
@@ -63,62 +63,54 @@ class Matcher:
 
     @property
     def ended(self) -> bool:
-        """Whether the grammar is through and an end token was taken."""
+        """Whether an end token was accepted."""
         return bool(self._matcher.is_terminated())
 
-    def take(self, token: int) -> bool:
-        """Goes on behind a token; False, and nothing has changed, if the grammar does not allow it.
+    def accept(self, token: int) -> bool:
+        """Advances past a token.
 
-        Raises:
-            InvalidArgument: if the grammar costs more than others should wait for.
-            Internal: if the matcher fails.
+        Returns False and stays where it is if the grammar does not allow the token.
         """
         with self._budget:
-            taken = bool(self._matcher.accept_token(token))
-            self._budget.num_tokens += taken
-        return taken
+            accepted = bool(self._matcher.accept_token(token))
+            self._budget.num_tokens += accepted
+        return accepted
 
-    def fill(self, masks: torch.Tensor, row: int) -> None:
-        """Writes which tokens are allowed into a row of int32 [rows, ceil(vocab / 32)], a bit each.
-
-        Raises:
-            InvalidArgument: if the grammar costs more than others should wait for.
-            Internal: if the matcher fails.
-        """
+    def fill_mask(self, masks: torch.Tensor, row: int) -> None:
+        """Writes one bit per allowed token into `masks[row]`, int32 [rows, ceil(vocab / 32)]."""
         with self._budget:
             self._matcher.fill_next_token_bitmask(masks, row)
 
-    def forced(self, masks: torch.Tensor, row: int, room: int, least: int) -> tuple[int, ...]:
-        """Takes the tokens that follow without a choice, up to :data:`LONGEST_JUMP` (or ``least``), and returns them.
+    def jump(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
+        """Accepts and returns the tokens that follow without a choice.
 
-        A chain that leads to the end is always taken: nothing has to be computed for it. Others are if they are at least ``least`` long.
+        At most `MAX_JUMP` tokens are accepted, or `min_tokens` if that is more.
+
+        A chain that reaches the end is always taken: it saves every remaining step. Another chain is taken if
+        it has at least `min_tokens`.
 
         Args:
-            masks: scratch, as for :meth:`fill`.
-            row: of ``masks``.
-            room: tokens at most.
-            least: 0 for none but the end.
-
-        Raises:
-            InvalidArgument: if the grammar costs more than others should wait for.
-            Internal: if the matcher fails.
+            masks: masks as for `fill_mask`; `row` is overwritten.
+            row: index into `masks`.
+            room: largest number of tokens to accept.
+            min_tokens: shortest chain to take; 0 takes only chains that reach the end.
         """
         chain: list[int] = []
-        while len(chain) < min(room, max(least, LONGEST_JUMP)):
+        while len(chain) < min(room, max(min_tokens, MAX_JUMP)):
             with self._budget:
                 completed = bool(self._matcher.is_completed())
-                # Where the end is one choice, any character is another.
-                if (not completed and not least) or self._admits(1 if completed else 2):
+                # Where the sequence may end, the end is one choice, so one more character makes two.
+                if (not completed and not min_tokens) or self._allows_probes(1 if completed else 2):
                     break
                 self._matcher.fill_next_token_bitmask(masks, row)
-            words = _words(masks, row)
-            token = self._end_ids[0] if completed and self._only_ends(words) else _single(words)
-            if token is None or not self.take(token):
+            words = _unsigned_words(masks, row)
+            token = self._end_ids[0] if completed and self._only_end_allowed(words) else _only_token(words)
+            if token is None or not self.accept(token):
                 break
             chain.append(token)
             if self.ended:
                 return tuple(chain)
-        if least and len(chain) >= least:
+        if min_tokens and len(chain) >= min_tokens:
             return tuple(chain)
         if chain:
             with self._budget:
@@ -126,10 +118,10 @@ class Matcher:
                 self._budget.num_tokens -= len(chain)
         return ()
 
-    def _admits(self, count: int) -> bool:
-        """Whether so many characters are seen to be possible next, so that there is a choice: a look that is cheaper than a mask.
+    def _allows_probes(self, count: int) -> bool:
+        """Whether at least `count` of the probe characters may come next. Cheaper than a mask.
 
-        Asking xgrammar for the text that is forced would build all of it, each time, however long it is.
+        xgrammar's own search for forced text is no alternative: it builds the whole text on every call.
         """
         for char in _PROBES:
             if self._matcher.accept_string(char):
@@ -139,68 +131,62 @@ class Matcher:
                     return True
         return False
 
-    def finish(self, masks: torch.Tensor, row: int) -> int | None:
-        """Takes and returns an end token if nothing else is allowed; ``None`` if something is.
+    def accept_forced_end(self, masks: torch.Tensor, row: int) -> int | None:
+        """Accepts and returns an end token if only that is allowed, else `None`; overwrites `masks[row]`."""
+        self.fill_mask(masks, row)
+        end = self._end_ids[0]
+        return end if self._only_end_allowed(_unsigned_words(masks, row)) and self.accept(end) else None
 
-        Raises:
-            InvalidArgument: if the grammar costs more than others should wait for.
-            Internal: if the matcher fails.
-        """
-        self.fill(masks, row)
-        return (
-            self._end_ids[0] if self._only_ends(_words(masks, row)) and self.take(self._end_ids[0]) else None
-        )
-
-    def _only_ends(self, words: npt.NDArray[np.uint32]) -> bool:
-        """Whether nothing but end tokens is allowed."""
+    def _only_end_allowed(self, words: npt.NDArray[np.uint32]) -> bool:
+        """Whether a mask allows end tokens and nothing else."""
         if np.count_nonzero(words) > len(self._end_ids):
             return False
-        left = words[np.flatnonzero(words)]
+        nonzero = words[np.flatnonzero(words)]
         ends = sum(int(words[token >> 5]) >> (token & 31) & 1 for token in self._end_ids)
-        return sum(int(word).bit_count() for word in left) == ends > 0
+        return sum(int(word).bit_count() for word in nonzero) == ends > 0
 
 
-class _Budget:
-    """Around calls of xgrammar: counts their CPU time, and makes what they raise a failure of this request."""
+class _CpuBudget:
+    """Context for calls of xgrammar: adds up their CPU time, and converts exceptions to request errors."""
 
-    def __init__(self, costly: Costly) -> None:
-        """Nothing is spent."""
-        self._costly = costly
+    def __init__(self, on_over_budget: OnOverBudget) -> None:
+        self._on_over_budget = on_over_budget
         self._spent_s = 0.0
         self._started = 0.0
         self.num_tokens = 0
+        """Accepted tokens, which extend the budget."""
 
     def __enter__(self) -> None:
-        """Calls begin."""
+        """Starts the clock."""
         self._started = time.thread_time()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """They ended.
+        """Stops the clock.
 
         Raises:
-            InvalidArgument: if all of them cost more than others should wait for.
-            Internal: if one of them raised.
+            InvalidArgument: the total exceeds the budget.
+            Internal: the call raised.
         """
         self._spent_s += time.thread_time() - self._started
         if isinstance(error, RuntimeError | MemoryError):
             raise Internal(f"matching the grammar failed: {error}", param=PARAM) from error
         if self._spent_s > _BUDGET_S + self.num_tokens * _BUDGET_PER_TOKEN_S:
             refusal = InvalidArgument(
-                f"the grammar took {self._spent_s:.1f} s for {self.num_tokens} tokens, and everybody waits for it;"
-                " make it less ambiguous",
+                f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self.num_tokens} tokens, which delays"
+                " the whole batch; make it less ambiguous",
                 param=PARAM,
             )
-            self._costly(refusal)
+            self._on_over_budget(refusal)
             raise refusal
 
 
-def _words(masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:
-    """A row of masks as unsigned words."""
+def _unsigned_words(masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:
+    """Returns a row of masks as unsigned words."""
     return masks[row].numpy().view(np.uint32)
 
 
-def _single(words: npt.NDArray[np.uint32]) -> int | None:
-    """The one token that is allowed; ``None`` if there are others, or none."""
+def _only_token(words: npt.NDArray[np.uint32]) -> int | None:
+    """Returns the only token that a mask allows; `None` if it allows several or none."""
     if np.count_nonzero(words) != 1:
         return None
     index = int(words.argmax())

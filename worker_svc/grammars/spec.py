@@ -1,4 +1,4 @@
-"""What a request's output must match, and everything about it that is refused before a compiler sees it."""
+"""The constraint on a request's output, and the checks and rewrites that precede compilation."""
 
 import hashlib
 import json
@@ -9,109 +9,116 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from protos.wire import MAX_GRAMMAR_BYTES
-from worker_svc.grammars.lowering.json_schema import Limits, lower_schema
-from worker_svc.grammars.lowering.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE, PARAM
-from worker_svc.grammars.lowering.limits import refused as _refused
+from worker_svc.grammars.lowering.json_schema import SchemaBudget, lower_schema
+from worker_svc.grammars.lowering.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE
+from worker_svc.grammars.lowering.refusals import refusal
 from worker_svc.grammars.lowering.regex import lower_regex
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
+"""The kinds of constraint that a request may send."""
 Source = Literal["json", "regex", "ebnf", "tag"]
-"""What a compiler is given."""
+"""The kinds of text that xgrammar compiles."""
 
-# What `additionalProperties` of a schema becomes is the schema's business; any object at all is this.
+# Matches any JSON object.
 _ANY_OBJECT: Final = '{"type": "object", "additionalProperties": true}'
 
-# Texts of JSON as wholes, and what opens and closes.
-# What is never closed goes on to the end: every character is read once, whatever the text.
+# Matches JSON strings whole, and brackets. An unclosed string extends to the end of the text, so every text
+# is scanned in linear time.
 _JSON_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-# Literals, character classes and comments of a grammar as wholes, and what is counted.
+# The same for GBNF: literals, classes and comments whole, and the characters that are counted.
 _GRAMMAR_PIECES: Final = re.compile(
     r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*|[()|]', re.DOTALL
 )
 
-# How a structural tag of the form that older clients send is written today.
+# Marks a structural tag in the form that older clients send.
 _LEGACY_TAG: Final = "structures"
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One constraint, as sent."""
+    """One constraint, as the client sent it."""
 
     kind: Kind
+    """How to read `text`."""
     text: str = ""
-    """A schema, expression, grammar or tag; the choices as a JSON list; empty for any JSON object."""
+    """A schema, expression, grammar or tag; a JSON list of choices; empty for any JSON object."""
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for equal specs, and for no others."""
+        """Digest that identifies the spec."""
         return hashlib.sha256(f"{self.kind}\0{self.text}".encode(errors="surrogatepass")).digest()
 
 
 def check_size(spec: Spec) -> None:
-    """Bounds what is looked at at all.
+    """Checks the size of a spec.
 
     Raises:
-        InvalidArgument: if the spec is too large.
+        InvalidArgument: the spec is too large.
     """
     size = len(spec.text.encode(errors="surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
-        raise _refused(
-            f"{spec.kind} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are compiled, so describe less of the output"
+        raise refusal(
+            f"{spec.kind} has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}; describe less of the output"
         )
 
 
 def lower(spec: Spec) -> tuple[Source, str]:
-    """What xgrammar is to compile.
+    """Returns the text that xgrammar compiles, and its kind.
 
     Raises:
-        InvalidArgument: if the spec is too large, deep or branched, is no such thing, or asks for what cannot be enforced.
+        InvalidArgument: the spec is malformed, exceeds a limit, or asks for something that cannot be
+            enforced.
     """
     check_size(spec)
     match spec.kind:
         case "json_object":
             return "json", _ANY_OBJECT
         case "json_schema":
-            schema = _parsed(spec)
-            return "json", json.dumps(lower_schema(schema, Limits()))
+            return "json", json.dumps(lower_schema(_parse_json(spec), SchemaBudget()))
         case "regex":
-            return "regex", lower_regex(spec.text, PARAM)
+            return "regex", lower_regex(spec.text)
         case "grammar":
             _check_grammar(spec.text)
             return "ebnf", spec.text
         case "choice":
             return "ebnf", _choices(spec)
         case "structural_tag":
-            return "tag", json.dumps(_lower_tag(_parsed(spec)))
+            return "tag", json.dumps(_lower_tag(_parse_json(spec)))
 
 
-def _parsed(spec: Spec) -> Any:
-    """A spec's JSON, whose depth is bounded before it is read."""
+def _parse_json(spec: Spec) -> Any:
+    """Parses a spec's JSON after a check of its depth: Python's parser is recursive."""
     depth = deepest = 0
     for piece in _JSON_PIECES.finditer(spec.text):
         depth += (piece.group() in "[{") - (piece.group() in "]}")
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
-        raise _refused(f"{spec.kind} is nested {deepest} deep; at most {MAX_NESTING} levels are compiled")
+        raise refusal(f"{spec.kind} is nested {deepest} levels deep; the limit is {MAX_NESTING}")
     try:
         return json.loads(spec.text, parse_float=_finite, parse_constant=_finite)
     except ValueError as error:
-        raise _refused(f"{spec.kind} is not valid JSON: {error}") from error
+        raise refusal(f"{spec.kind} is not valid JSON: {error}") from error
 
 
 def _finite(text: str) -> float:
-    """A number; JSON knows no others, but Python does."""
+    """Parses a number and rejects infinities and NaN, which Python accepts and JSON does not have."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no number that JSON can hold")
+        raise ValueError(f"{text} is not a number that JSON can represent")
     return value
 
 
 def _check_grammar(text: str) -> None:
+    """Checks the syntax and size of a GBNF grammar as far as possible without a parser.
+
+    Raises:
+        InvalidArgument: the text is not GBNF or exceeds a limit.
+    """
     example = 'root ::= "yes" | "no"'
     if not text.strip():
-        raise _refused(f"grammar is empty; send rules such as: {example}")
+        raise refusal(f"grammar is empty; send rules such as: {example}")
     if "::=" not in text:
-        raise _refused(f"grammar has no rule; write GBNF, such as: {example} (Lark is not served)")
+        raise refusal(f"grammar has no rule; write GBNF, such as: {example} (Lark is not supported)")
     depth = deepest = alternatives = 0
     for piece in _GRAMMAR_PIECES.finditer(text):
         char = piece.group()
@@ -119,25 +126,25 @@ def _check_grammar(text: str) -> None:
         depth += (char == "(") - (char == ")")
         deepest = max(deepest, depth)
     if deepest > MAX_NESTING:
-        raise _refused(f"grammar nests {deepest} parentheses; at most {MAX_NESTING} are compiled")
+        raise refusal(f"grammar nests {deepest} parentheses; the limit is {MAX_NESTING}")
     if alternatives > MAX_ALTERNATIVES:
-        raise _refused(f"grammar has {alternatives} alternatives; at most {MAX_ALTERNATIVES} are compiled")
+        raise refusal(f"grammar has {alternatives} alternatives; the limit is {MAX_ALTERNATIVES}")
 
 
 def _choices(spec: Spec) -> str:
-    """A grammar of a list of texts."""
-    values = _parsed(spec)
+    """Returns a grammar that matches one of the listed texts."""
+    values = _parse_json(spec)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-        raise _refused("choice must be a list of at least one text")
+        raise refusal("choice must be a list of at least one string")
     if "" in values:
-        raise _refused("choice must not contain an empty text")
+        raise refusal("choice must not contain an empty string")
     if len(values) > MAX_ALTERNATIVES:
-        raise _refused(f"choice has {len(values)} texts; at most {MAX_ALTERNATIVES} are compiled")
+        raise refusal(f"choice has {len(values)} strings; the limit is {MAX_ALTERNATIVES}")
     return "root ::= " + " | ".join(f'"{_escaped(value)}"' for value in dict.fromkeys(values))
 
 
 def _escaped(text: str) -> str:
-    """A text as a literal of GBNF."""
+    """Escapes a text for a GBNF literal."""
     return "".join(
         f"\\{char}"
         if char in '"\\'
@@ -149,11 +156,16 @@ def _escaped(text: str) -> str:
 
 
 def _lower_tag(tag: Any) -> Any:
+    """Lowers the schemas and expressions inside a structural tag.
+
+    Raises:
+        InvalidArgument: the tag is malformed or too large, or a part of it cannot be enforced.
+    """
     if not isinstance(tag, dict):
-        raise _refused("structural_tag must be a JSON object")
+        raise refusal("structural_tag must be a JSON object")
     if _LEGACY_TAG in tag:
-        tag = _modern_tag(tag)
-    budget = Limits()
+        tag = _upgrade_legacy_tag(tag)
+    budget = SchemaBudget()
     count = 0
 
     def lowered(node: Any) -> Any:
@@ -164,19 +176,19 @@ def _lower_tag(tag: Any) -> Any:
             return node
         count += 1
         if count > MAX_TAGS:
-            raise _refused(f"structural_tag has more than {MAX_TAGS} parts")
+            raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
         changed = {
             name: lower_schema(value, budget) if name == "json_schema" else lowered(value)
             for name, value in node.items()
         }
         if "json_schema" in node:
-            # As in a schema by itself: a model that writes nothing but white space would never end.
-            asked = node.get("max_whitespace_cnt")
+            # Bounded as in a standalone schema: a model that writes only white space would never end.
+            requested = node.get("max_whitespace_cnt")
             changed["max_whitespace_cnt"] = (
-                min(asked, MAX_WHITESPACE) if type(asked) is int else MAX_WHITESPACE
+                min(requested, MAX_WHITESPACE) if type(requested) is int else MAX_WHITESPACE
             )
         if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
-            changed["pattern"] = lower_regex(node["pattern"], PARAM)
+            changed["pattern"] = lower_regex(node["pattern"])
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
             _check_grammar(node["grammar"])
         return changed
@@ -184,13 +196,13 @@ def _lower_tag(tag: Any) -> Any:
     return lowered(tag)
 
 
-def _modern_tag(tag: dict[str, Any]) -> dict[str, Any]:
-    """``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`` in today's form."""
+def _upgrade_legacy_tag(tag: dict[str, Any]) -> dict[str, Any]:
+    """Converts `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}` to the current form."""
     structures, triggers = tag[_LEGACY_TAG], tag.get("triggers")
     if not isinstance(structures, list) or not all(
         isinstance(each, dict) and {"begin", "end", "schema"} <= each.keys() for each in structures
     ):
-        raise _refused("structural_tag's structures must each have begin, schema and end")
+        raise refusal("structural_tag's structures must each have begin, schema and end")
     return {
         "type": "structural_tag",
         "format": {

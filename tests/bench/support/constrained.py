@@ -19,8 +19,8 @@ from tests.support.worker.grammar_harness import Constrained, compiler, tokenize
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import Device
 from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
-from worker_svc.grammars.lowering.limits import CompilerLimits
 from worker_svc.grammars.spec import Spec
 from worker_svc.plans.step_plan import PrefillWork, Sampling
 from worker_svc.vllm_adapter.engine import VllmModel
@@ -120,14 +120,14 @@ def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
 
 def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Figures and ratios."""
-    harness = Constrained(least_jump=0)
+    harness = Constrained(min_jump=0)
     ms, ratios = constrained_ratios(harness, quick=quick)
     figures = {
         **{name: round(value, 2) for name, value in ms.items()},
         "redrawn": harness.constraints.num_redrawn,
     }
     for least in (0, 4, 1):
-        harness.constraints._least_jump = least
+        harness.constraints._min_jump = least
         figures[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
     return figures, ratios
 
@@ -139,7 +139,7 @@ def measured_on_words(
     vocab, ends = model.description.vocab_size, model.description.eos_token_ids
     grammars = GrammarCompiler(folder, vocab, ends, CompilerLimits())
     constraints = Constraints(
-        grammars, num_slots=BATCH, most_rows=BATCH, vocab_size=vocab, end_ids=ends, device=device.torch_device, least_jump=0
+        grammars, num_slots=BATCH, max_rows=BATCH, vocab_size=vocab, end_ids=ends, device=device.torch_device, min_jump=0
     )  # fmt: skip
     harness = Harness(
         model, max_model_len=1024, max_num_seqs=BATCH, decode_buckets=(BATCH,), device=device, constraints=constraints

@@ -130,9 +130,9 @@ def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> 
     passes = harness.num_chunks + harness.num_decodes - chunks - decodes
     assert jumping == together[2]
     assert passes < len(jumping[0]) - 4
-    harness.constraints._least_jump = 0
+    harness.constraints._min_jump = 0
     (stepping,) = harness.generate_constrained(["A: "], [rare], sampling[2:], 100)
-    harness.constraints._least_jump = 4
+    harness.constraints._min_jump = 4
     assert stepping == jumping
 
 

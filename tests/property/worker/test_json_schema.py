@@ -12,7 +12,7 @@ import xgrammar
 from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.compile_server import compiled
+from worker_svc.grammars.compile_server import compile_lowered
 from worker_svc.grammars.lowering.formats import FORMATS
 from worker_svc.grammars.spec import Spec, lower
 
@@ -137,10 +137,10 @@ def compiler() -> xgrammar.GrammarCompiler:
 
 
 def matcher_of(spec: Spec) -> xgrammar.GrammarMatcher:
-    """At its beginning, compiled as the nursery does."""
+    """At its beginning, compiled as the compile server does."""
     from xgrammar.base import _core  # type: ignore[attr-defined]
 
-    handle = compiled(_core, compiler()._handle, *lower(spec))
+    handle = compile_lowered(_core, compiler()._handle, *lower(spec))
     return xgrammar.GrammarMatcher(
         cast("xgrammar.CompiledGrammar", xgrammar.CompiledGrammar._create_from_handle(handle))
     )

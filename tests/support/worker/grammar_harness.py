@@ -10,8 +10,8 @@ import torch
 from protos.errors import TriptychError
 from tests.support.worker.harness import Harness, load
 from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
-from worker_svc.grammars.lowering.limits import CompilerLimits
 from worker_svc.grammars.spec import Spec
 from worker_svc.model_files.demo_models import default_cache_dir
 from worker_svc.plans.step_plan import DecodeWork, Output, PrefillWork, Sampling
@@ -36,24 +36,24 @@ def text_of(tokens: Sequence[int]) -> str:
     return str(tokenizer().decode([token for token in tokens if token != END], skip_special_tokens=False))
 
 
-def constraints(*, num_slots: int = 32, least_jump: int = 4) -> Constraints:
+def constraints(*, num_slots: int = 32, min_jump: int = 4) -> Constraints:
     return Constraints(
         compiler(),
         num_slots=num_slots,
-        most_rows=num_slots,
+        max_rows=num_slots,
         vocab_size=VOCAB,
         end_ids=[END],
         device=torch.device("cpu"),
-        least_jump=least_jump,
+        min_jump=min_jump,
     )
 
 
 class Constrained(Harness):
     """A harness whose requests may have grammars; plays the scheduler's part of jump-ahead."""
 
-    def __init__(self, *, least_jump: int = 4, **options: object) -> None:
+    def __init__(self, *, min_jump: int = 4, **options: object) -> None:
         model = load(SMOLLM2, "bfloat16")
-        self.constraints = constraints(least_jump=least_jump)
+        self.constraints = constraints(min_jump=min_jump)
         super().__init__(model, max_model_len=1024, constraints=self.constraints, **options)  # type: ignore[arg-type]
         self.num_chunks = self.num_decodes = 0
 

@@ -1,6 +1,7 @@
-r"""Expressions for ``format``: texts that every strict reader accepts, which may be fewer than a standard allows.
+"""Expressions for the `format` keyword. Each matches only texts that every strict parser accepts.
 
-xgrammar 0.2.8 has expressions of its own that allow the 30th of February and addresses such as 01.2.3.4.
+This may be less than the standard allows. The expressions built into xgrammar 0.2.8 are not used: they allow
+30 February and IPv4 addresses such as 01.2.3.4.
 """
 
 from typing import Final
@@ -43,4 +44,4 @@ FORMATS: Final[dict[str, str]] = {
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,4}})(?:#|{_POINTER})",
 }
-"""By name; anchored at both ends."""
+"""Expressions by format name; each describes the whole text and has no anchors."""

@@ -1,4 +1,4 @@
-"""Whether the schemas of a ``oneOf`` exclude one another, so that any of them may be matched."""
+"""Decides whether the schemas of a `oneOf` are disjoint, so that `anyOf` means the same."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,60 +8,62 @@ from typing import Any, Final
 
 from worker_svc.grammars.lowering.references import References
 
-# References that lead to references are followed this far.
-_FAR: Final = 8
-_MOST: Final = 64
+# Longest chain of references to references that is followed.
+_MAX_HOPS: Final = 8
+_MAX_BRANCHES: Final = 64
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is plain to see of a schema."""
+    """Properties of a schema that can tell it from another."""
 
     values: frozenset[str] | None
-    """All that it allows, if it lists them."""
+    """The values that it allows, as JSON, if it lists all of them."""
     kinds: frozenset[str]
-    """Types that it allows, integers as numbers; empty if it does not say."""
+    """Types that it allows, with integers as numbers; empty if unknown."""
     tags: Mapping[str, frozenset[str]]
-    """Of properties that it requires, those whose values it lists."""
+    """Allowed values of its required properties, for properties that list them."""
 
 
-class Exclusion:
-    """Compares schemas of one document; of each, the facts are gathered once."""
+class DisjointnessChecker:
+    """Compares schemas of one document. The facts about each schema are gathered once."""
 
     def __init__(self, references: References) -> None:
-        """Nothing is known yet."""
         self._references = references
         self._facts: dict[int, _Facts | None] = {}
-        """By identity: the document keeps every schema alive, and a definition is one wherever it is referred to."""
+        """Facts by `id()` of a schema. The document keeps every schema alive, so ids stay unique."""
         self._lists: dict[int, frozenset[str] | None] = {}
-        """The values that schemas list, likewise."""
+        """Listed values by `id()` of a schema."""
         self._known: dict[tuple[int, ...], bool] = {}
+        """Answers by the ids of the schemas."""
 
-    def are_disjoint(self, branches: Sequence[Any], most: int) -> tuple[bool, int]:
-        """Whether no value can match two of the schemas; False also where that is not plain to see.
+    def are_disjoint(self, branches: Sequence[Any], budget: int) -> tuple[bool, int]:
+        """Whether no value can match two of the schemas; false if this cannot be shown.
 
         Args:
             branches: the schemas.
-            most: values to compare at most.
+            budget: number of values that may be compared.
 
         Returns:
-            The answer, and how many values were compared for it; above ``most``, it is no answer.
+            The answer and the number of values compared. The answer is invalid if the number exceeds
+            `budget`.
         """
-        if len(branches) > _MOST:
+        if len(branches) > _MAX_BRANCHES:
             return False, 0
         followed = [self._follow(branch) for branch in branches]
         key = tuple(id(branch) for branch in followed)
         if key not in self._known:
-            facts = [self._of(branch) for branch in followed]
-            answer, spent = _disjoint(facts, most)
-            if spent > most:
+            facts = [self._facts_of(branch) for branch in followed]
+            answer, spent = _disjoint(facts, budget)
+            if spent > budget:
                 return False, spent
             self._known[key] = answer
             return answer, spent
         return self._known[key], len(branches)
 
     def _follow(self, node: Any) -> Any:
-        for _ in range(_FAR):
+        """Returns the schema behind a chain of references; `None` if it leads nowhere."""
+        for _ in range(_MAX_HOPS):
             if not isinstance(node, dict) or not isinstance(node.get("$ref"), str):
                 return node
             try:
@@ -70,13 +72,13 @@ class Exclusion:
                 return None
         return None
 
-    def _of(self, node: Any) -> _Facts | None:
-        """What is known of a schema; ``None`` if it is none."""
+    def _facts_of(self, node: Any) -> _Facts | None:
+        """Returns the facts about a schema; `None` if `node` is not a schema object."""
         if id(node) not in self._facts:
-            self._facts[id(node)] = self._gathered(node) if isinstance(node, dict) else None
+            self._facts[id(node)] = self._gather(node) if isinstance(node, dict) else None
         return self._facts[id(node)]
 
-    def _gathered(self, node: dict[str, Any]) -> _Facts:
+    def _gather(self, node: dict[str, Any]) -> _Facts:
         values = self._listed(node)
         tags = {}
         required, properties = node.get("required"), node.get("properties")
@@ -95,7 +97,7 @@ class Exclusion:
         return self._lists[id(followed)]
 
 
-def _disjoint(facts: Sequence[_Facts | None], most: int) -> tuple[bool, int]:
+def _disjoint(facts: Sequence[_Facts | None], budget: int) -> tuple[bool, int]:
     spent = 0
     for one, other in combinations(facts, 2):
         if one is None or other is None:
@@ -103,13 +105,13 @@ def _disjoint(facts: Sequence[_Facts | None], most: int) -> tuple[bool, int]:
         spent += 1
         if one.values is not None and other.values is not None:
             spent += min(len(one.values), len(other.values))
-            apart = spent <= most and one.values.isdisjoint(other.values)
+            apart = spent <= budget and one.values.isdisjoint(other.values)
         elif one.kinds and other.kinds and not one.kinds & other.kinds:
             apart = True
         elif one.kinds == other.kinds == {"object"}:
             shared = one.tags.keys() & other.tags.keys()
             spent += sum(min(len(one.tags[name]), len(other.tags[name])) for name in shared)
-            apart = spent <= most and any(one.tags[name].isdisjoint(other.tags[name]) for name in shared)
+            apart = spent <= budget and any(one.tags[name].isdisjoint(other.tags[name]) for name in shared)
         else:
             apart = False
         if not apart:
@@ -118,21 +120,24 @@ def _disjoint(facts: Sequence[_Facts | None], most: int) -> tuple[bool, int]:
 
 
 def _values(node: dict[str, Any]) -> frozenset[str] | None:
-    """All values that a schema allows, if it lists them."""
+    """Returns the values that a schema lists, as JSON, or `None`."""
     values = [node["const"]] if "const" in node else node.get("enum")
     if not isinstance(values, list):
         return None
-    return frozenset(json.dumps(_unified(value), sort_keys=True) for value in values)
+    return frozenset(json.dumps(_normalized(value), sort_keys=True) for value in values)
 
 
-def _unified(value: Any) -> Any:
-    """1 and 1.0 are one value, wherever they stand."""
+def _normalized(value: Any) -> Any:
+    """Returns `value` with integral floats as integers, at any depth.
+
+    JSON Schema treats 1 and 1.0 as equal.
+    """
     if isinstance(value, float) and value == int(value):
         return int(value)
     if isinstance(value, list):
-        return [_unified(each) for each in value]
+        return [_normalized(each) for each in value]
     if isinstance(value, dict):
-        return {name: _unified(each) for name, each in value.items()}
+        return {name: _normalized(each) for name, each in value.items()}
     return value
 
 

@@ -1,66 +1,65 @@
-"""References within a schema: what they mean, and which of them mean nothing."""
+"""Resolves references within a schema and finds cycles that nothing satisfies."""
 
 from typing import Any
 from urllib.parse import unquote
 
 
 class References:
-    """Resolves each reference into a schema once."""
+    """The references of one schema. Each is resolved once."""
 
     def __init__(self, root: Any) -> None:
-        """Nothing is resolved yet."""
         self._root = root
         self._resolved: dict[str, Any] = {}
-        self._checked: set[str] = set()
-        """References that do not lead to a circle."""
+        self._acyclic: set[str] = set()
+        """References known to lead to no cycle."""
 
     def resolve(self, reference: str) -> Any:
-        """What a reference means (RFC 6901 in a fragment).
+        """Returns the schema that a JSON pointer in a URI fragment (RFC 6901) names.
 
         Raises:
-            LookupError: if it leads nowhere.
+            LookupError: the schema has no such part.
         """
         if reference not in self._resolved:
             self._resolved[reference] = _resolve(self._root, reference)
         return self._resolved[reference]
 
-    def circle(self, reference: str) -> str | None:
-        """A reference that is itself before an object or array comes in between, met on the way from ``reference``.
+    def find_cycle(self, reference: str) -> str | None:
+        """Returns a reference that leads back to itself with no object or array in between, or `None`.
 
-        A depth-first search, in which every reference is followed once in a schema's life.
+        Searches depth-first from `reference` and follows each reference of the schema at most once in total.
         """
-        if reference in self._checked:
+        if reference in self._acyclic:
             return None
-        path = [(reference, iter(self._next(reference)))]
-        open_ = {reference}
+        path = [(reference, iter(self._direct(reference)))]
+        on_path = {reference}
         while path:
-            here, onward = path[-1]
-            to = next(onward, None)
-            if to is None:
+            here, successors = path[-1]
+            target = next(successors, None)
+            if target is None:
                 path.pop()
-                open_.discard(here)
-                self._checked.add(here)
-            elif to in open_:
-                return to
-            elif to not in self._checked:
-                path.append((to, iter(self._next(to))))
-                open_.add(to)
+                on_path.discard(here)
+                self._acyclic.add(here)
+            elif target in on_path:
+                return target
+            elif target not in self._acyclic:
+                path.append((target, iter(self._direct(target))))
+                on_path.add(target)
         return None
 
-    def _next(self, reference: str) -> list[str]:
-        """The references that a schema is, or may be, without anything in between."""
+    def _direct(self, reference: str) -> list[str]:
+        """Returns the references that `reference` stands for directly or through a composition."""
         try:
-            left = [self.resolve(reference)]
+            pending = [self.resolve(reference)]
         except LookupError:
-            return []  # told when that reference's turn comes
+            return []  # reported when the reference itself is lowered
         found = []
-        while left:
-            node = left.pop()
+        while pending:
+            node = pending.pop()
             if not isinstance(node, dict):
                 continue
             for name in ("anyOf", "oneOf", "allOf"):
                 if isinstance(node.get(name), list):
-                    left += node[name]
+                    pending += node[name]
             if isinstance(node.get("$ref"), str):
                 found.append(node["$ref"])
         return found
@@ -71,7 +70,7 @@ def _resolve(root: Any, reference: str) -> Any:
     for part in reference.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(node, list):
-            # No list in a schema has a thousand million items.
+            # At most nine digits: int() is slow for very long ones, and no list has 10**9 items.
             if not name.isascii() or not name.isdecimal() or len(name) > 9:
                 raise LookupError(reference)
             node = node[int(name)]

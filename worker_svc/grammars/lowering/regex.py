@@ -1,11 +1,11 @@
-r"""Regular expressions, in the form that xgrammar 0.2.8 takes as it is meant; what it would ignore or get wrong is refused.
+r"""Lowers regular expressions to a form that xgrammar 0.2.8 matches as intended; refuses the rest.
 
-It matches whole texts, so an anchor is right at an edge of the expression and means nothing elsewhere. It drops lookahead with a warning, and
-takes the letter for an escape that it does not know. ``.`` is any character but the end of a line, as in Python and ECMAScript; xgrammar's is
-any character.
+xgrammar matches whole texts, so an anchor is redundant at the ends of an expression and meaningless
+elsewhere. It drops lookaround with a warning and reads an unknown escape as its letter. Its `.` matches any
+character; here, as in Python and ECMAScript, `.` matches any character except line ends.
 
-In a JSON string it writes the characters of an expression as they are, unescaped. So there, sets of characters lose what JSON has to escape,
-and an expression that asks for such a character is refused.
+Inside a JSON string, xgrammar writes matched characters unescaped. There, character sets lose the characters
+that JSON must escape, and an expression that requires such a character is refused.
 """
 
 import re
@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from protos.errors import InvalidArgument
 from worker_svc.grammars.lowering.charsets import (
-    CLASSES,
+    ESCAPE_CLASSES,
+    JSON_UNSAFE,
     NEWLINES,
-    UNSAFE,
+    class_pattern,
     code_point,
     complement,
-    elements_of,
-    minus,
-    read_class,
+    difference,
+    parse_class,
+    split_class,
     union,
-    written_out,
 )
 from worker_svc.grammars.lowering.limits import MAX_ALTERNATIVES, MAX_EXPANDED, MAX_NESTING
+from worker_svc.grammars.lowering.refusals import refusal
 
-# What is never closed goes on to the end: every character is read once, whatever the text.
+# An unclosed class extends to the end of the text, so every text is tokenized in linear time.
 _TOKENS: Final = re.compile(
     r"""(?P<escape>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[A-Za-z]|.|\Z))
       | (?P<class>\[\^?(?:\\.|[^\]\\])*(?:\]|\\?\Z))
@@ -37,34 +37,33 @@ _TOKENS: Final = re.compile(
       | (?P<close>\))
       | (?P<or>\|)
       | (?P<anchor>[\^$])
-      | (?P<repeat>[*+?]\??|\{(?P<least>[0-9]{1,9})(?P<comma>,(?P<most>[0-9]{0,9}))?\}\??)
+      | (?P<repeat>[*+?]\??|\{(?P<least>[0-9]{1,9})(?:,(?P<most>[0-9]{0,9}))?\}\??)
       | (?P<literal>.)""",
     re.VERBOSE | re.DOTALL,
 )
 _KNOWN_ESCAPES: Final = frozenset("tnvfrae")
-_IN_JSON: Final = ", which does not stand in a JSON string as it is"
-_KNOWN_IN_CLASSES: Final = _KNOWN_ESCAPES | CLASSES.keys() | {"b", "0"}
-_UNKNOWN: Final = ", which cannot be enforced; write the characters that are meant"
+_IN_JSON: Final = ", which a JSON string cannot hold unescaped"
+_KNOWN_IN_CLASSES: Final = _KNOWN_ESCAPES | ESCAPE_CLASSES.keys() | {"b", "0"}
+_UNKNOWN: Final = ", which cannot be enforced; write the characters themselves"
 _DOT: Final = complement(NEWLINES)
 _NUL: Final = union([(0, 0)])
 
 
-def lower_regex(pattern: str, param: str, *, in_json: bool = False) -> str:
-    """An expression that xgrammar enforces and that matches nothing which ``pattern`` does not.
+def lower_regex(pattern: str, *, in_json: bool = False) -> str:
+    """Returns an expression that xgrammar enforces and that matches nothing `pattern` does not.
 
     Args:
-        pattern: the expression.
-        param: the parameter that an error names.
-        in_json: whether its matches stand in a JSON string.
+        pattern: the client's expression.
+        in_json: whether its matches stand inside a JSON string.
 
     Raises:
-        InvalidArgument: naming what to change.
+        InvalidArgument: says what to change.
     """
     try:
         return "".join(_lowered(pattern, in_json))
     except ValueError as error:
         shown = pattern if len(pattern) <= 60 else f"{pattern[:60]}…"
-        raise InvalidArgument(f"the pattern {shown!r} {error}", param=param) from None
+        raise refusal(f"the pattern {shown!r} {error}") from None
 
 
 def is_flat(pattern: str) -> bool:
@@ -74,25 +73,28 @@ def is_flat(pattern: str) -> bool:
 
 @dataclass
 class _Group:
-    """What is open: how large it is when its repetitions are written out."""
+    """An open group."""
 
     size: int = 0
+    """Characters so far, with repetitions written out."""
     last: int = 0
-    """Of that, what a repetition behind it would repeat; 0 if there is nothing to repeat."""
+    """Characters that a following repetition would repeat; 0 if there is nothing to repeat."""
 
 
 @dataclass
-class _Shape:
-    """Bounds of a whole expression."""
+class _Structure:
+    """Checks the nesting and the size of an expression, token by token."""
 
     groups: list[_Group] = field(default_factory=lambda: [_Group()])
+    """Open groups, outermost first; the first is the whole expression."""
     alternatives: int = 0
+    """Alternatives so far."""
 
-    def take(self, kind: str, token: re.Match[str]) -> None:
-        """Counts a piece.
+    def add(self, kind: str, token: re.Match[str]) -> None:
+        """Adds a token.
 
         Raises:
-            ValueError: saying what is beyond a bound, or wrong.
+            ValueError: the expression is malformed or exceeds a limit.
         """
         top = self.groups[-1]
         if kind == "open":
@@ -103,10 +105,10 @@ class _Shape:
             if len(self.groups) == 1:
                 raise ValueError("closes a group that was not opened")
             closed = self.groups.pop()
-            self._add(self.groups[-1], max(closed.size, 1))
+            self._grow(self.groups[-1], max(closed.size, 1))
         elif kind == "repeat":
             if not top.last:
-                raise ValueError(f"has {token.group()!r} with nothing to repeat in front of it")
+                raise ValueError(f"has {token.group()!r} with nothing to repeat before it")
             self._repeat(top, token)
         elif kind in ("or", "anchor"):
             top.last = 0
@@ -114,46 +116,51 @@ class _Shape:
             if self.alternatives > MAX_ALTERNATIVES:
                 raise ValueError(f"has more than {MAX_ALTERNATIVES} alternatives")
         else:
-            self._add(top, 1)
+            self._grow(top, 1)
 
     def _repeat(self, top: _Group, token: re.Match[str]) -> None:
         least, most = int(token["least"] or 1), int(token["most"] or 0)
         if token["most"] and most < least:
-            raise ValueError(f"has {token.group()}, whose least is above its most")
+            raise ValueError(f"has {token.group()}, whose minimum is above its maximum")
         once, top.last = top.last, 0
-        self._add(top, once * (max(least, most, 1) - 1))
+        self._grow(top, once * (max(least, most, 1) - 1))
         top.last = 0
 
-    def _add(self, group: _Group, size: int) -> None:
+    def _grow(self, group: _Group, size: int) -> None:
         group.size += size
         group.last = size
         if group.size > MAX_EXPANDED:
             raise ValueError(
-                f"has more than {MAX_EXPANDED} characters once its repetitions are written out; repeat less often"
+                f"has more than {MAX_EXPANDED} characters once its repetitions are written out; repeat less"
             )
 
 
 def _lowered(pattern: str, in_json: bool) -> Iterator[str]:
+    """Yields the lowered tokens.
+
+    Raises:
+        ValueError: the pattern is malformed, exceeds a limit or cannot be enforced.
+    """
     if not pattern:
-        raise ValueError("is empty; leave it out, or write what it should match")
+        raise ValueError("is empty; omit it, or write what it should match")
     if "\0" in pattern:
         raise ValueError("contains a NUL character")
-    shape = _Shape()
+    structure = _Structure()
     edges = _edges(pattern)
     for token in _TOKENS.finditer(pattern):
         kind, text = token.lastgroup or "", token.group()
-        shape.take(kind, token)
+        structure.add(kind, token)
         if kind == "look":
             raise ValueError(
-                "looks ahead or behind, which cannot be enforced; write what the text may be instead"
+                "looks ahead or behind, which cannot be enforced; describe the text itself instead"
             )
         if kind == "anchor" and (token.start() - 1 if text == "^" else token.end()) not in edges:
             raise ValueError(
-                "has an anchor elsewhere than at its ends; put alternatives into a group: ^(a|b)$"
+                "has an anchor that is not at its start or end; put alternatives into a group: ^(a|b)$"
             )
         if kind == "open":
             if text == "(" and pattern.startswith("?", token.end()):
-                raise ValueError("has a group of a kind that cannot be enforced; write (?:…)")
+                raise ValueError("has a kind of group that cannot be enforced; write (?:…)")
             yield "(?:" if len(text) > 1 else text
         elif kind == "escape":
             yield _escape(text, in_json)
@@ -163,12 +170,12 @@ def _lowered(pattern: str, in_json: bool) -> Iterator[str]:
             yield _literal(text, in_json)
         else:
             yield text
-    if len(shape.groups) > 1:
+    if len(structure.groups) > 1:
         raise ValueError("has a group that is not closed")
 
 
 def _edges(pattern: str) -> set[int]:
-    """Where alternatives of the whole expression are split, its ends among them."""
+    """Returns the positions of top-level `|`, and -1 and the length: anchors are allowed next to these."""
     depth, edges = 0, {-1, len(pattern)}
     for token in _TOKENS.finditer(pattern):
         depth += (token.lastgroup == "open") - (token.lastgroup == "close")
@@ -179,33 +186,44 @@ def _edges(pattern: str) -> set[int]:
 
 def _escape(text: str, in_json: bool) -> str:
     letter = text[1:2]
-    if letter in CLASSES:
-        return written_out(minus(CLASSES[letter], UNSAFE if in_json else _NUL))
+    if letter in ESCAPE_CLASSES:
+        return class_pattern(difference(ESCAPE_CLASSES[letter], JSON_UNSAFE if in_json else _NUL))
     if not letter:
         raise ValueError("ends with a backslash")
     if letter.isalnum() and len(text) == 2 and letter not in _KNOWN_ESCAPES:
         raise ValueError(f"has {text}{_UNKNOWN}")
-    return _point(code_point(text), text, in_json)
+    return _single(code_point(text), text, in_json)
 
 
 def _literal(text: str, in_json: bool) -> str:
     if text == ".":
-        return written_out(minus(_DOT, UNSAFE if in_json else _NUL))
+        return class_pattern(difference(_DOT, JSON_UNSAFE if in_json else _NUL))
     if text in "[{":
-        raise ValueError(f"has {text!r} that begins nothing; write \\{text}")
-    return _point(ord(text), text, in_json) if in_json else text
+        raise ValueError(f"has {text!r} that opens nothing; write \\{text}")
+    return _single(ord(text), text, in_json) if in_json else text
 
 
-def _point(point: int, text: str, in_json: bool) -> str:
-    """One character, outside of sets."""
-    if point == 0 or point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
-        raise ValueError(f"asks for {text}, which is no character of a text")
-    if in_json and any(first <= point <= last for first, last in UNSAFE):
-        what = "a control character" if point < 0x20 else "a quote or a backslash"
-        raise ValueError(f"asks for {what}{_IN_JSON}")
+def _single(point: int, text: str, in_json: bool) -> str:
+    """Lowers one character outside a set; `text` is its spelling in the expression."""
+    if point == 0:
+        raise ValueError(f"asks for {text}, which is not a character")
+    _check_point(point, text, in_json)
     if not in_json or (len(text) <= 2 and text.isascii() and text.isprintable()):
         return text
-    return written_out(union([(point, point)]))
+    return class_pattern(union([(point, point)]))
+
+
+def _check_point(point: int, text: str, in_json: bool) -> None:
+    """Checks that text can hold a character.
+
+    Raises:
+        ValueError: it is a surrogate, beyond Unicode, or would have to be escaped in JSON.
+    """
+    if point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
+        raise ValueError(f"asks for {text}, which is not a character")
+    if in_json and any(first <= point <= last for first, last in JSON_UNSAFE):
+        what = "a control character" if point < 0x20 else "a quote or a backslash"
+        raise ValueError(f"asks for {what}{_IN_JSON}")
 
 
 def _class(text: str, in_json: bool) -> str:
@@ -214,36 +232,35 @@ def _class(text: str, in_json: bool) -> str:
     if not text.endswith("]") or len(text) < 2 or _ends_in_escape(inside):
         raise ValueError("has a class [ that is not closed")
     if not inside:
-        raise ValueError("has an empty class; write the characters that are meant, a bracket as \\]")
-    elements = elements_of(inside)
+        raise ValueError("has an empty class; list its characters, with a bracket as \\]")
+    elements = split_class(inside)
     _check_escapes(elements)
-    chars, written = read_class(elements, negated=negated)
-    if any(point > 0x10FFFF for point in written):
-        raise ValueError("asks for what is no character of a text")
+    chars, literals = parse_class(elements, negated=negated)
+    if any(point > 0x10FFFF for point in literals):
+        raise ValueError("asks for a code point that is not a character")
     if in_json and not negated:
-        for point in written:
-            _point(point, "", in_json=True) if point else None
-            if point == 0:
-                raise ValueError(f"asks for a control character{_IN_JSON}")
-    allowed = minus(chars, UNSAFE if in_json else _NUL)
+        for point in literals:
+            _check_point(point, f"U+{point:04X}", in_json)
+    allowed = difference(chars, JSON_UNSAFE if in_json else _NUL)
     if not allowed:
-        raise ValueError(f"has the class {text}, of which no character is left that can be enforced")
-    return written_out(allowed)
+        raise ValueError(f"has the class {text}, none of whose characters can be enforced")
+    return class_pattern(allowed)
 
 
 def _check_escapes(elements: list[str]) -> None:
-    r"""For escapes in a class.
+    r"""Checks the escapes in a class.
 
     Raises:
-        ValueError: for what is unknown, cut off (``\x4``), or octal, which not all readers know (``\012``).
+        ValueError: an escape is unknown, cut off (`\x4`) or octal (`\012`), which not all regex engines
+            support.
     """
-    for element, behind in zip(elements, [*elements[1:], ""], strict=True):
+    for element, following in zip(elements, [*elements[1:], ""], strict=True):
         known = len(element) != 2 or not element[1].isalnum() or element[1] in _KNOWN_IN_CLASSES
-        if not known or (element == r"\0" and "0" <= behind <= "9"):
-            shown = element if not known else element + behind
+        if not known or (element == r"\0" and "0" <= following <= "9"):
+            shown = element if not known else element + following
             raise ValueError(f"has {shown}{_UNKNOWN}")
 
 
 def _ends_in_escape(inside: str) -> bool:
-    """Whether the bracket behind it is escaped."""
+    """Whether `inside` ends in an unpaired backslash, which escapes the closing bracket."""
     return (len(inside) - len(inside.rstrip("\\"))) % 2 == 1

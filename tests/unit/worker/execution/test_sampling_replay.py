@@ -88,32 +88,32 @@ class Every:
     def __init__(self, text: str, output: Sequence[int]) -> None:
         self.divisor, *self.remainders = map(int, text.split())
         self.count = 0
-        assert all(self.take(token) for token in output)
+        assert all(self.accept(token) for token in output)
 
     def _allowed(self) -> list[int]:
         return list(range(self.remainders[self.count % len(self.remainders)], VOCAB, self.divisor))
 
-    def take(self, token: int) -> bool:
+    def accept(self, token: int) -> bool:
         taken = token in self._allowed()
         self.count += taken
         return taken
 
-    def fill(self, masks: torch.Tensor, row: int) -> None:
+    def fill_mask(self, masks: torch.Tensor, row: int) -> None:
         words = masks[row].numpy().view(np.uint32)
         words[:] = 0
         for token in self._allowed():
             words[token >> 5] |= np.uint32(1 << (token & 31))
 
-    def forced(self, masks: torch.Tensor, row: int, room: int, least: int) -> tuple[int, ...]:
+    def jump(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
         """Where one token is allowed at a time, the next one."""
-        del masks, row, least
+        del masks, row, min_tokens
         if room <= 0 or self.divisor < VOCAB:
             return ()
         (token,) = self._allowed()
-        self.take(token)
+        self.accept(token)
         return (token,)
 
-    def finish(self, masks: torch.Tensor, row: int) -> None:
+    def accept_forced_end(self, masks: torch.Tensor, row: int) -> None:
         """There is no end."""
 
 
@@ -124,11 +124,11 @@ class Table(Constraints):
         super().__init__(
             None,  # type: ignore[arg-type]
             num_slots=SIZES.max_num_seqs,
-            most_rows=SIZES.decode_buckets[-1],
+            max_rows=SIZES.decode_buckets[-1],
             vocab_size=VOCAB,
             end_ids=(),
             device=torch.device("cpu"),
-            least_jump=1,
+            min_jump=1,
         )
 
     def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:

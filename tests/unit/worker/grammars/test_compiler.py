@@ -17,7 +17,7 @@ from protos.errors import Internal, InvalidArgument, Overloaded, Unavailable
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, constraints, tokenizer
 from tests.support.worker.structured_cases import schema
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
-from worker_svc.grammars.lowering.limits import CompilerLimits
+from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
@@ -83,8 +83,8 @@ def test_a_child_that_load_or_a_crash_ended_is_not_remembered(small: GrammarComp
         small.submit(slow).result()
     small.limits = limits
     future = small.submit(slow)
-    assert small._nursery is not None
-    os.kill(_child_of(small._nursery._process.pid), signal.SIGSEGV)
+    assert small._client is not None
+    os.kill(_child_of(small._client._process.pid), signal.SIGSEGV)
     with pytest.raises(Internal, match="signal 11"):
         future.result()
     with pytest.raises(InvalidArgument, match="CPU time"):
@@ -114,7 +114,7 @@ def _child_of(process: int) -> int:
 )
 def test_expensive_masks_are_a_refusal(spec: Spec) -> None:
     """The worker would make them between two steps."""
-    with pytest.raises(InvalidArgument, match=r"which tokens may come takes|CPU time"):
+    with pytest.raises(InvalidArgument, match=r"mask of allowed tokens takes|CPU time"):
         compiler().submit(spec).result()
 
 
@@ -122,9 +122,9 @@ def test_too_large_a_spec_does_not_wait_for_others(small: GrammarCompiler) -> No
     """It is not even queued."""
     future = small.submit(Spec("regex", "a" * 300_000))
     assert future.done()
-    with pytest.raises(InvalidArgument, match="at most"):
+    with pytest.raises(InvalidArgument, match="the limit is"):
         future.result()
-    assert small._nursery is None
+    assert small._client is None
 
 
 def test_a_grammar_in_use_is_counted_and_found(small: GrammarCompiler) -> None:
@@ -149,8 +149,8 @@ SLOW = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(20_000)))
 
 def children(made: GrammarCompiler) -> list[int]:
     """Processes that compile a grammar."""
-    assert made._nursery is not None
-    pid = made._nursery._process.pid
+    assert made._client is not None
+    pid = made._client._process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -175,7 +175,7 @@ async def test_who_goes_takes_the_compilation_along() -> None:
         os.close(ending)
         assert await made.prepare(Spec("regex", "last")) > 0
         assert made.num_compiled == 2
-        assert not made._under_way
+        assert not made._in_progress
         assert not made._refusals
     finally:
         made.close()
@@ -203,8 +203,8 @@ def test_our_own_reasons_reach_the_client(small: GrammarCompiler) -> None:
 def test_a_lost_process_is_replaced(small: GrammarCompiler) -> None:
     """The next grammar starts another one."""
     small.submit(Spec("regex", "a")).result()
-    assert small._nursery is not None
-    process = small._nursery._process
+    assert small._client is not None
+    process = small._client._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert small.submit(Spec("regex", "b")).result() > 0
@@ -231,12 +231,12 @@ def test_a_matcher_and_one_that_replays_allow_the_same(number: int) -> None:
     walker, rng = Matcher(grammar, [END], []), random.Random(number)
     output: list[int] = []
     while not walker.ended and len(output) < 40:
-        walker.fill(masks, 0)
-        Matcher(grammar, [END], output).fill(masks, 1)
+        walker.fill_mask(masks, 0)
+        Matcher(grammar, [END], output).fill_mask(masks, 1)
         assert torch.equal(masks[0], masks[1])
         bits = np.flatnonzero(np.unpackbits(masks[0].numpy().view(np.uint8), bitorder="little"))
         token = int(rng.choice(bits))
-        assert walker.take(token)
+        assert walker.accept(token)
         output.append(token)
 
 
@@ -251,7 +251,7 @@ def test_padding_and_special_tokens_are_never_allowed() -> None:
         grammar = made.find(spec)
         assert grammar is not None
         rows = Masks(1, VOCAB + 100, torch.device("cpu")).rows
-        Matcher(grammar, [END], []).fill(rows, 0)
+        Matcher(grammar, [END], []).fill_mask(rows, 0)
 
         def allowed(token: int) -> bool:
             return bool(int(rows[0, token // 32]) >> (token % 32) & 1)

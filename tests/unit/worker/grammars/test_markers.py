@@ -13,7 +13,7 @@ import torch
 from protos.errors import InvalidArgument
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB
 from worker_svc.grammars.compiler import GrammarCompiler
-from worker_svc.grammars.lowering.limits import CompilerLimits
+from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.markers import markers_in
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
@@ -73,12 +73,12 @@ def matcher_of(compiler: GrammarCompiler, asked: Spec) -> Matcher:
 
 def allowed(matcher: Matcher) -> set[int]:
     rows = Masks(1, SIZE, torch.device("cpu")).rows
-    matcher.fill(rows, 0)
+    matcher.fill_mask(rows, 0)
     return set(np.flatnonzero(np.unpackbits(rows[0].numpy().view(np.uint8), bitorder="little")).tolist())
 
 
 def takes(matcher: Matcher, tokens: Sequence[int]) -> bool:
-    return all(matcher.take(token) for token in tokens)
+    return all(matcher.accept(token) for token in tokens)
 
 
 @pytest.mark.parametrize("form", [REQUIRED, OPTIONAL])

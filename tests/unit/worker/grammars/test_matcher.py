@@ -11,7 +11,7 @@ import torch
 from protos.errors import Internal, InvalidArgument, Unavailable
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, constraints, tokenizer
 from worker_svc.grammars.masks import Masks
-from worker_svc.grammars.matcher import LONGEST_JUMP, Matcher
+from worker_svc.grammars.matcher import MAX_JUMP, Matcher
 from worker_svc.grammars.spec import Spec
 
 pytestmark = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="SmolLM2 is not fetched; run make models")
@@ -33,9 +33,9 @@ def test_a_long_forced_text_is_not_built(text: str) -> None:
     """Whether tokens are forced is seen without it."""
     matcher = matcher_of(Spec("grammar", f"root ::= {text}"))
     started = time.thread_time()
-    assert matcher.forced(masks(), 0, 900, 4) == ()  # "a", "aa" and so on are tokens: a choice
-    assert matcher.take(tokenizer().encode("a").ids[0])
-    matcher.forced(masks(), 0, 900, 4)
+    assert matcher.jump(masks(), 0, 900, 4) == ()  # "a", "aa" and so on are tokens: a choice
+    assert matcher.accept(tokenizer().encode("a").ids[0])
+    matcher.jump(masks(), 0, 900, 4)
     assert time.thread_time() - started < 0.5
 
 
@@ -47,15 +47,15 @@ def test_a_chain_is_taken_in_pieces() -> None:
     words = rows[0].numpy().view(np.uint32)
     chains, tokens = [], list[int]()
     while not matcher.ended:
-        if chain := matcher.forced(rows, 0, 100_000, 4):
+        if chain := matcher.jump(rows, 0, 100_000, 4):
             chains.append(len(chain))
             tokens += chain
             continue
-        matcher.fill(rows, 0)
+        matcher.fill_mask(rows, 0)
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         tokens.append(int(allowed[0]))
-        assert matcher.take(tokens[-1])
-    assert max(chains) == LONGEST_JUMP
+        assert matcher.accept(tokens[-1])
+    assert max(chains) == MAX_JUMP
     assert tokens[-1] == END
     assert tokenizer().decode(tokens[:-1]) == text
 
@@ -112,7 +112,7 @@ def test_drawing_again_under_the_mask_equals_drawing_under_the_mask() -> None:
     weights = torch.tensor([0.05, 0.2, 0.1, 0.3, 0.15, 0.1, 0.1])
     generator = torch.Generator().manual_seed(0)
     slots, rounds = 50, 400
-    some = constraints(num_slots=slots, least_jump=0)
+    some = constraints(num_slots=slots, min_jump=0)
     counts = torch.zeros(len(ids), dtype=torch.int64)
     for _ in range(rounds):
         for slot in range(slots):
