@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -41,11 +41,13 @@ class Group(StrEnum):
 class ServiceSettings(BaseSettings):
     """Base of each settings class: frozen, kebab-case flags, ``TRIPTYCH_`` variables.
 
-    The three class variables describe the fields of the class that declares them; a subclass inherits the rest.
+    The class variables describe the fields of the class that declares them; a subclass inherits the rest.
     """
 
     reference_names: ClassVar[Mapping[str, str]] = {}
     """By field: the variable that sets it in a vLLM, vLLM-RBLN or vLLM-Spyre deployment, with the same meaning."""
+    reference_opposites: ClassVar[Mapping[str, str]] = {}
+    """By field: another stack's variable that turns the field off if it is true, and does nothing if it is false."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
     """The fields under each heading of ``--help``. Every field has one heading."""
     fixed: ClassVar[Mapping[str, str]] = {}
@@ -108,11 +110,21 @@ class _NotFixed(PydanticBaseSettingsSource):
 
 
 class _ReferenceNames(PydanticBaseSettingsSource):
-    """The variables that ``ServiceSettings.reference_names`` lists."""
+    """The variables that ``ServiceSettings.reference_names`` and ``reference_opposites`` list."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - the base's signature
+        if self._is_turned_off(field_name):
+            return False, field_name, False
         variable = declared(self.settings_cls, "reference_names").get(field_name, "")
         return os.environ.get(variable) or None, field_name, False
+
+    def _is_turned_off(self, field_name: str) -> bool:
+        variable = declared(self.settings_cls, "reference_opposites").get(field_name, "")
+        text = os.environ.get(variable)
+        try:
+            return bool(text) and _BOOLEAN.validate_python(text)
+        except ValidationError as error:
+            raise ConfigurationRefused(f"{variable} should be 0 or 1, got {text!r}") from error
 
     def __call__(self) -> dict[str, Any]:
         fixed = declared(self.settings_cls, "fixed")
@@ -123,6 +135,8 @@ class _ReferenceNames(PydanticBaseSettingsSource):
         }
         return {name: value for name, value in values.items() if value is not None}
 
+
+_BOOLEAN = TypeAdapter(bool)
 
 # Descriptions say what an unset value means.
 _NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)| factory: .*)\)$")

@@ -1,8 +1,8 @@
-"""What a worker can be told: flags (``--kv-memory``), or ``TRIPTYCH_*`` variables of the same name."""
+"""The worker's settings: flags (``--kv-memory``), then ``TRIPTYCH_*`` variables, then variables of other stacks."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -12,23 +12,27 @@ from protos.settings import Group, ServiceSettings
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
-# What a compiler is called in vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND.
+# The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
 
 class CompilationConfig(BaseModel):
-    """The part of vLLM's ``--compilation-config`` that means something here."""
+    """The fields of vLLM's ``--compilation-config`` that this worker supports."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     level: int | None = Field(None, ge=0, le=3)
-    candidate_compile_sizes: tuple[int, ...] | None = None
+    """The same as ``-O``."""
+    candidate_compile_sizes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
+    """Decode buckets to generate kernels for; ``None`` for all."""
 
 
 class Settings(ServiceSettings, cli_prog_name="triptych worker"):
-    """One worker: which model, on what, and whom it serves. Shapes are the scheduler's to set."""
+    """Runs one model on one device for a scheduler, which sets the shapes."""
 
-    model_config = SettingsConfigDict(cli_shortcuts={"optimization-level": "O"})
+    model_config = SettingsConfigDict(
+        cli_shortcuts={"optimization-level": "O"}, use_attribute_docstrings=True
+    )
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.MODEL: ("model", "revision", "dtype", "load_format", "trust_remote_code", "seed"),
@@ -46,7 +50,6 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "optimization_level",
             "compilation_config",
             "compile_cache",
-            "disable_compile_cache",
             "compile_cache_root",
             "compile_cache_dir",
             "require_precompiled",
@@ -74,149 +77,90 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         "compile_cache_root": "VLLM_CACHE_ROOT",
         "compile_cache_dir": "TORCH_SENDNN_CACHE_DIR",
         "compile_cache": "TORCH_SENDNN_CACHE_ENABLE",
-        "disable_compile_cache": "VLLM_DISABLE_COMPILE_CACHE",
         "require_precompiled": "VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS",
         "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
         "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
         "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
     }
+    reference_opposites: ClassVar[Mapping[str, str]] = {"compile_cache": "VLLM_DISABLE_COMPILE_CACHE"}
 
-    model: str = Field(
-        min_length=1,
-        description="A Hugging Face id, a folder with config.json and safetensors, or a .gguf file.",
-    )
-    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub model.")
-    device: Literal["auto", "cpu", "cuda", "rbln"] = Field(
-        "auto", description="What to run on; auto takes a GPU if there is one, else the CPU."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Of weights and activations; auto is what the model was saved in."
-    )
-    load_format: LoadFormat = Field(
-        "auto",
-        description="How weights are stored; auto takes safetensors, else a GGUF file; dummy makes them up (for measuring).",
-    )
-    trust_remote_code: bool = Field(
-        False, description="Whether Python code that comes with a model may run in this process."
-    )
-    kv_memory: float | None = Field(
-        None,
-        gt=0,
-        description="Memory for the KV cache, GiB. Default: --kv-share of what is free.",
-    )
-    kv_share: float = Field(
-        0.4,
-        gt=0,
-        le=1,
-        description="Share of the memory that weights and graphs leave free which the KV cache takes; the rest stays free.",
-    )
-    window_kv: Literal["auto", "paged", "in-place"] = Field(
-        "auto",
-        description="How layers with a window keep it: in paged blocks, or sliding in one block a request, as NPU kernels do."
-        " auto is what the device's kernels do.",
-    )
-    backend: Backend = Field(
-        "auto",
-        description="How steps run: compiled (one static graph a shape, made before serving) or eager (the model's Python code, for"
-        " debugging). auto makes graphs of what is static.",
-    )
-    optimization_level: int | None = Field(
-        None,
-        ge=0,
-        le=3,
-        description="What graphs are made of (-O): 0 eager; 1 the kernels that the device comes with; 2 generated kernels between them;"
-        " 3 the fastest of several. Default: 1 on a CPU, 2 on a GPU; an NPU has its own compiler.",
-    )
-    compilation_config: CompilationConfig | None = Field(
-        None,
-        description='vLLM\'s JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels for.',
-    )
-    compile_cache_root: Path = Field(
-        Path("~/.cache/triptych/compiled"),
-        description="Compiled code is kept here, in a folder a kind of device.",
-    )
-    compile_cache_dir: Path | None = Field(
-        None, description="The same, but the folder itself. Default: the device's in --compile-cache-root."
-    )
-    compile_cache: bool = Field(True, description="Whether compiled code is kept and found again.")
-    disable_compile_cache: bool = Field(False, description="vLLM's name for --no-compile-cache.")
-    require_precompiled: bool = Field(
-        False, description="Refuse to start, before weights are loaded, if code would have to be compiled."
-    )
-    enable_warm_up: bool = Field(
-        True,
-        description="Make and run every graph before serving. Without it the first request of each shape waits.",
-    )
-    compile_only: bool = Field(
-        False, description="Compile without a device; triptych compile on a machine without an NPU."
-    )
-    compile_strict: bool = Field(
-        False,
-        description="Whether a graph that is missing once the worker serves is an error, not a warning.",
-    )
-    rbln_use_custom_kernel: bool = Field(
-        False,
-        description="Attention on an NPU in Triton kernels (rbln_triton_ops) instead of the compiler's own (rbln_custom_ops).",
-    )
-    rbln_moe_use_opt_kernel: bool | None = Field(
-        None,
-        description="Expert layers on an NPU in one operator of the vendor's. Default: yes, unless --rbln-backend has none; else see the next.",
-    )
-    rbln_moe_custom_kernel: bool = Field(
-        False,
-        description="The same operator, for those who switch the former off; with both off, experts run in plain operators.",
-    )
-    rbln_backend: Literal["rbln", "rbln-check"] = Field(
-        "rbln",
-        description="Who compiles graphs for --device rbln; rbln-check runs them on this CPU and refuses what an NPU could not (for tests).",
-    )
-    grammar_threads: int = Field(
-        2, ge=1, le=64, description="Grammars of constrained requests that are compiled at once."
-    )
-    grammar_time_s: float = Field(
-        5.0, ge=1, le=600, description="CPU time that compiling one grammar may take, seconds."
-    )
-    grammar_memory_mib: int = Field(
-        1024, ge=64, le=1 << 20, description="Memory that compiling one grammar may take, MiB."
-    )
-    grammar_cache_mib: int = Field(
-        256,
-        ge=1,
-        le=1 << 20,
-        description="Memory for compiled grammars, MiB; those that running requests need count, and stay beyond it.",
-    )
-    jump_ahead_tokens: int = Field(
-        4,
-        ge=0,
-        le=1024,
-        description="Tokens that a grammar allows without a choice are emitted at once, and computed as one chunk, if so many follow"
-        " one another; 0: never.",
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**32,
-        description="Of what the process draws by itself; requests have seeds of their own.",
-    )
-    cpu_threads: int | None = Field(
-        None, ge=1, le=1024, description="Threads of a CPU's kernels. Default: all cores."
-    )
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    scheduler_address: str = Field(
-        "127.0.0.1:50051",
-        pattern=r"^(.+:\d+)?$",
-        description="host:port of the scheduler; empty: wait to be found.",
-    )
-    advertise_host: str = Field(
-        "",
-        description="Host that the scheduler dials back. Default: where it sees this worker's call come from.",
-    )
-    stall_timeout_s: float = Field(
-        60.0, gt=0, description="A step that takes longer makes the worker report NOT_SERVING, seconds."
-    )
-    log_level: LogLevel = Field("info", description="Least severe level that is logged.")
-    log_format: LogFormat = Field("json", description="json for machines, console for people.")
+    model: str = Field(min_length=1)
+    """A Hugging Face id, a folder with config.json and safetensors, or a .gguf file."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of a model on the Hugging Face hub."""
+    device: Literal["auto", "cpu", "cuda", "rbln"] = "auto"
+    """Device to run on. auto takes a GPU if there is one, else the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations. auto is the type that the model was saved in."""
+    load_format: LoadFormat = "auto"
+    """Format of the weights. auto takes safetensors if there are any, else a GGUF file; dummy makes up weights, for measurements."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with a model to run in this process."""
+    kv_memory: float | None = Field(None, gt=0, le=1 << 20)
+    """Memory for the KV cache, GiB. Default: --kv-share of the free memory."""
+    kv_share: float = Field(0.4, gt=0, le=1)
+    """Share of the memory left free by weights and graphs that the KV cache takes."""
+    window_kv: Literal["auto", "paged", "in-place"] = "auto"
+    """KV memory of sliding-window layers: paged blocks, or one block a request in which the window slides in place, as NPU
+    kernels do. auto follows the device's kernels."""
+    backend: Backend = "auto"
+    """How steps run: compiled (one static graph per shape, made before serving) or eager (the model's Python code, for
+    debugging). auto makes graphs of every step that is static."""
+    optimization_level: int | None = Field(None, ge=0, le=3)
+    """How graphs are made (-O): 0 eager; 1 the device's own kernels; 2 generated kernels between them; 3 the fastest of several
+    generated kernels. Default: 1 on a CPU, 2 on a GPU. An NPU has its own compiler and no levels above 1."""
+    compilation_config: CompilationConfig | None = None
+    """vLLM's JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels for."""
+    compile_cache_root: Path = Path("~/.cache/triptych/compiled")
+    """Folder of the compile cache; it has a folder for each kind of device."""
+    compile_cache_dir: Path | None = None
+    """Folder of this device's compiled code. Default: the device's folder in --compile-cache-root."""
+    compile_cache: bool = True
+    """Keep compiled code and reuse it in later starts."""
+    require_precompiled: bool = False
+    """Refuse to start if code would have to be compiled. The check runs before weights are loaded."""
+    enable_warm_up: bool = True
+    """Make and run every graph before serving. Otherwise the first request of each shape waits for its graph."""
+    compile_only: bool = False
+    """Compile without a device: for triptych compile on a machine without an NPU."""
+    compile_strict: bool = False
+    """Fail a step whose graph is missing once the worker serves, instead of logging a warning."""
+    rbln_use_custom_kernel: bool = False
+    """Run NPU attention in Triton kernels (rbln_triton_ops) instead of the compiler's own (rbln_custom_ops)."""
+    rbln_moe_use_opt_kernel: bool | None = None
+    """Run NPU expert layers in the vendor's single operator. Default: yes, if --rbln-backend has that operator."""
+    rbln_moe_custom_kernel: bool = False
+    """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run in plain operators."""
+    rbln_backend: Literal["rbln", "rbln-check"] = "rbln"
+    """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot do; it is for tests."""
+    grammar_threads: int = Field(2, ge=1, le=64)
+    """Grammars that are compiled at the same time."""
+    grammar_time_s: float = Field(5.0, ge=1, le=600)
+    """CPU time that compiling one grammar may take, seconds."""
+    grammar_memory_mib: int = Field(1024, ge=64, le=1 << 20)
+    """Memory that compiling one grammar may take, MiB."""
+    grammar_cache_mib: int = Field(256, ge=1, le=1 << 20)
+    """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above this limit."""
+    jump_ahead_tokens: int = Field(4, ge=0, le=1024)
+    """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as one chunk. 0: never."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of the process' own random numbers, such as made-up weights. Requests have their own seeds."""
+    cpu_threads: int | None = Field(None, ge=1, le=1024)
+    """Threads that CPU kernels use. Default: all cores."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on."""
+    port: int = Field(50061, ge=0, le=65535)
+    """Port to listen on; 0 for any free one."""
+    scheduler_address: str = Field("127.0.0.1:50051", pattern=r"^(.+:\d+)?$")
+    """host:port of the scheduler to register with. Empty: register nowhere and wait for a scheduler to connect."""
+    advertise_host: str = ""
+    """Host at which the scheduler connects to this worker. Default: the address that the registration comes from."""
+    stall_timeout_s: float = Field(60.0, gt=0, le=86_400)
+    """Report NOT_SERVING while a step has been running for longer, seconds."""
+    log_level: LogLevel = "info"
+    """Least severe level that is logged."""
+    log_format: LogFormat = "json"
+    """json for machines, console for people."""
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -232,18 +176,14 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         level = config if asked is None else asked
         if self.compile_strict and not self.enable_warm_up:
             raise ValueError(
-                "--compile-strict allows no graph to be made while serving, and without --enable-warm-up none is made before; drop one"
+                "--compile-strict forbids making graphs while serving, but --no-enable-warm-up makes none before; drop one"
             )
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self
 
     def level_for(self, default: int) -> int:
-        """The level of optimization, 0 to 3.
-
-        Args:
-            default: the device's.
-        """
+        """Returns the optimization level, 0 to 3; `default` is the device's."""
         if self.backend == "eager":
             return 0
         config = self.compilation_config.level if self.compilation_config else None
@@ -251,8 +191,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         return default if asked is None else asked
 
     def cache_folder(self, device: str) -> Path | None:
-        """Where compiled code for a device is kept; ``None`` if it is not."""
-        if self.disable_compile_cache or not self.compile_cache:
+        """Returns the folder for a device's compiled code, or ``None`` if the compile cache is off."""
+        if not self.compile_cache:
             return None
         folder = self.compile_cache_dir or self.compile_cache_root / device
         return folder.expanduser()

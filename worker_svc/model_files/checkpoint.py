@@ -1,4 +1,4 @@
-"""What a folder's safetensors files hold, told from their headers, and whether they are whole. No weights are read."""
+"""Reads the headers of a folder's safetensors files and checks that the files are complete. Reads no weights."""
 
 import json
 import math
@@ -11,42 +11,44 @@ from protos.errors import ConfigurationRefused
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-# Longer headers are a file of another kind; safetensors itself refuses them.
+# safetensors itself refuses longer headers; such a file is of another kind.
 _LONGEST_HEADER = 100_000_000
-# Floating-point types that a model may be asked to hold in another one, with their bytes.
+# Floating-point types that --dtype converts, with their bytes.
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file."""
+    """The header entry of one tensor."""
 
     kind: str
     """Element type, as safetensors names it: for example "BF16"."""
     num_elements: int
     num_bytes: int
+    """Bytes in the file."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file, checked to be as long as its header says."""
+    """One file whose length matches its header."""
 
     path: Path
     tensors: Mapping[str, Tensor]
+    """By name."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Reads the header.
 
         Raises:
-            ConfigurationRefused: if the file is not what it should be, in one line.
+            ConfigurationRefused: if the file cannot be read or is damaged, in one line.
         """
         try:
             with path.open("rb") as file:
                 size = path.stat().st_size
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                    raise _Damaged("its header is cut off or of no safetensors file")
+                    raise _Damaged("its header is cut off, or it is not a safetensors file")
                 header = json.loads(file.read(length))
             return cls(path, _tensors(header, size - 8 - length))
         except OSError as error:
@@ -56,29 +58,29 @@ class Shard:
             raise ConfigurationRefused(f"{path} is damaged: {reason}; fetch it again") from error
 
 
-class _Damaged(ValueError):  # noqa: N818 - reads as what the file is
-    """Says how."""
+class _Damaged(ValueError):  # noqa: N818 - describes the file
+    """A file is damaged; the text says how."""
 
 
 def _tensors(header: dict[str, Any], num_bytes: int) -> dict[str, Tensor]:
-    """The tensors of a header.
+    """Returns the tensors of a parsed header.
 
     Args:
-        header: parsed.
-        num_bytes: of the file behind its header.
+        header: the parsed header.
+        num_bytes: the file's bytes after its header.
 
     Raises:
-        _Damaged: if they do not fill the file exactly.
+        _Damaged: if the tensors do not fill the file exactly.
     """
     found, end = {}, 0
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         first, last = entry["data_offsets"]
         if first != end or last < first:
-            raise _Damaged(f"tensor {name} does not begin where the one before it ends")
+            raise _Damaged(f"tensor {name} does not begin where the previous one ends")
         count = math.prod(map(int, entry["shape"]))
         if entry["dtype"] in _FLOATS and count * _FLOATS[entry["dtype"]] != last - first:
-            raise _Damaged(f"tensor {name} has another size than its shape says")
+            raise _Damaged(f"the size of tensor {name} does not match its shape")
         found[name] = Tensor(entry["dtype"], count, last - first)
         end = last
     if end > num_bytes:
@@ -90,52 +92,52 @@ def _tensors(header: dict[str, Any], num_bytes: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's weights."""
+    """The weight files of a model."""
 
     shards: tuple[Shard, ...]
-    """In the order of their names; at least one."""
+    """At least one, ordered by name."""
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Finds a folder's weights and checks that all of them are there.
+        """Finds a folder's weights and checks that they are complete.
 
         Raises:
-            ConfigurationRefused: in one line, if there are none, only pickled ones, or not all of them.
+            ConfigurationRefused: in one line, if there are no weights, only pickled ones, or some are missing.
         """
         index = folder / _INDEX
         if index.is_file():
-            return cls._of_index(folder, index)
+            return cls._open_index(folder, index)
         paths = sorted(folder.glob("*.safetensors"))
-        # Some folders hold the same weights again under their authors' own names.
+        # Some authors publish the same weights twice; "consolidated" files are the second copy.
         paths = [path for path in paths if not path.name.startswith("consolidated")] or paths
         if paths:
             return cls(tuple(Shard.open(path) for path in paths))
         pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickled:
             raise ConfigurationRefused(
-                f"{folder} has its weights in {pickled[0]} alone, and unpickling runs code; convert them to safetensors"
+                f"{folder} has only pickled weights ({pickled[0]}), and unpickling runs code; convert them to safetensors"
             )
         raise ConfigurationRefused(
-            f"{folder} has no weights (*.safetensors); use --load-format dummy to make some up"
+            f"{folder} has no weights (*.safetensors); add them, or use --load-format dummy for made-up weights"
         )
 
     @classmethod
-    def _of_index(cls, folder: Path, index: Path) -> Self:
+    def _open_index(cls, folder: Path, index: Path) -> Self:
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(weight_map.values()))
-            # Only files of this folder: an index is data, and may come from anywhere.
+            # An index is untrusted data: it may name files of this folder only.
             foreign = [name for name in names if Path(name).name != name]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationRefused(f"{index} cannot be read; fetch it again") from error
         if not names or foreign:
             raise ConfigurationRefused(
-                f"{index} names {f'{foreign[0]}, which is outside of its folder' if foreign else 'no files'}; fetch it again"
+                f"{index} names {f'{foreign[0]}, which is outside its folder' if foreign else 'no files'}; fetch it again"
             )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ConfigurationRefused(
-                f"{len(missing)} of {len(names)} files that {index.name} names are not in {folder}, first {missing[0]}; fetch them"
+                f"{folder} lacks {len(missing)} of {len(names)} files that {index.name} names, first {missing[0]}; fetch them"
             )
         shards = {name: Shard.open(folder / name) for name in names}
         for tensor, name in weight_map.items():
@@ -146,7 +148,7 @@ class Checkpoint:
         return cls(tuple(shards.values()))
 
     def num_bytes(self, itemsize: int | None = None) -> int:
-        """Bytes of all weights, as stored, or with ``itemsize`` bytes for each floating-point element."""
+        """Returns the bytes of all weights, as stored or with `itemsize` bytes per floating-point element."""
         return sum(
             tensor.num_elements * itemsize if itemsize and tensor.kind in _FLOATS else tensor.num_bytes
             for shard in self.shards

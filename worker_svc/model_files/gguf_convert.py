@@ -1,12 +1,12 @@
-"""Turns a GGUF file of the Llama or the Gemma 3 family into a Hugging Face folder, dequantized to bfloat16.
+"""Converts a GGUF file of the Llama or Gemma 3 family to a Hugging Face folder, dequantized to bfloat16.
 
-Used as a script with the arguments FILE and FOLDER, in a process of its own: its memory (the
-weights in float32) is given back when it ends. What the packaged demo models do not need is refused rather than guessed: other
-families, scaled rotary embeddings, other ways to split text before merging.
+A script with the arguments FILE and FOLDER. It runs in a process of its own, which returns its memory (the weights
+in float32) when it ends. It supports what the demo models need and refuses the rest: other families, scaled rotary
+embeddings, other pre-tokenizers.
 
-Weights come out bit for bit as transformers' own converter makes them, in a fifth of its time. Its tokenizers are not used: for
-Gemma it builds a unigram model out of what are ranks of merges ("capital" becomes four tokens, and no beginning-of-sequence token is
-added), and for SmolLM2 it declares ``<|im_start|>`` the end token.
+The weights equal those of transformers' converter bit for bit and take a fifth of the time. The tokenizers are our
+own, because transformers' are wrong. For Gemma it takes merge ranks for the scores of a unigram model: "capital"
+becomes four tokens, and no beginning-of-sequence token is added. For SmolLM2 it makes ``<|im_start|>`` the end token.
 """
 
 import json
@@ -39,7 +39,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# The same GGUF name means another norm in each family.
+# The same GGUF name stands for different norms in the two families.
 _NORMS = {
     "llama": {"ffn_norm": "post_attention_layernorm"},
     "gemma3": {
@@ -48,9 +48,9 @@ _NORMS = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-# How byte-level tokenizers split text before merging: all of these by GPT-2's rule, SmolLM's behind another one.
+# Supported pre-tokenizers of byte-level tokenizers: GPT-2's rule; SmolLM splits digits first.
 _SPLITS = ("gpt-2", "smollm")
-# ggml's kinds of tokens.
+# ggml's token types.
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -58,18 +58,18 @@ def convert(source: Path, folder: Path) -> None:
     """Writes weights, configuration and tokenizer to ``folder``, which must exist.
 
     Raises:
-        ValueError: for another family of models.
+        ValueError: if the file cannot be read or converted, with the reason in one line.
     """
     try:
         reader = gguf.GGUFReader(source)
     except (ValueError, IndexError, OSError) as error:
-        raise ValueError("it is no whole GGUF file") from error
+        raise ValueError("it is not a complete GGUF file; fetch it again") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     family = fields["general.architecture"]
     _check(family, fields)
     weights = dict(_weights(reader, family, fields))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # the library makes it private; a shared cache is not
+    (folder / "model.safetensors").chmod(0o644)  # save_file makes it private, but a cache may be shared
     config = _llama_config(fields) if family == "llama" else _gemma_config(fields)
     config |= {
         "dtype": "bfloat16",
@@ -104,24 +104,24 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def _check(family: str, fields: dict[str, Any]) -> None:
-    """Refuses what is not converted here.
+    """Refuses files that this module cannot convert.
 
     Raises:
-        ValueError: saying what, and what to do instead.
+        ValueError: naming the unsupported part and the way out.
     """
     instead = "use the model's safetensors instead"
     if family not in _NORMS:
         raise ValueError(
-            f"GGUF files of the architecture {family} are not converted, only {' and '.join(_NORMS)}; {instead}"
+            f"GGUF files of the architecture {family} are not supported, only {' and '.join(_NORMS)}; {instead}"
         )
     scaling = fields.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none":
-        raise ValueError(f"rotary embeddings with {scaling} scaling are not converted; {instead}")
+        raise ValueError(f"rotary embeddings with {scaling} scaling are not supported; {instead}")
     kind = fields["tokenizer.ggml.model"]
     split = fields.get("tokenizer.ggml.pre", "none")
     known = split in _SPLITS if kind == "gpt2" else kind == "llama" and family == "gemma3"
     if not known:
-        raise ValueError(f"tokenizers of the kind {kind} ({split}) are not converted; {instead}")
+        raise ValueError(f"tokenizers of the type {kind} ({split}) are not supported; {instead}")
 
 
 def _weights(
@@ -135,7 +135,7 @@ def _weights(
         elif family == "llama" and ".k_proj." in name:
             values = _unpermute(values, int(fields["llama.attention.head_count_kv"]))
         elif family == "gemma3" and name.endswith("norm.weight"):
-            values = values - 1  # GGUF stores the factor, Gemma's layers add the one themselves
+            values = values - 1  # GGUF stores the factor; Gemma's layers add 1 themselves
         yield name, values.to(torch.bfloat16)
 
 
@@ -145,12 +145,12 @@ def _hugging_face_name(name: str, family: str) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     part = ({**_IN_LAYER, **_NORMS[family]}).get(match[2]) if match else None
     if match is None or part is None:
-        raise ValueError(f"tensors like {name} are not converted; use the model's safetensors instead")
+        raise ValueError(f"tensors like {name} are not supported; use the model's safetensors instead")
     return f"model.layers.{match[1]}.{part}.weight"
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's interleaving of the two halves of each head, which its rotary embedding wants."""
+    """Undoes llama.cpp's interleaving of the two halves of each head, which serves its rotary embedding."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -167,7 +167,7 @@ def _common_config(fields: dict[str, Any], family: str) -> dict[str, Any]:
         "num_attention_heads": of("attention.head_count"),
         "num_hidden_layers": of("block_count"),
         "num_key_value_heads": of("attention.head_count_kv"),
-        # Stored as float32; the double nearest to six digits is what the authors wrote.
+        # Stored as float32; rounding to six digits restores the value that the authors wrote.
         "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),
     }
 
@@ -189,7 +189,7 @@ def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
 def _gemma_config(fields: dict[str, Any]) -> dict[str, Any]:
     common = _common_config(fields, "gemma3")
     head_dim = fields["gemma3.attention.key_length"]
-    full_every = 6  # not stored in the file: the same in all of the family
+    full_every = 6  # not in the file; the same in the whole family
     return common | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -209,7 +209,7 @@ def _gemma_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_level(fields: dict[str, Any]) -> Tokenizer:
-    """GPT-2's kind of tokenizer; SmolLM's splits digits apart first."""
+    """Builds a byte-level tokenizer like GPT-2's; SmolLM's also splits digits."""
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -221,13 +221,13 @@ def _byte_level(fields: dict[str, Any]) -> Tokenizer:
         else byte_level
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_of_kind(fields, _CONTROL))
+    tokenizer.add_special_tokens(_tokens_of_type(fields, _CONTROL))
     return tokenizer
 
 
 def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
-    """SentencePiece's BPE, as Gemma has it: the score of a piece is the rank of the merge that makes it."""
-    # Runs of spaces are stored as spaces in some files and as SentencePiece's sign for them in others.
+    """Builds Gemma's SentencePiece BPE tokenizer; a piece's score is the rank of the merge that makes it."""
+    # Some files store runs of spaces as spaces, others as SentencePiece's "▁".
     tokens = [token.replace(" ", "▁") for token in fields["tokenizer.ggml.tokens"]]
     scores = fields["tokenizer.ggml.scores"]
     kinds = fields["tokenizer.ggml.token_type"]
@@ -235,7 +235,7 @@ def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
     merges = []
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
-            continue  # matched before any merging
+            continue  # such tokens are matched before merging
         halves = ((token[:at], token[at:]) for at in range(1, len(token)))
         known = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
         merges += [(-score, ids[left], ids[right], left, right) for left, right in known]
@@ -250,8 +250,8 @@ def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    tokenizer.add_special_tokens(_of_kind(fields, _CONTROL))
-    # Normalized, so that runs of "▁" are found in text whose spaces have been replaced.
+    tokenizer.add_special_tokens(_tokens_of_type(fields, _CONTROL))
+    # Normalized tokens are matched after spaces are replaced, so runs of "▁" are found.
     tokenizer.add_tokens(
         [
             AddedToken(tokens[i], normalized="▁" in tokens[i])
@@ -267,7 +267,7 @@ def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _of_kind(fields: dict[str, Any], wanted: int) -> list[AddedToken]:
+def _tokens_of_type(fields: dict[str, Any], wanted: int) -> list[AddedToken]:
     pairs = zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True)
     return [AddedToken(token, special=True, normalized=False) for token, kind in pairs if kind == wanted]
 

