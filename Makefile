@@ -24,7 +24,7 @@ PACKAGES := deploy gateway protos scheduler_svc worker_svc
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help serve env test test-unit test-compose check format protos lock models clean
+.PHONY: help serve env test test-unit test-compose check format protos docs lock models clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,7 @@ check: $(STAMPS)/dev ## Linters, types, generated stubs, locks
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m protos.generate --check
+	@$(BIN)/python -m tests.support.docs --check
 	@$(BIN)/python -m deploy.lockfile
 
 format: $(STAMPS)/dev ## Format, and mend what linters can mend
@@ -56,6 +57,9 @@ format: $(STAMPS)/dev ## Format, and mend what linters can mend
 
 protos: $(STAMPS)/dev ## Generate the stubs of protos/triptych
 	@$(BIN)/python -m protos.generate
+
+docs: $(STAMPS)/dev ## Write the generated pages and plots of docs/
+	@$(BIN)/python -m tests.support.docs
 
 lock: $(STAMPS)/dev ## Write the locks from what is installed
 	@$(BIN)/python -m deploy.lockfile --write

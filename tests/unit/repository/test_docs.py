@@ -1,35 +1,143 @@
-"""The documents speak of files that exist and have no holes."""
+"""The documents name files, commands and links that exist, and have no holes."""
 
 import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+from tests.support.docs.pages import anchor, with_region
 from tests.support.paths import ROOT
 
-DOCUMENTS = [
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
-    "docs/architecture.md", "docs/benchmarks.md", "docs/kv-events.md", "docs/metrics.md", "docs/scheduling.md",
-    "docs/graphs.md", "docs/sampling.md", "docs/structured-output.md", "docs/tools.md",
-]  # fmt: skip
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FOLDERS = ("protos", "scheduler_svc", "worker_svc", "gateway", "deploy", "tests", "docs", ".ci")
+
+# Extensions of the files that a page may name; a bare name with another one (`config.json`) is a user's file.
+SOURCES = ("py", "proto", "md", "svg", "cpp", "h", "yaml", "Dockerfile")
+NAMED = re.compile(rf"^[\w.*-]+(?:/[\w.*-]+)*\.(?:{'|'.join(SOURCES)})$")
+FOLDER = re.compile(rf"^(?:{'|'.join(map(re.escape, FOLDERS))})(?:/[\w.*-]+)*/?$")
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_document_has_no_placeholders(name: str) -> None:
-    """Every figure was filled in."""
-    assert re.findall(r"@[A-Z]+@|TODO|FIXME", (ROOT / name).read_text()) == []
+def pages() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def test_the_files_that_the_architecture_names_exist() -> None:
-    """The walk through the files can be walked."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    paths = set(re.findall(r"`((?:protos|scheduler_svc|worker_svc|gateway|deploy|tests)/[\w./]+)`", text))
-    assert len(paths) > 10
-    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+@cache
+def every_file() -> tuple[str, ...]:
+    """Paths of all first-party files and folders, from the repository's root."""
+    found = [
+        path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts
+    ]
+    return tuple(str(path.relative_to(ROOT)) for path in (*found, *ROOT.iterdir()))
 
 
-def test_the_benches_that_the_documents_quote_exist() -> None:
-    """A figure comes from a command in the repository."""
-    texts = [(ROOT / name).read_text() for name in DOCUMENTS]
-    quoted = {bench for text in texts for bench in re.findall(r"python -m tests\.bench\.(\w+)", text)}
-    assert quoted
-    assert all((ROOT / "tests" / "bench" / f"{bench}.py").exists() for bench in quoted)
+def exists(name: str) -> bool:
+    """Whether a name of a page means a file: from the root, or the end of a path (`kv/cache.py`, `cache.py`)."""
+    name = name.rstrip("/")
+    if "*" in name:
+        return any(Path(path).match(name) for path in every_file())
+    return any(path == name or path.endswith(f"/{name}") for path in every_file())
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text()
+
+
+def prose_of(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)}
+
+
+@pages()
+def test_a_page_has_no_placeholders(page: Path) -> None:
+    """Every figure is filled in."""
+    assert re.findall(r"@[A-Z]+@|TODO|FIXME|TBD", text_of(page)) == []
+
+
+@pages()
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    """Full paths, ends of paths and bare names alike; a folder counts where its path begins at the root."""
+    quoted = {word.partition(":")[0] for word in re.findall(r"`([^`\n]+)`", prose_of(page))}
+    named = {word for word in quoted if NAMED.match(word) or FOLDER.match(word)}
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
+@pages()
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    """A relative link names a file, and its anchor a heading of that file."""
+    broken = []
+    for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", prose_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, mark = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (mark and mark not in anchors_of(file)):
+            broken.append(target)
+    assert broken == []
+
+
+@pages()
+def test_the_make_targets_that_a_page_names_exist(page: Path) -> None:
+    """In prose and in code blocks."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:`|^|&& )make ([a-z-]+)", text_of(page), re.MULTILINE))
+    assert named - targets == set()
+
+
+@pages()
+def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
+    """Each `python -m` of ours names a module or a package with a `__main__.py`."""
+    named = re.findall(rf"python -m ((?:{'|'.join(FOLDERS[:6])})[\w.]*)", text_of(page))
+    places = {module: ROOT / module.rstrip(".").replace(".", "/") for module in named}
+    missing = [
+        module
+        for module, place in places.items()
+        if not place.with_suffix(".py").exists() and not (place / "__main__.py").exists()
+    ]
+    assert missing == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    """docs/README.md links to each page of docs/."""
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", text_of(ROOT / "docs" / "README.md")))
+    assert {page.name for page in PAGES if page.parent.name == "docs"} - linked == {"README.md"}
+
+
+def test_a_term_is_in_the_glossary_once() -> None:
+    """The first cells of the glossary's tables differ."""
+    terms = re.findall(r"^\| \*\*(.+?)\*\*", text_of(ROOT / "docs" / "glossary.md"), re.MULTILINE)
+    assert len(terms) > 20
+    assert len(set(terms)) == len(terms)
+
+
+def test_a_region_is_replaced_between_its_markers() -> None:
+    """What stands around the markers stays."""
+    text = "before\n<!-- generated: x -->\nold\n<!-- end: x -->\nbehind\n"
+    assert with_region(text, "x", "new\n") == (
+        "before\n<!-- generated: x -->\n\nnew\n\n<!-- end: x -->\nbehind\n"
+    )
+    with pytest.raises(ValueError, match="needs one"):
+        with_region(text, "y", "new")
+
+
+@pytest.mark.parametrize(
+    ("heading", "expected"),
+    [
+        ("Serve a model", "serve-a-model"),
+        ("`GET /v1/models`", "get-v1models"),
+        ("Log-probabilities, n", "log-probabilities-n"),
+    ],
+)
+def test_anchors_are_those_of_github(heading: str, expected: str) -> None:
+    """Lower case, hyphens for spaces, no punctuation."""
+    assert anchor(heading) == expected

@@ -1,0 +1,65 @@
+"""Writes the generated pages and plots of docs/: ``python -m tests.support.docs``; ``--check`` names those that are out of date."""
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tests.bench.support.plot import draw
+from tests.support.docs.configuration import configuration
+from tests.support.docs.grpc_api import grpc_api
+from tests.support.docs.http_api import http_api
+from tests.support.docs.rooms import architecture
+from tests.support.paths import ROOT
+
+
+def _plot(data: Path) -> str:
+    return draw(json.loads(data.read_text()))
+
+
+# Each file and what makes its text.
+PAGES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "configuration.md": configuration,
+    ROOT / "docs" / "api-http.md": http_api,
+    ROOT / "docs" / "api-grpc.md": grpc_api,
+    ROOT / "docs" / "architecture.md": architecture,
+    **{
+        ROOT / "docs" / "images" / f"{data.stem}.svg": partial(_plot, data)
+        for data in sorted((ROOT / "docs" / "data").glob("*.json"))
+    },
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.docs", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="compare only; exit code 1 if a page is out of date"
+    )
+    parser.add_argument("pages", nargs="*", help="names of pages; default: all")
+    arguments = parser.parse_args(argv)
+    stale = []
+    for path, make in PAGES.items():
+        if arguments.pages and path.name not in arguments.pages:
+            continue
+        old, new = path.read_text() if path.exists() else "", make()
+        if old == new:
+            continue
+        if arguments.check:
+            stale.append(path.name)
+            changes = difflib.unified_diff(
+                old.splitlines(), new.splitlines(), path.name, path.name, n=0, lineterm=""
+            )
+            sys.stderr.writelines(f"{line}\n" for line, _ in zip(changes, range(12), strict=False))
+        else:
+            path.write_text(new)
+    if stale:
+        print(f"docs out of date: {', '.join(stale)}; run `make docs`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
