@@ -1,11 +1,12 @@
 """The rooms and their arrows in docs/architecture.md, drawn from the imports."""
 
+import ast
 import functools
 from collections import defaultdict
 
 import grimp
 
-from tests.support.docs.pages import with_region
+from tests.support.docs.pages import table, with_region
 from tests.support.paths import ROOT
 
 SERVICES = ("gateway", "scheduler_svc", "worker_svc", "deploy")
@@ -74,29 +75,35 @@ def mermaid(service: str) -> list[str]:
     lines = ["```mermaid", "flowchart TD"]
     for room in names:
         label = room.partition(".")[2]
-        is_folder = (ROOT / room.replace(".", "/")).is_dir()
-        lines.append(f'    {keys[room]}["{label}/"]' if is_folder else f'    {keys[room]}(["{label}.py"])')
+        lines.append(
+            f'    {keys[room]}["{label}/"]' if is_folder(room) else f'    {keys[room]}(["{label}.py"])'
+        )
     lines += [f"    {keys[room]} --> {keys[target]}" for room in names for target in sorted(graph[room])]
     return [*lines, "```"]
 
 
-def table_of_rooms() -> list[str]:
-    """How many files and arrows each service has."""
-    graph = import_graph()
-    lines = ["| service | rooms | arrows between rooms | files |", "| --- | --- | --- | --- |"]
-    for service in SERVICES:
-        found = arrows(service)
-        rooms = sum(1 for room in found if (ROOT / room.replace(".", "/")).is_dir())
-        files = sum(1 for module in graph.modules if module.partition(".")[0] == service)
-        lines.append(f"| `{service}` | {rooms} | {sum(map(len, found.values()))} | {files} |")
-    return lines
+def rooms_of(service: str) -> list[str]:
+    """Each room with the first sentence of its docstring and its number of files."""
+    modules = import_graph().modules
+    rows = []
+    for room in sorted(room for room in arrows(service) if is_folder(room)):
+        folder = room.replace(".", "/")
+        text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) or ""
+        files = sum(1 for module in modules if module.startswith(f"{room}."))
+        rows.append((f"`{folder}`", text.partition("\n\n")[0].replace("``", "`"), str(files)))
+    return table(("room", "what lives there", "files"), rows)
+
+
+def is_folder(room: str) -> bool:
+    """Whether a room is a folder, not a file beside the rooms."""
+    return (ROOT / room.replace(".", "/")).is_dir()
 
 
 def diagrams() -> str:
     """The region of the page."""
-    parts = [*table_of_rooms(), ""]
+    parts = []
     for service in SERVICES:
-        parts += [f"**`{service}`**", "", *mermaid(service), ""]
+        parts += [f"### Rooms of {service}", "", *mermaid(service), "", *rooms_of(service)]
     return "\n".join(parts)
 
 
