@@ -1,4 +1,4 @@
-"""The scheduler service: reads its settings, builds the parts, serves until it is told to stop."""
+"""The scheduler service: reads its settings, builds its parts and serves until SIGTERM or SIGINT."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
 from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
 from scheduler_svc.settings import Settings
-from scheduler_svc.workers.deployment import Deployment, make_engine
+from scheduler_svc.workers.deployment import Deployment
 
 INFERENCE = "triptych.v1.Inference"
 REGISTRY = "triptych.v1.WorkerRegistry"
@@ -24,12 +24,11 @@ async def serve(settings: Settings) -> None:
     """Runs the service until SIGTERM or SIGINT.
 
     Raises:
-        ConfigurationRefused: if the address cannot be bound.
+        ConfigurationRefused: the address cannot be bound.
     """
     log = get_logger()
-    engine = make_engine(settings)
-    deployment = Deployment(settings, engine)
-    inference = InferenceServicer(engine, deployment)
+    deployment = Deployment(settings)
+    inference = InferenceServicer(deployment)
     registry = RegistryServicer(deployment, step_timeout_s=settings.step_timeout_s)
 
     def register(server: grpc.aio.Server) -> None:
@@ -41,7 +40,7 @@ async def serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    # Health follows the replicas: SERVING means that a request would be run.
+    # Health follows the replicas: SERVING means that a request can run now.
     changes: asyncio.Queue[bool] = asyncio.Queue()
     deployment.on_serving(changes.put_nowait)
     port = await server.start(settings.host, settings.port)

@@ -13,7 +13,6 @@ from deploy.launcher.settings import LaunchSettings
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
 from protos.settings import load
-from protos.triptych.v1 import worker_pb2
 from worker_svc.log_silencing import quiet_libraries
 
 
@@ -42,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compile(settings: CompileSettings) -> int:
-    from scheduler_svc.convert.plans import configure_to_proto, groups_from_proto, limits_from_proto
+    from scheduler_svc.convert.model import description_from_proto
     from scheduler_svc.settings import Settings as SchedulerSettings
-    from scheduler_svc.workers.deployment import Deployment, make_engine
+    from scheduler_svc.workers.generating import configure_request, geometry_for
     from worker_svc.api import convert
     from worker_svc.execution.worker import Worker
     from worker_svc.settings import Settings as WorkerSettings
@@ -57,16 +56,15 @@ def _compile(settings: CompileSettings) -> int:
         raise ConfigurationRefused("the compile cache is off, so nothing would be kept; switch it on")
     worker = Worker(worker_settings)
     worker.prepare()
-    description = convert.description_to_proto(worker, worker_id="compile", model=settings.model)
-    if description.pool_tasks:
+    description = description_from_proto(
+        convert.description_to_proto(worker, worker_id="compile", model=settings.model)
+    )
+    if description.model.pool_tasks:
         print("pooling models run as they are; there is nothing to compile")
         return 0
-    deployment = Deployment(scheduler_settings, make_engine(scheduler_settings))
-    geometry = deployment.geometry_for(description)
-    geometry.check(limits_from_proto(description), groups_from_proto(description))
-    request: worker_pb2.ConfigureRequest = configure_to_proto(
-        geometry, deployment.num_blocks, deployment.windows_kept_per_slot
-    )
+    geometry = geometry_for(scheduler_settings, description)
+    geometry.check(description.limits, description.groups)
+    request = configure_request(scheduler_settings, geometry)
     shown = ""
 
     def progress(phase: str, done: int, total: int, what: str) -> None:

@@ -1,17 +1,18 @@
-"""Where events go on their way to clients: buffers between the step loop and a gRPC stream's writer."""
+"""The buffer between the step loops and the writer of one gRPC stream."""
 
 import asyncio
 
 from scheduler_svc.requests.request import Event
 
-# Events beyond which a stream's reader stops taking in more requests.
-_MAX_GATHERED = 4096
+# Buffered events beyond which the reader of a stream accepts no more requests.
+_MAX_BUFFERED = 4096
 
 
 class EventBuffer:
-    """Collects events; the writer takes all that have gathered at once, so one step's events leave in one message.
+    """Collects the events of a client's requests; the writer takes all of them at once.
 
-    What running requests can add is bounded by their max_tokens; who adds more on a client's word waits for :meth:`has_room` first.
+    The `max_tokens` of running requests bound the number of events. Code that adds events in answer to client
+    messages must wait for :meth:`has_room` first.
     """
 
     def __init__(self) -> None:
@@ -26,17 +27,17 @@ class EventBuffer:
         self._events.append(event)
 
     def push_token(self, request_id: str, token_id: int) -> None:
-        """Adds one plain token: no object is made for it before it leaves."""
+        """Adds one plain token, without an :class:`Event` object."""
         if not self._events:
             self._filled.set()
         self._events.append((request_id, token_id))
 
     def wake(self) -> None:
-        """Makes :meth:`take` return, even with nothing."""
+        """Makes :meth:`take` return, even without events."""
         self._filled.set()
 
     async def take(self) -> list[Event | tuple[str, int]]:
-        """Waits for events (or :meth:`wake`) and takes all of them; a pair is a request's id and one token."""
+        """Waits for events or :meth:`wake`, and takes all events; a pair is a request id and one token."""
         await self._filled.wait()
         self._filled.clear()
         events, self._events = self._events, []
@@ -44,7 +45,7 @@ class EventBuffer:
         return events
 
     async def has_room(self) -> None:
-        """Waits while more events have gathered than a client that reads would leave."""
-        while len(self._events) > _MAX_GATHERED:
+        """Waits while the client is far behind in reading its events."""
+        while len(self._events) > _MAX_BUFFERED:
             self._taken.clear()
             await self._taken.wait()

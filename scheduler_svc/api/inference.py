@@ -1,7 +1,8 @@
-"""``Inference``: each RPC parses, calls the engine and builds the answer."""
+"""The `Inference` service: each RPC parses its request, calls the engine and builds the answer."""
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,26 +15,27 @@ from protos.errors import (
     TriptychError,
     Unavailable,
     Unimplemented,
-    Unsupported,
     abort,
 )
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
-from scheduler_svc.api.kv_watch import KvWatch
-from scheduler_svc.api.pin_service import Pins
+from scheduler_svc.api.kv_watch import watch_kv_events
+from scheduler_svc.api.pin_service import PinService
 from scheduler_svc.convert.events import event_to_proto, events_to_proto, pieces_of, pooled_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.convert.load import load_to_proto
+from scheduler_svc.convert.model import files_to_proto, model_to_proto
 from scheduler_svc.convert.requests import check_salt, pool_submission_from_proto, submission_from_proto
-from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, FinishReason
 from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.engine_protocol import EngineProtocol
 from scheduler_svc.workers.model_files import ServedFiles
 
-# How often WatchLoad looks, at most, seconds: the load changes with every step.
+# Shortest interval between two samples of WatchLoad: the load changes with every step.
 _LOAD_SAMPLE_S = 0.1
 
 
@@ -42,7 +44,7 @@ def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
 
 
 def unserved(feature: str) -> Any:
-    """A method, unary or streaming, that says what this release does not serve."""
+    """Returns a method, unary or streaming, that refuses a feature that this release does not serve."""
 
     async def method(_self: object, _request: object, context: Context) -> None:
         await abort(context, Unimplemented(f"{feature} are not served by this release"))
@@ -51,16 +53,19 @@ def unserved(feature: str) -> Any:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """The public face of a deployment."""
+    """The service that clients call."""
 
-    def __init__(self, engine: Engine, deployment: Deployment) -> None:
-        """Serves ``engine``."""
-        self._engine = engine
+    def __init__(self, deployment: Deployment) -> None:
+        """Serves `deployment`."""
         self._deployment = deployment
-        self._pins = Pins(engine)
-        self._metrics = SchedulerMetrics(engine, deployment)
+        self._pins = PinService(deployment)
+        self._metrics = SchedulerMetrics(deployment)
         self._draining = False
         self._log = get_logger()
+
+    @property
+    def _engine(self) -> EngineProtocol:
+        return self._deployment.engine
 
     def drain(self) -> None:
         """Refuses new requests from now on."""
@@ -69,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
-        """Runs one request; the end of the call, for whatever reason, ends the request."""
+        """Runs one request. The end of the call aborts it."""
         buffer = EventBuffer()
         try:
             submission = self._submit(request, buffer)
@@ -93,16 +98,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ConnectResponse]:
-        """Runs many requests; the stream's end aborts those that still run."""
+        """Runs many requests. The end of the stream aborts the ones that are still live."""
         buffer = EventBuffer()
         mine: set[str] = set()
         reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
         try:
-            # A client that has said everything (half-closed) still wants its answers.
+            # A client that half-closes the stream still reads the answers.
             reader.add_done_callback(lambda _: buffer.wake())
             while mine or not reader.done():
                 if events := await buffer.take():
-                    # Not by the event alone: a refused duplicate of a live id must not orphan the live one.
+                    # Ask the engine, too: a refused duplicate of a live id must not orphan the live request.
                     ended = {
                         event.request_id
                         for event in events
@@ -126,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _read(
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
     ) -> None:
-        """Submits and aborts what a stream asks for; faults of one request go back inline."""
+        """Submits and aborts requests as a stream asks. The error of one request becomes its event."""
         first = True
         async for message in messages:
             if first and message.schema_revision != SCHEMA_REVISION:
@@ -146,13 +151,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
-        """Runs one request of a pooling model; the end of the call, for whatever reason, ends the request."""
-        buffer, pool = EventBuffer(), self._deployment.pool
+        """Runs one request of a pooling model. The end of the call aborts it."""
+        buffer = EventBuffer()
         try:
-            self._check_model(request.model, pooling=True)
+            self._check_model(request.model)
             submission = pool_submission_from_proto(request)
             with bind_request(submission.request_id):
-                pool.submit(submission, buffer)
+                self._engine.submit_pooling(submission, buffer)
         except TriptychError as error:
             await abort(context, error)
         try:
@@ -164,32 +169,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await abort(context, Aborted("the request was aborted"))
             return pooled_to_proto(event)
         finally:
-            pool.abort(submission.request_id)
+            self._engine.abort(submission.request_id)
 
-    def _check_model(self, name: str, *, pooling: bool) -> None:
-        """Refuses requests while draining, for another model, and of a kind that the model does not serve."""
+    def _check_model(self, name: str) -> None:
+        """Refuses requests while draining, and requests for another model."""
         if self._draining:
             raise Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
         served = self._deployment.served
         if served is None:
             return
-        served_name = served.info.served_name
-        if name and name != served_name:
+        if name and name != served.name:
             raise NotFound(
-                f"the model {name!r} is not served here; this is {served_name!r}",
+                f"the model {name!r} is not served here; this is {served.name!r}",
                 param="model",
-            )
-        if pooling and not served.info.pool_tasks:
-            raise Unsupported(
-                f"{served_name} generates text and pools nothing; call Generate or Connect", param="model"
-            )
-        if served.info.pool_tasks and not pooling:
-            raise Unsupported(
-                f"{served_name} is a pooling model and generates no text; call Pool", param="model"
             )
 
     def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> Submission:
-        self._check_model(request.model, pooling=False)
+        self._check_model(request.model)
         submission = submission_from_proto(request)
         with bind_request(submission.request_id):
             self._engine.submit(submission, buffer)
@@ -199,51 +195,58 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        """Ends a request, or one of its sequences."""
-        found = self._engine.abort(request.request_id, _sequence_of(request)) or self._deployment.pool.abort(
-            request.request_id
-        )
+        """Aborts a request, or one of its sequences."""
+        found = self._engine.abort(request.request_id, _sequence_of(request))
         return inference_pb2.AbortResponse(found=found)
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> common_pb2.ModelInfo:
         """Describes the served model."""
-        return (await self._served(context)).info
+        served = await self._served(context)
+        return model_to_proto(
+            served.model,
+            served_name=served.name,
+            max_model_len=served.max_model_len,
+            created_unix_s=served.created_unix_s,
+            tokenizer_sha256=served.tokenizer_sha256,
+        )
 
     async def GetTokenizer(
         self, request: inference_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.FileChunk]:
-        """Streams the tokenizer's files."""
-        for chunk in (await self._served(context)).chunks():
+        """Streams the tokenizer files."""
+        for chunk in files_to_proto((await self._served(context)).files):
             yield chunk
 
     async def GetLoad(self, request: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.Load:
-        """The load, now."""
-        return self._deployment.load()
+        """Returns the current load."""
+        return load_to_proto(self._deployment.load())
 
     async def WatchLoad(
         self, request: inference_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[inference_pb2.Load]:
-        """The load, sampled; only what differs from the last one is sent."""
+        """Samples the load and sends it when it has changed."""
         last = None
         interval = max(_LOAD_SAMPLE_S, request.min_interval_ms / 1000)
         while True:
             load = self._deployment.load()
             if load != last:
-                yield load
+                yield load_to_proto(load)
                 last = load
             await asyncio.sleep(interval)
 
     async def WatchKvEvents(
         self, request: inference_pb2.WatchKvEventsRequest, context: Context
     ) -> AsyncIterator[inference_pb2.KvEventBatch]:
-        """What the prefix caches have, then what they store and forget."""
-        watch = KvWatch(self._engine, replica_id=request.replica_id, after=request.after_sequence)
+        """Streams a snapshot of every prefix cache, then every change."""
+        follow = functools.partial(
+            self._engine.prefixes.follow, replica_id=request.replica_id, after=request.after_sequence
+        )
         try:
-            with watch.open() as batches:
-                async for replica_id, batch in batches:
-                    for part in kv_batch_to_proto(replica_id, batch, self._deployment.hash_block_size):
+            with watch_kv_events(follow) as changes:
+                async for change in changes:
+                    for part in kv_batch_to_proto(change.replica_id, change.batch, change.tokens_per_hash):
                         yield part
         except TriptychError as error:
             await abort(context, error)
@@ -251,9 +254,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def PinPrefix(
         self, request: inference_pb2.PinPrefixRequest, context: Context
     ) -> inference_pb2.PinPrefixResponse:
-        """Keeps a prefix for a time."""
+        """Pins a prefix for a time."""
         try:
-            self._check_model("", pooling=False)
+            self._check_model("")
             if request.lora_name:
                 raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
             check_salt(request.cache_salt)
@@ -274,13 +277,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ResetPrefixCache(
         self, request: inference_pb2.ResetPrefixCacheRequest, context: Context
     ) -> inference_pb2.ResetPrefixCacheResponse:
-        """Forgets every cached prefix."""
-        return inference_pb2.ResetPrefixCacheResponse(num_replicas=self._engine.reset_prefix_cache())
+        """Forgets every cached prefix and pin."""
+        return inference_pb2.ResetPrefixCacheResponse(num_replicas=self._engine.prefixes.reset())
 
     async def GetMetrics(
         self, request: inference_pb2.GetMetricsRequest, context: Context
     ) -> inference_pb2.GetMetricsResponse:
-        """Measurements in Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         text = await self._metrics.text()
         return inference_pb2.GetMetricsResponse(text=text, content_type=CONTENT_TYPE_LATEST)
 

@@ -1,69 +1,63 @@
-"""One follower of the KV events of all replicas, those that come later included."""
+"""The buffer between the prefix caches of all replicas and one WatchKvEvents stream."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from protos.errors import Unavailable
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.kv.events import Batch
+from scheduler_svc.dispatch.prefix_control import KvChange
 
-# Batches that a slow watcher may leave lying.
+# Unread batches beyond which a watcher is cut off.
 _MAX_BEHIND = 10_000
 
+Follow = Callable[[Callable[[KvChange], None]], Callable[[], None]]
+"""Subscribes a listener and returns a function that ends the subscription."""
 
-class KvWatch:
-    """Buffers batches between the step loops and one stream.
 
-    A watcher that does not keep up is cut off rather than given a stream with holes: it watches again from the last number it has.
+@contextlib.contextmanager
+def watch_kv_events(follow: Follow, *, max_behind: int = _MAX_BEHIND) -> Iterator[AsyncIterator[KvChange]]:
+    """Buffers changes while the block runs and yields an iterator over them.
+
+    A watcher that reads too slowly gets an error rather than a stream with gaps; it can resume from the last batch
+    that it has.
+
+    Args:
+        follow: subscribes to the changes; see :meth:`scheduler_svc.dispatch.prefix_control.PrefixControl.follow`.
+        max_behind: unread batches beyond which the iterator raises :class:`protos.errors.Unavailable`.
     """
+    buffer = _ChangeBuffer(max_behind)
+    stop = follow(buffer.add)
+    try:
+        yield buffer.changes()
+    finally:
+        stop()
 
-    def __init__(
-        self, engine: Engine, *, replica_id: str = "", after: int = 0, max_behind: int = _MAX_BEHIND
-    ) -> None:
-        """Follows ``replica_id`` from behind batch ``after``, the others (or all) from a snapshot."""
-        self._engine = engine
-        self._replica_id = replica_id
-        self._after = after
+
+class _ChangeBuffer:
+    def __init__(self, max_behind: int) -> None:
         self._max_behind = max_behind
-        self._batches: list[tuple[str, Batch]] = []
+        self._changes: list[KvChange] = []
         self._behind = False
         self._filled = asyncio.Event()
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[AsyncIterator[tuple[str, Batch]]]:
-        """While open, batches gather; gives them one by one, as (replica id, batch)."""
-        with contextlib.ExitStack() as stack:
-
-            def follow(replica_id: str) -> None:
-                after = self._after if replica_id == self._replica_id else 0
-                events = self._engine.replicas[replica_id].scheduler.kv.events
-                stack.callback(events.follow(lambda batch: self._add(replica_id, batch), after))
-
-            for replica_id in self._engine.replicas:
-                follow(replica_id)
-            self._engine.attach_listeners.append(follow)
-            stack.callback(self._engine.attach_listeners.remove, follow)
-            yield self._each()
-
-    def _add(self, replica_id: str, batch: Batch) -> None:
-        # Counted here: a watcher that does not read at all never comes to ask for more.
-        self._behind = self._behind or len(self._batches) >= self._max_behind
+    def add(self, change: KvChange) -> None:
+        # Check the limit here: a watcher that reads nothing never reaches the check in `changes`.
+        self._behind = self._behind or len(self._changes) >= self._max_behind
         if self._behind:
-            self._batches.clear()
+            self._changes.clear()
         else:
-            self._batches.append((replica_id, batch))
+            self._changes.append(change)
         self._filled.set()
 
-    async def _each(self) -> AsyncIterator[tuple[str, Batch]]:
+    async def changes(self) -> AsyncIterator[KvChange]:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            batches, self._batches = self._batches, []
+            changes, self._changes = self._changes, []
             if self._behind:
                 raise Unavailable(
                     f"more than {self._max_behind} batches of KV events were not read in time; watch again",
                     retry_after_ms=100,
                 )
-            for entry in batches:
-                yield entry
+            for change in changes:
+                yield change

@@ -1,18 +1,19 @@
-"""Prefixes that are kept for a time: computed if nobody has them, then referenced until they expire."""
+"""Pinning of prompt prefixes: computes a prefix if no replica has it, and pins it until its time is over."""
 
 import asyncio
 import itertools
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from protos.errors import Aborted, InvalidArgument, TriptychError
-from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, FinishReason, Request
 from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.workers.engine_protocol import EngineProtocol, Prefixes
 
-# Longer than anybody means; asyncio's timers need a finite bound.
+# asyncio's timers need a finite bound.
 MAX_TTL_S = 30 * 24 * 3600.0
 
 _GREEDY = SamplingParams(
@@ -23,41 +24,47 @@ _GREEDY = SamplingParams(
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What became of a wish to pin.
-
-    Attributes:
-        num_tokens: leading tokens that are kept: whole chunks.
-    """
+    """Result of a pin request."""
 
     pin_id: str
     num_tokens: int
+    """Leading tokens that are pinned; a whole number of chunks."""
     replica_id: str
+
+
+class HasEngine(Protocol):
+    """A deployment, or anything else with an engine."""
+
+    @property
+    def engine(self) -> EngineProtocol:
+        """The engine; another one may take its place when the first worker attaches."""
 
 
 class _Discard:
     def push(self, event: Event) -> None:
-        """Nobody listens."""
+        """Drops the event."""
 
     def push_token(self, request_id: str, token_id: int) -> None:
-        """Nobody listens."""
+        """Drops the token."""
 
 
 class _PinAtEnd:
-    """Pins when its request ends, before anything can be evicted."""
+    """Sink of a request that computes a prefix: pins the prefix when the request ends, before it can be evicted."""
 
-    def __init__(self, pins: "Pins", pin_id: str, probe: Request) -> None:
+    def __init__(self, pins: "PinService", pin_id: str, probe: Request) -> None:
         self._pins, self._pin_id, self._probe = pins, pin_id, probe
         self.done: asyncio.Future[Pinned] = asyncio.get_running_loop().create_future()
 
     def push(self, event: Event) -> None:
+        """Pins at the last event and ignores all others."""
         if event.error is None and event.finish_reason is None:
             return
         try:
             if event.error is not None:
                 raise event.error
             if event.finish_reason is FinishReason.ABORT:
-                raise Aborted("the request that was to compute the prefix was aborted")
-            request = self._pins.engine.find(event.request_id)
+                raise Aborted("the request that computed the prefix was aborted")
+            request = self._pins.find(event.request_id)
             replica_id = (request.replica_id if request else None) or ""
             pinned = self._pins.hold(self._pin_id, replica_id, self._probe)
         except TriptychError as error:
@@ -65,31 +72,31 @@ class _PinAtEnd:
                 self.done.set_exception(error)
             return
         if self.done.done():
-            # Who asked has gone. Later: a sink does not call back into the scheduler that feeds it.
+            # The caller is gone. Unpin later: a sink must not call back into the scheduler that feeds it.
             asyncio.get_running_loop().call_soon(self._pins.unpin, self._pin_id)
         else:
             self.done.set_result(pinned)
 
     def push_token(self, request_id: str, token_id: int) -> None:
-        """Nobody wants the token."""
+        """Drops the token."""
 
 
-class Pins:
-    """Pins by id, and the timers that end them."""
+class PinService:
+    """Pins prefixes and ends the pins when their time is over."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Pins on the replicas of ``engine``."""
-        self.engine = engine
+    def __init__(self, deployment: HasEngine) -> None:
+        """Pins on the replicas of `deployment`."""
+        self._deployment = deployment
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._probes = itertools.count()
 
     async def pin(self, prompt: tuple[int, ...], *, cache_salt: str, ttl_s: float) -> Pinned:
-        """Keeps the whole chunks of ``prompt`` for ``ttl_s`` seconds on the replica that has most of them.
+        """Pins the whole chunks of `prompt` for `ttl_s` seconds on the replica that has cached most of them.
 
         Raises:
-            InvalidArgument: if the time or the prompt makes no sense.
-            Overloaded: if pins would hold more than their share of memory.
-            TriptychError: whatever computing the prefix may raise.
+            InvalidArgument: the time is out of range, or the prompt has nothing to pin.
+            Overloaded: the pins of the replica would be too many or hold more than their share of memory.
+            TriptychError: computing the prefix failed.
         """
         if not 0 < ttl_s <= MAX_TTL_S:
             raise InvalidArgument(
@@ -100,8 +107,8 @@ class Pins:
                 "the prefix is empty; send at least one chunk of tokens", param="prompt_token_ids"
             )
         pin_id = secrets.token_hex(8)
-        # Before anything is hashed.
-        self.engine.check(
+        # Check before hashing the prompt.
+        self._prefixes.check(
             Submission(
                 request_id=pin_id,
                 prompt_token_ids=prompt,
@@ -111,11 +118,11 @@ class Pins:
             )
         )
         probe = self._probe(pin_id, prompt, cache_salt)
-        if kept := self._pinnable_tokens(probe):
-            # Only what is kept is computed, and it ends where the probe ends: windows at the ends of prompts are worth most.
-            probe = self._probe(pin_id, prompt[:kept], cache_salt)
-        best = self._find_prefix(probe)
-        if best is not None and best[1] >= kept:
+        if pinnable := self._prefixes.pinnable_tokens(probe):
+            # Compute only what will be pinned, and end there: the cache keeps windows at the ends of prompts longest.
+            probe = self._probe(pin_id, prompt[:pinnable], cache_salt)
+        best = self._prefixes.find(probe)
+        if best is not None and best[1] >= pinnable:
             pinned = self.hold(pin_id, best[0], probe)
         else:
             sink = _PinAtEnd(self, pin_id, probe)
@@ -126,39 +133,35 @@ class Pins:
                 max_tokens=1,
                 cache_salt=cache_salt,
             )
-            self.engine.submit(submission, sink)
+            self._deployment.engine.submit(submission, sink)
             try:
                 pinned = await sink.done
             except asyncio.CancelledError:
-                self.engine.abort(probe.request_id)
-                self.unpin(pin_id)  # it may have ended a moment before
+                self._deployment.engine.abort(probe.request_id)
+                self.unpin(pin_id)  # the request may have ended and pinned just before
                 raise
         self._timers[pin_id] = asyncio.get_running_loop().call_later(ttl_s, self.unpin, pin_id)
         return pinned
 
     def _probe(self, pin_id: str, prefix: tuple[int, ...], cache_salt: str) -> Request:
-        # One token more than is to be kept: a hit always leaves at least the last one to compute.
+        # One token more than the prefix: a hit always leaves at least the last token to compute.
         token_ids = [*prefix, prefix[0]]
         return Request(
             request_id=f"pin-{pin_id}", token_ids=token_ids, num_prompt_tokens=len(token_ids), sampling=_GREEDY,
             arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), end=len(token_ids) + 1, cache_salt=cache_salt,
         )  # fmt: skip
 
-    def _find_prefix(self, probe: Request) -> tuple[str, int] | None:
-        """The replica that has most of a prompt in its cache, and how many tokens; None without replicas."""
-        replicas = self.engine.replicas
-        found = {name: replica.scheduler.kv.prefixes.peek(probe.kv) for name, replica in replicas.items()}
-        name = max(found, key=lambda name: found[name], default=None)
-        return None if name is None else (name, found[name])
+    @property
+    def _prefixes(self) -> Prefixes:
+        return self._deployment.engine.prefixes
 
-    def _pinnable_tokens(self, probe: Request) -> int:
-        """Tokens of a prompt's whole chunks: the most that any replica could have."""
-        replicas = self.engine.replicas.values()
-        return max((replica.scheduler.kv.prefixes.hit_limit(probe.kv) for replica in replicas), default=0)
+    def find(self, request_id: str) -> Request | None:
+        """Returns the live request with that id."""
+        return self._deployment.engine.find(request_id)
 
     def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False if there is none of that id (any more)."""
-        return self.engine.unpin(pin_id)
+        """Ends a pin; returns False if the id is unknown or the pin has ended."""
+        return self._prefixes.unpin(pin_id)
 
     def _ended(self, pin_id: str) -> None:
         timer = self._timers.pop(pin_id, None)
@@ -166,17 +169,18 @@ class Pins:
             timer.cancel()
 
     def hold(self, pin_id: str, replica_id: str, probe: Request) -> Pinned:
-        """References what a replica has of the probe's prefix.
+        """Pins what a replica has cached of the probe's prefix.
 
         Raises:
-            InvalidArgument: if that is nothing.
-            TriptychError: see ``Engine.pin``.
+            InvalidArgument: the replica has cached nothing of it.
+            Unavailable: the replica is gone.
+            Overloaded: the pins of the replica would be too many or hold more than their share of memory.
         """
-        num_tokens = self.engine.pin(pin_id, replica_id, probe, partial(self._ended, pin_id))
+        num_tokens = self._prefixes.pin(pin_id, replica_id, probe, partial(self._ended, pin_id))
         if not num_tokens:
-            self.engine.unpin(pin_id)
+            self.unpin(pin_id)
             raise InvalidArgument(
-                "nothing of the prefix can be kept: it is shorter than one prefill chunk, or prefix caching is off",
+                "the prefix cannot be pinned: it is shorter than one prefill chunk, or prefix caching is off",
                 param="prompt_token_ids",
             )
         return Pinned(pin_id, num_tokens, replica_id)

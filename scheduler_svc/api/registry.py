@@ -1,4 +1,4 @@
-"""``WorkerRegistry``: workers announce themselves here and are driven from then on."""
+"""The `WorkerRegistry` service: workers register here, and a driver serves each of them."""
 
 import asyncio
 import re
@@ -10,20 +10,22 @@ from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.driver import Replica, WorkerAddress
+from scheduler_svc.workers.driver import WorkerAddress, WorkerDriver
 
 _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
 
 def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddress:
-    """Where to dial back.
+    """Returns the address to dial back to.
 
     Args:
-        request: the announcement.
-        peer: gRPC's name of the caller, for example ``ipv4:10.0.0.7:41234``.
+        request: the worker's registration.
+        peer: gRPC's name of the caller, for example `ipv4:10.0.0.7:41234`.
 
     Raises:
-        SchemaMismatch, Unsupported, InvalidArgument: if the worker cannot be used, with the reason.
+        SchemaMismatch: the worker runs another release.
+        Unsupported: the worker has several ranks.
+        InvalidArgument: the registration is incomplete.
     """
     if request.schema_revision != SCHEMA_REVISION:
         raise SchemaMismatch(
@@ -34,7 +36,7 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddres
             "replicas of several ranks are not served by this release; start the worker with one rank"
         )
     if not request.worker_id or not 1 <= request.port <= 65535:
-        raise InvalidArgument("a worker must announce its id and its port")
+        raise InvalidArgument("a worker must send its id and its port")
     host = request.host
     if not host:
         match = _PEER.fullmatch(unquote(peer))
@@ -47,10 +49,10 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddres
 
 
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
-    """One open Register stream per worker; its end is the worker's end."""
+    """Keeps one Register stream open per worker. The worker is lost when its stream ends, and the other way round."""
 
     def __init__(self, deployment: Deployment, *, step_timeout_s: float) -> None:
-        """Serves ``deployment``."""
+        """Adds workers to `deployment`; a worker that takes longer than `step_timeout_s` for a step counts as lost."""
         self._deployment = deployment
         self._step_timeout_s = step_timeout_s
         self._active: set[str] = set()
@@ -59,7 +61,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> AsyncIterator[registry_pb2.RegisterEvent]:
-        """Drives the worker until either side is gone; the stream ends with the reason."""
+        """Drives the worker until either side ends; the stream ends with the reason."""
         try:
             address = address_of(request, context.peer())
             if address.replica_id in self._active:
@@ -68,26 +70,26 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             self._log.warning("worker_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
         self._active.add(address.replica_id)
-        replica = Replica(address, self._deployment, step_timeout_s=self._step_timeout_s)
-        driver = asyncio.create_task(replica.run(), name=f"replica {address.replica_id}")
-        ready = asyncio.create_task(replica.ready.wait())
+        driver = WorkerDriver(address, self._deployment, step_timeout_s=self._step_timeout_s)
+        running = asyncio.create_task(driver.run(), name=f"replica {address.replica_id}")
+        ready = asyncio.create_task(driver.ready.wait())
         try:
             yield _event(registry_pb2.RegisterEvent.STATE_ACCEPTED, f"dialling {address.target}")
-            await asyncio.wait({driver, ready}, return_when=asyncio.FIRST_COMPLETED)
-            if replica.ready.is_set():
+            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if driver.ready.is_set():
                 yield _event(registry_pb2.RegisterEvent.STATE_SERVING, "serving")
-            await driver
+            await running
         except TriptychError as error:
             self._log.error(
                 "worker_lost", worker=address.worker_id, target=address.target, reason=error.message
             )
             await abort(context, error)
         finally:
-            if not driver.done():
+            if not running.done():
                 self._log.warning("worker_left", worker=address.worker_id, target=address.target)
-            for task in (driver, ready):
+            for task in (running, ready):
                 task.cancel()
-            await asyncio.gather(driver, ready, return_exceptions=True)
+            await asyncio.gather(running, ready, return_exceptions=True)
             self._active.discard(address.replica_id)
 
 

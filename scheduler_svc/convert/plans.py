@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from protos.errors import ConfigurationRefused, from_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
 from scheduler_svc.convert.sampling import sampling_to_proto
-from scheduler_svc.pooling.batching import PoolShape
 from scheduler_svc.replica.step_plan import (
     Admission,
     BlockCopy,
@@ -19,6 +18,7 @@ from scheduler_svc.replica.step_plan import (
 )
 from scheduler_svc.requests.request import Logprobs, PoolTask
 from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.pool_shapes import PoolShape
 
 _GROUP_KINDS = {
     common_pb2.KV_GROUP_KIND_FULL: GroupKind.FULL,

@@ -1,8 +1,9 @@
-"""Requests that wait for their grammar, and which replicas have which grammars.
+"""Requests that wait for a grammar, and the replicas that have compiled each grammar.
 
-A grammar is compiled by every replica at once, and a request goes on when the first of them has it; it runs on those that do. What is
-known of a grammar is kept for as long as a live request needs it. Free of I/O: replicas are asked through a callback and answer by
-:meth:`GrammarDesk.compiled` and :meth:`GrammarDesk.refused`.
+All replicas compile a grammar at once. A waiting request continues as soon as one replica has the grammar, and
+runs only on replicas that have it. An entry lives as long as some live request uses its grammar. The queue does
+no I/O: it asks replicas through callbacks, and the engine reports their answers with
+:meth:`GrammarQueue.compiled` and :meth:`GrammarQueue.refused`.
 """
 
 from collections import Counter
@@ -13,55 +14,58 @@ from protos.errors import InvalidArgument, TriptychError
 from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.requests.sampling import Grammar
 
-Ask = Callable[[Grammar], None]
-"""Has a replica compile a grammar, or give that up; returns at once."""
+CompileRequest = Callable[[Grammar], None]
+"""Starts or cancels compiling a grammar on one replica; returns at once."""
 
-# Grammars of one tenant that a replica compiles at once: enough to keep its threads busy, and what others wait for at most.
-MAX_UNDER_WAY = 8
+# Grammars of one tenant that a replica compiles at once. This keeps its compiler threads busy and bounds how long
+# the grammars of other tenants wait.
+MAX_COMPILING_PER_TENANT = 8
 
 
 @dataclass(slots=True)
-class _Known:
-    """One grammar.
-
-    Attributes:
-        tenant: who brought it.
-        users: live requests that have it.
-        waiting: those that cannot run before somebody has compiled it, by id; none while somebody has.
-        asked: replicas that compile it, or will when it is the tenant's turn.
-        ready: replicas that have it, as far as is known.
-    """
+class _Entry:
+    """The state of one grammar."""
 
     tenant: str
+    """The tenant of the first request that used the grammar."""
     users: int = 0
+    """Live requests that use the grammar."""
     waiting: dict[str, Request] = field(default_factory=dict)
+    """Requests that wait for the first replica to compile the grammar, by id; empty once a replica has it."""
     asked: set[str] = field(default_factory=set)
+    """Replicas that compile the grammar or have it in their line."""
     ready: set[str] = field(default_factory=set)
+    """Replicas that have compiled the grammar."""
 
 
 class _Line:
-    """What one replica is asked: a few grammars of each tenant at a time, in the order in which they came."""
+    """The compile requests of one replica: in order of arrival, with a limit per tenant."""
 
-    def __init__(self, ask: Ask, withdraw: Ask) -> None:
+    def __init__(self, ask: CompileRequest, withdraw: CompileRequest) -> None:
         self._ask = ask
         self._withdraw = withdraw
-        self._under_way: dict[Grammar, str] = {}
+        self._compiling: dict[Grammar, str] = {}
         self._count: Counter[str] = Counter()
-        # By tenant; dicts for their order and for removal.
+        # By tenant. The inner dicts are ordered sets that allow removal.
         self._next: dict[str, dict[Grammar, None]] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether the replica compiles nothing and no grammar waits in the line."""
+        return not self._compiling and not self._next
+
     def ask(self, grammar: Grammar, tenant: str) -> None:
-        """Asks for a grammar that is not in the line, now or when the tenant's turn comes."""
-        if self._count[tenant] >= MAX_UNDER_WAY:
+        """Sends a grammar to the replica now, or once the tenant is below its limit."""
+        if self._count[tenant] >= MAX_COMPILING_PER_TENANT:
             self._next.setdefault(tenant, {})[grammar] = None
             return
-        self._under_way[grammar] = tenant
+        self._compiling[grammar] = tenant
         self._count[tenant] += 1
         self._ask(grammar)
 
     def answered(self, grammar: Grammar) -> None:
-        """The replica has said what became of a grammar: the tenant's next one may be asked for."""
-        tenant = self._under_way.pop(grammar, None)
+        """Ends a compile request and sends the tenant's next one."""
+        tenant = self._compiling.pop(grammar, None)
         if tenant is None:
             return
         self._count[tenant] -= 1
@@ -73,10 +77,10 @@ class _Line:
             self.ask(following, tenant)
 
     def withdraw(self, grammar: Grammar, tenant: str) -> None:
-        """Nobody wants a grammar any more."""
+        """Cancels a compile request whose grammar no live request uses."""
         if grammar in self._next.get(tenant, ()):
             self._drop(tenant, grammar)
-        elif grammar in self._under_way:
+        elif grammar in self._compiling:
             self._withdraw(grammar)
             self.answered(grammar)
 
@@ -86,12 +90,12 @@ class _Line:
             del self._next[tenant]
 
 
-class GrammarDesk:
-    """Who waits for which grammar."""
+class GrammarQueue:
+    """Requests that wait for a grammar, by grammar."""
 
     def __init__(self) -> None:
-        """Nobody waits, and there are no replicas."""
-        self._known: dict[Grammar, _Known] = {}
+        """Starts without requests and replicas."""
+        self._entries: dict[Grammar, _Entry] = {}
         self._lines: dict[str, _Line] = {}
         self._num_waiting = 0
         self._num_tokens = 0
@@ -100,133 +104,144 @@ class GrammarDesk:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        """Everybody who waits, in no particular order."""
-        return (request for known in self._known.values() for request in known.waiting.values())
+        """Yields every waiting request, in no particular order."""
+        return (request for entry in self._entries.values() for request in entry.waiting.values())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that they have to prefill."""
+        """Tokens that the waiting requests have to prefill."""
         return self._num_tokens
 
-    def arrive(self, request: Request) -> None:
-        """A request with a grammar is live from now on."""
+    @property
+    def idle(self) -> bool:
+        """Whether no live request uses a grammar and no replica compiles one."""
+        return not self._entries and all(line.idle for line in self._lines.values())
+
+    def add_user(self, request: Request) -> None:
+        """Counts a new live request as a user of its grammar, if it has one."""
         grammar = request.sampling.grammar
         if grammar is not None:
-            self._known.setdefault(grammar, _Known(request.tenant)).users += 1
+            self._entries.setdefault(grammar, _Entry(request.tenant)).users += 1
 
-    def leave(self, request: Request) -> None:
-        """It is live no more; what nobody else wants is not compiled to the end."""
+    def remove_user(self, request: Request) -> None:
+        """Ends the use of a grammar by a request that ended; cancels its compilation after the last user."""
         grammar = request.sampling.grammar
-        known = self._known.get(grammar) if grammar is not None else None
-        if grammar is None or known is None:
+        entry = self._entries.get(grammar) if grammar is not None else None
+        if grammar is None or entry is None:
             return
-        known.users -= 1
-        if not known.users:
-            del self._known[grammar]
-            for replica_id in known.asked:
-                self._lines[replica_id].withdraw(grammar, known.tenant)
+        entry.users -= 1
+        if not entry.users:
+            del self._entries[grammar]
+            for replica_id in entry.asked:
+                self._lines[replica_id].withdraw(grammar, entry.tenant)
 
     def may_run(self, request: Request, replica_id: str) -> bool:
-        """Whether a replica could run the request at once: it has its grammar, or there is none."""
+        """Returns whether the replica has the request's grammar, or the request has none."""
         grammar = request.sampling.grammar
-        return grammar is None or replica_id in self._known[grammar].ready
+        return grammar is None or replica_id in self._entries[grammar].ready
 
     def is_expected(self, request: Request, replica_id: str) -> bool:
-        """Whether it could, or is asked for the grammar and has not answered."""
+        """Returns whether the replica may run the request now or after a compilation that is still open."""
         grammar = request.sampling.grammar
         return self.may_run(request, replica_id) or (
-            grammar is not None and replica_id in self._known[grammar].asked
+            grammar is not None and replica_id in self._entries[grammar].asked
         )
 
     def hold(self, request: Request) -> bool:
-        """Lets a live request wait until its grammar is compiled; False if somebody has it, or there is none."""
+        """Enqueues a live request until its grammar is compiled.
+
+        Returns:
+            False if the request has no grammar or some replica has compiled it: the request need not wait.
+        """
         grammar = request.sampling.grammar
         if grammar is None:
             return False
-        known = self._known[grammar]
-        self._ask_all(grammar, known)
-        if known.ready:
+        entry = self._entries[grammar]
+        self._ask_all(grammar, entry)
+        if entry.ready:
             return False
         request.state = RequestState.WAITING_FOR_FSM
-        known.waiting[request.request_id] = request
+        entry.waiting[request.request_id] = request
         self._num_waiting += 1
         self._num_tokens += len(request.token_ids)
         return True
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out; False if it does not wait here."""
+        """Removes a request; returns False if it does not wait here."""
         grammar = request.sampling.grammar
-        known = self._known.get(grammar) if grammar is not None else None
-        if known is None or known.waiting.pop(request.request_id, None) is None:
+        entry = self._entries.get(grammar) if grammar is not None else None
+        if entry is None or entry.waiting.pop(request.request_id, None) is None:
             return False
         self._num_waiting -= 1
         self._num_tokens -= len(request.token_ids)
         return True
 
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
-        """A replica has a grammar; returns who waited for it."""
-        known = self._answered(replica_id, grammar)
-        if known is None or replica_id not in self._lines:
+        """Records that a replica has a grammar; removes and returns the requests that waited for it."""
+        entry = self._answered(replica_id, grammar)
+        if entry is None or replica_id not in self._lines:
             return []
-        known.ready.add(replica_id)
-        return self._release(known)
+        entry.ready.add(replica_id)
+        return self._release(entry)
 
     def refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> list[Request]:
-        """A replica will not have a grammar; returns whose end that is.
+        """Records that a replica cannot compile a grammar; removes and returns the requests that fail with it.
 
-        A grammar that is wrong is wrong everywhere. Anything else may be one replica's trouble: the others are waited for.
+        An invalid grammar is invalid on every replica. Any other error may be local: if another replica still
+        compiles the grammar, its requests keep waiting.
         """
-        known = self._answered(replica_id, grammar)
-        if known is None or (known.asked and not isinstance(error, InvalidArgument)):
+        entry = self._answered(replica_id, grammar)
+        if entry is None or (entry.asked and not isinstance(error, InvalidArgument)):
             return []
-        return self._release(known)
+        return self._release(entry)
 
-    def lost(self, request: Request) -> set[Grammar]:
-        """The replica of a request has not got its grammar any more; returns that if nobody else has."""
+    def evicted(self, request: Request) -> set[Grammar]:
+        """Records that the request's replica no longer has its grammar; returns the grammar if no replica has it."""
         grammar, replica_id = request.sampling.grammar, request.replica_id
         assert grammar is not None
-        known = self._known[grammar]
+        entry = self._entries[grammar]
         if replica_id is not None:
-            known.ready.discard(replica_id)
-        return set() if known.ready else {grammar}
+            entry.ready.discard(replica_id)
+        return set() if entry.ready else {grammar}
 
-    def attach(self, replica_id: str, ask: Ask, withdraw: Ask) -> None:
-        """A replica is there: it is asked for every grammar that a live request has."""
+    def attach(self, replica_id: str, ask: CompileRequest, withdraw: CompileRequest) -> None:
+        """Adds a replica and asks it for the grammar of every live request."""
         self._lines[replica_id] = _Line(ask, withdraw)
-        for grammar, known in list(self._known.items()):
-            self._ask_all(grammar, known)
+        for grammar, entry in list(self._entries.items()):
+            self._ask_all(grammar, entry)
 
     def detach(self, replica_id: str) -> set[Grammar]:
-        """A replica is gone; returns the grammars that nobody has any more.
+        """Removes a replica and returns the grammars that no replica has any more.
 
-        Who is left is asked for what it had or was asked for, also who has refused before: some request may fit nowhere else.
+        The other replicas are asked again for every grammar that the lost one had or was compiling. This includes
+        replicas that refused before, because some request may fit nowhere else.
         """
         self._lines.pop(replica_id, None)
         orphaned = set()
-        for grammar, known in list(self._known.items()):
-            if replica_id not in known.ready and replica_id not in known.asked:
+        for grammar, entry in list(self._entries.items()):
+            if replica_id not in entry.ready and replica_id not in entry.asked:
                 continue
-            known.asked.discard(replica_id)
-            if replica_id in known.ready:
-                known.ready.discard(replica_id)
-                if not known.ready:
+            entry.asked.discard(replica_id)
+            if replica_id in entry.ready:
+                entry.ready.discard(replica_id)
+                if not entry.ready:
                     orphaned.add(grammar)
-            self._ask_all(grammar, known)
+            self._ask_all(grammar, entry)
         return orphaned
 
-    def _answered(self, replica_id: str, grammar: Grammar) -> _Known | None:
+    def _answered(self, replica_id: str, grammar: Grammar) -> _Entry | None:
         if replica_id in self._lines:
             self._lines[replica_id].answered(grammar)
-        known = self._known.get(grammar)
-        if known is not None:
-            known.asked.discard(replica_id)
-        return known
+        entry = self._entries.get(grammar)
+        if entry is not None:
+            entry.asked.discard(replica_id)
+        return entry
 
-    def _ask_all(self, grammar: Grammar, known: _Known) -> None:
+    def _ask_all(self, grammar: Grammar, entry: _Entry) -> None:
         for replica_id, line in self._lines.items():
-            if replica_id not in known.asked and replica_id not in known.ready:
-                known.asked.add(replica_id)
-                line.ask(grammar, known.tenant)
+            if replica_id not in entry.asked and replica_id not in entry.ready:
+                entry.asked.add(replica_id)
+                line.ask(grammar, entry.tenant)
 
-    def _release(self, known: _Known) -> list[Request]:
-        return [request for request in list(known.waiting.values()) if self.remove(request)]
+    def _release(self, entry: _Entry) -> list[Request]:
+        return [request for request in list(entry.waiting.values()) if self.remove(request)]

@@ -1,4 +1,4 @@
-"""Pinned prefixes of all replicas: what is kept from being evicted, and who is told when that ends."""
+"""Pinned prefixes of all replicas: cached blocks that must not be evicted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from scheduler_svc.kv.cache import PinnedPrefix
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.request import Request
 
-# Pinned prefixes of one replica: what is pinned is walked when one more is to be.
+# Pins per replica. Pinning walks all pins of the replica, so their number bounds its cost.
 MAX_PINS = 1000
 
 
@@ -24,10 +24,10 @@ class PinnedPrefixes:
     """Pins by id."""
 
     def __init__(self, max_share: float) -> None:
-        """Nothing is pinned.
+        """Starts without pins.
 
         Args:
-            max_share: of each KV group's blocks, how much all pins of a replica together may hold.
+            max_share: share of each KV group's blocks that all pins of a replica may hold together.
         """
         self._max_share = max_share
         self._pins: dict[str, _Pin] = {}
@@ -35,13 +35,13 @@ class PinnedPrefixes:
     def pin(
         self, pin_id: str, replica_id: str, scheduler: ReplicaScheduler, probe: Request, on_end: Callable[[], None]
     ) -> int:  # fmt: skip
-        """Keeps what a replica has of a prompt's prefix; ``on_end`` is called when that ends, for whatever reason.
+        """Pins the cached prefix of `probe` on a replica and calls `on_end` when the pin ends for any reason.
 
         Returns:
-            Tokens that are kept.
+            The tokens that are pinned.
 
         Raises:
-            Overloaded: if pins would hold more than their share of memory, or are too many.
+            Overloaded: the pins of the replica would be too many or hold more than their share of memory.
         """
         held = [pin.prefix for pin in self._pins.values() if pin.replica_id == replica_id]
         if len(held) >= MAX_PINS:
@@ -59,7 +59,7 @@ class PinnedPrefixes:
         return prefix.num_tokens
 
     def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; False if there is none of that id (any more)."""
+        """Ends a pin; returns False if the id is unknown or the pin has ended."""
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
@@ -68,22 +68,22 @@ class PinnedPrefixes:
         return True
 
     def drop(self, scheduler: ReplicaScheduler) -> bool:
-        """Ends all pins of a replica; whether there were any."""
-        mine = [pin_id for pin_id, pin in self._pins.items() if pin.scheduler is scheduler]
-        for pin_id in mine:
+        """Ends all pins of a replica; returns whether it had any."""
+        dropped = [pin_id for pin_id, pin in self._pins.items() if pin.scheduler is scheduler]
+        for pin_id in dropped:
             self.unpin(pin_id)
-        return bool(mine)
+        return bool(dropped)
 
     def drop_all(self) -> None:
         """Ends all pins."""
         for pin_id in list(self._pins):
             self.unpin(pin_id)
 
-    def lost(self, replica_id: str) -> None:
-        """A replica is gone, and with it the memory that its pins held."""
+    def replica_lost(self, replica_id: str) -> None:
+        """Ends the pins of a lost replica; their memory is gone with it."""
         for pin_id in [pin_id for pin_id, pin in self._pins.items() if pin.replica_id == replica_id]:
             self._pins.pop(pin_id).on_end()
 
     def count(self, replica_id: str) -> int:
-        """Pinned prefixes that a replica keeps."""
+        """Returns the number of pins on a replica."""
         return sum(pin.replica_id == replica_id for pin in self._pins.values())

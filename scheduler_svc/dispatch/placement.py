@@ -1,9 +1,9 @@
-"""A place for the request whose turn it is: on the best replica that has room for it, or can make some."""
+"""Placement of the next waiting request: on the best replica that has room for it or can make room."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.dispatch.grammar_queue import Ask, GrammarDesk
+from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.policy.placement import PlacementPolicy
 from scheduler_svc.replica.scheduler import AdmitResult, ReplicaScheduler
@@ -13,55 +13,55 @@ from scheduler_svc.requests.sampling import Grammar
 
 @dataclass(slots=True)
 class AttachedReplica:
-    """A ready replica: its scheduler, and how to tell its driver that there is work."""
+    """A ready replica as the engine sees it."""
 
     scheduler: ReplicaScheduler
     wake: Callable[[], None]
-    ask: Ask = lambda _: None
-    """Has its worker compile a grammar; the answer comes to :meth:`Engine.grammar_compiled` or :meth:`Engine.grammar_refused`."""
-    withdraw: Ask = lambda _: None
-    """Nobody wants that grammar any more, and no answer."""
+    """Tells the replica's driver that there is work."""
+    ask: CompileRequest = lambda _: None
+    """Starts compiling a grammar; the driver answers with :meth:`Engine.grammar_compiled` or `grammar_refused`."""
+    withdraw: CompileRequest = lambda _: None
+    """Cancels compiling a grammar; the driver then sends no answer."""
 
 
 class Placer:
-    """Decides where requests run. The queue and the order are the engine's business.
+    """Chooses the replica for a request. The engine owns the queue and its order.
 
-    A request runs where its grammar was compiled, if it has one, and on replicas that are large enough. If it finds no room there it
-    steps aside, and whoever comes behind it may have the other replicas, but nothing of those that it waits for: they would never have
-    room for it otherwise.
-
-    Attributes:
-        replicas: ready replicas by id.
+    A request runs on a replica that is large enough and has its grammar. A request that finds no room is
+    skipped: requests behind it may use other replicas. They may not use the replicas that it waits for, or it
+    would never find room there.
     """
 
-    def __init__(self, policy: PlacementPolicy, grammars: GrammarDesk, pinned: PinnedPrefixes) -> None:
+    def __init__(self, policy: PlacementPolicy, grammars: GrammarQueue, pinned: PinnedPrefixes) -> None:
         """Starts without replicas.
 
         Args:
-            policy: who is best.
+            policy: ranks the replicas that have room.
             grammars: which replicas have which grammars.
-            pinned: what may be given up where nothing else helps.
+            pinned: pins that may be dropped when a request fits nowhere otherwise.
         """
         self.replicas: dict[str, AttachedReplica] = {}
+        """Ready replicas by id."""
         self._policy = policy
         self._grammars = grammars
         self._pinned = pinned
-        # Replicas that somebody aside waits for, with the rank of the first of them.
+        # Replicas that skipped requests wait for, each with the rank of the first such request.
         self._claimed: dict[str, tuple[float, int]] = {}
 
     def settle(self, request: Request) -> bool:
-        """Finds a place for the request, which belongs to a replica then, at the cost of what is less urgent if need be."""
-        # One request until it has a place: who gave way may be the queue's head by its age, and would get its place back for ever.
+        """Admits the request to a replica, preempting less urgent requests if it must; returns whether it did."""
+        # Stay with this request until it is placed. A preempted request may be the queue's head by age and would
+        # otherwise take its slot back again and again.
         while not self._place(request):
             if not self._make_way(request) and not self._drop_idle_pins(request):
                 return False
         return True
 
-    def step_aside(self, request: Request) -> bool:
-        """Lets others pass a request that has found no place, if it would keep them from a replica with room where it cannot run itself.
+    def skip(self, request: Request) -> bool:
+        """Lets other requests pass one that found no room, if it blocks a free replica that it cannot use itself.
 
         Returns:
-            False if nobody gains by that: the request stays the first of the queue.
+            False if no other request would gain: the request stays at the head of the queue.
         """
         if not any(
             replica.scheduler.has_free_slot
@@ -76,39 +76,39 @@ class Placer:
         return True
 
     def has_prospects(self, request: Request) -> bool:
-        """Whether some replica is large enough for the request and has its grammar, or is asked for it."""
+        """Returns whether some replica is large enough for the request and has its grammar or compiles it."""
         return any(
             replica.scheduler.kv.fits(request.end) and self._grammars.is_expected(request, name)
             for name, replica in self.replicas.items()
         )
 
-    def alike(self, request: Request) -> tuple[Grammar | None, str, frozenset[str]]:
-        """What requests have in common of which none has a turn before another one that came first, nor finds room where that does not.
+    def group_of(self, request: Request) -> tuple[Grammar | None, str, frozenset[str]]:
+        """Returns the key that skipped requests are grouped by: grammar, tenant and the replicas large enough.
 
-        Returns:
-            Its grammar, its tenant and the replicas that are large enough for it; the same for as long as the replicas are.
+        If the oldest request of a group finds no room, no other request of the group does. Keys stay valid until
+        the set of replicas changes.
         """
-        large = frozenset(
+        large_enough = frozenset(
             name for name, replica in self.replicas.items() if replica.scheduler.kv.fits(request.end)
         )
-        return request.sampling.grammar, request.tenant, large
+        return request.sampling.grammar, request.tenant, large_enough
 
-    def claim_nothing(self) -> None:
-        """Who is aside looks for room again."""
+    def clear_claims(self) -> None:
+        """Forgets which replicas skipped requests wait for, before those requests are retried."""
         self._claimed.clear()
 
     def _suits(self, replica_id: str, request: Request) -> bool:
-        """Whether the request could run there if nobody else did."""
+        """Returns whether the request could run on the replica if it were empty."""
         fits = self.replicas[replica_id].scheduler.kv.fits(request.end)
         return fits and self._grammars.may_run(request, replica_id)
 
     def _is_claimed(self, replica_id: str, request: Request) -> bool:
-        """Whether somebody aside comes before the request and waits for that replica."""
+        """Returns whether a skipped request that ranks before `request` waits for the replica."""
         first = self._claimed.get(replica_id)
         return first is not None and first < request.rank
 
-    def _able(self, request: Request) -> list[tuple[str, AttachedReplica]]:
-        """Replicas that the request may have, now or when there is room."""
+    def _candidates(self, request: Request) -> list[tuple[str, AttachedReplica]]:
+        """Returns the replicas that may run the request, now or once they have room."""
         return [
             (name, replica)
             for name, replica in self.replicas.items()
@@ -116,13 +116,15 @@ class Placer:
         ]
 
     def _place(self, request: Request) -> bool:
-        free = [(name, replica) for name, replica in self._able(request) if replica.scheduler.has_free_slot]
+        free = [
+            (name, replica) for name, replica in self._candidates(request) if replica.scheduler.has_free_slot
+        ]
         if len(free) > 1:
-            # The sequences of one request stay together as long as there are slots: what they share lies in one memory.
+            # Keep the sequences of one request together while there are slots: they share blocks of one memory.
             free.sort(
-                key=lambda one: (
-                    not one[1].scheduler.shares_prompt(request),
-                    self._policy.cost(request, one[1].scheduler),
+                key=lambda item: (
+                    not item[1].scheduler.shares_prompt(request),
+                    self._policy.cost(request, item[1].scheduler),
                 )
             )
         for name, replica in free:
@@ -133,13 +135,13 @@ class Placer:
         return False
 
     def _make_way(self, request: Request) -> bool:
-        """Lets the least urgent running request give way, if the waiting one is more urgent."""
+        """Preempts the least urgent running request if the waiting one is more urgent."""
         candidates = [
             (least, replica)
-            for _, replica in self._able(request)
+            for _, replica in self._candidates(request)
             if (least := replica.scheduler.least_urgent) is not None and least > request.priority
         ]
-        candidates.sort(key=lambda one: one[0], reverse=True)
+        candidates.sort(key=lambda item: item[0], reverse=True)
         for _, replica in candidates:
             if replica.scheduler.make_way(request):
                 replica.wake()
@@ -147,8 +149,8 @@ class Placer:
         return False
 
     def _drop_idle_pins(self, request: Request) -> bool:
-        """Gives up the pins of a replica where nothing runs and the request would fit: nothing else would ever make room there."""
+        """Drops the pins of an idle replica that suits the request: no running request will ever free blocks there."""
         return any(
             replica.scheduler.idle and self._pinned.drop(replica.scheduler)
-            for _, replica in self._able(request)
+            for _, replica in self._candidates(request)
         )

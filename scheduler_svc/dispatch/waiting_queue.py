@@ -1,4 +1,4 @@
-"""Requests that wait for a slot, in the order in which they should get one."""
+"""The queue of requests that wait for a slot."""
 
 from collections.abc import Hashable, Iterator
 
@@ -7,20 +7,20 @@ from scheduler_svc.requests.request import Request
 
 
 class WaitingQueue:
-    """The queue that all replicas share: who waits, how much there is to do, and by its policy whose turn it is.
+    """The queue that all replicas share; its policy decides which request is next.
 
-    A request that comes back (preempted, or its worker was lost) keeps its arrival and so its place. One may be put aside: it waits as all
-    others do, and its tenant's claim stays, but it has no turn until it is brought back.
+    A request that returns after a preemption or a lost worker keeps its arrival and so its place.
+    A skipped request stays in the queue and keeps its tenant's claim, but :meth:`peek` passes over it until
+    it is brought back.
     """
 
     def __init__(self, order: OrderPolicy) -> None:
-        """Starts empty; ``order`` is used by this queue alone."""
+        """Starts empty; `order` belongs to this queue alone."""
         self._order = order
         self._members: dict[str, Request] = {}
         self._num_tokens = 0
-        # Who is aside, by group and id; and the group of each.
-        self._aside: dict[Hashable, dict[str, Request]] = {}
-        self._group: dict[str, Hashable] = {}
+        self._skipped: dict[Hashable, dict[str, Request]] = {}  # by group, then by request id
+        self._group: dict[str, Hashable] = {}  # the group of each skipped request
 
     def __len__(self) -> int:
         return len(self._members)
@@ -29,7 +29,7 @@ class WaitingQueue:
         return self._members.get(request.request_id) is request
 
     def __iter__(self) -> Iterator[Request]:
-        """Every member once, in no particular order; the queue must not change meanwhile."""
+        """Yields every member once, in no particular order; the queue must not change meanwhile."""
         return iter(self._members.values())
 
     @property
@@ -44,11 +44,11 @@ class WaitingQueue:
         self._order.add(request)
 
     def peek(self, now: float) -> Request | None:
-        """The request whose turn it is at ``now``, seconds on the clock of ``Request.arrival_s``; it stays in the queue."""
+        """Returns the next request without removing it; `now` is in seconds on the clock of `Request.arrival_s`."""
         return self._order.head(now)
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out, wherever it is; False if it is not in the queue."""
+        """Removes a request, skipped or not; returns False if it is not in the queue."""
         if request not in self:
             return False
         self._return(request)
@@ -57,21 +57,21 @@ class WaitingQueue:
         self._order.remove(request)
         return True
 
-    def put_aside(self, request: Request, group: Hashable) -> None:
-        """Lets others pass a member; ``group`` is what it has in common with those that :meth:`bring_back` is to try one by one."""
+    def skip(self, request: Request, group: Hashable) -> None:
+        """Lets other requests pass a member. :meth:`bring_back` retries the oldest request of each `group`."""
         self._order.step_aside(request)
-        self._aside.setdefault(group, {})[request.request_id] = request
+        self._skipped.setdefault(group, {})[request.request_id] = request
         self._group[request.request_id] = group
 
     def bring_back(self, group: Hashable | None = None) -> None:
-        """Gives the first member of a group that is aside its turn again, or the first of every group."""
-        for requests in list(self._aside.values()) if group is None else [self._aside.get(group)]:
+        """Returns the oldest skipped request of `group`, or of every group, to its place in the order."""
+        for requests in list(self._skipped.values()) if group is None else [self._skipped.get(group)]:
             if requests:
-                self._return(min(requests.values(), key=lambda one: one.rank))
+                self._return(min(requests.values(), key=lambda request: request.rank))
 
     def bring_all_back(self) -> None:
-        """Gives everyone who is aside its turn again: the groups are not what they were."""
-        for requests in list(self._aside.values()):
+        """Returns every skipped request to its place, because the groups are no longer valid."""
+        for requests in list(self._skipped.values()):
             for request in list(requests.values()):
                 self._return(request)
 
@@ -79,21 +79,21 @@ class WaitingQueue:
         if request.request_id not in self._group:
             return
         group = self._group.pop(request.request_id)
-        del self._aside[group][request.request_id]
-        if not self._aside[group]:
-            del self._aside[group]
+        del self._skipped[group][request.request_id]
+        if not self._skipped[group]:
+            del self._skipped[group]
         self._order.come_back(request)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """A tenant was served tokens: those of a prompt at admission, one per running sequence with every decode step."""
+        """Charges a tenant for tokens: a whole prompt at admission, one per running sequence and decode step."""
         self._order.charge(tenant, tokens)
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """Where the request will stand among those that run."""
+        """Returns the rank that the request will have among running requests."""
         return self._order.rank(request)
 
     def drain(self) -> list[Request]:
-        """Takes all requests out, in order."""
+        """Removes all requests and returns them in order."""
         for request in self._members.values():
             self._return(request)
         self._members.clear()

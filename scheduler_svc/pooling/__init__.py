@@ -1,1 +1,6 @@
-"""Pooling models: the engine, the scheduler of one replica, and static batches."""
+"""Pooling models: what `dispatch` and `replica` are for generating models.
+
+`engine` holds all requests and replicas, `scheduler` runs one replica, `batching` chooses static batches, and
+`no_prefixes` refuses the operations that need a prefix cache. Imported by `convert`, `workers`, `api` and
+`replica.step_plan` (the shape of a pooling step); imports `dispatch` and the rooms below.
+"""

@@ -1,10 +1,9 @@
-"""All requests and all replicas of a pooling deployment; what :mod:`scheduler_svc.dispatch.engine` is for one that generates.
+"""The engine of a pooling deployment: all requests and all replicas.
 
-A request waits until some device is free, runs once, and is over. A lost replica's requests wait again.
+It is the counterpart of :mod:`scheduler_svc.dispatch.engine`. A request waits until a device is free, runs once and
+ends. The requests of a lost replica wait again.
 """
 
-import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,16 +16,21 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
+from scheduler_svc.dispatch.live_requests import LiveRequests
+from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory
+from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.policy.order import OrderPolicy
-from scheduler_svc.pooling.batching import PoolQueue, PoolShape, listed
+from scheduler_svc.pooling.batching import PoolQueue
+from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.requests.request import Event, FinishReason, Pooling, PoolTask, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import NOTHING_SAMPLED
+from scheduler_svc.shapes.pool_shapes import PoolShape, listed
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSubmission:
-    """A request on its way in; validated as far as that is possible without knowing the model."""
+    """A pooling request that has passed every check that needs no model."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -37,34 +41,27 @@ class PoolSubmission:
 
 @dataclass(frozen=True, slots=True)
 class PooledModel:
-    """What admission must know about the model.
-
-    Attributes:
-        vocab_size: token ids are below this.
-        tasks: what its results are for.
-        size: values of a result.
-    """
+    """The facts about a pooling model that admission needs."""
 
     vocab_size: int
+    """Token ids are below this."""
     tasks: frozenset[PoolTask]
+    """The tasks that the model's results serve."""
     size: int
+    """Values of one result."""
 
 
 @dataclass(slots=True)
 class PoolReplica:
-    """A ready replica: its scheduler, and how to tell its driver that there is work."""
+    """A ready replica as the engine sees it."""
 
     scheduler: PoolScheduler
     wake: Callable[[], None]
+    """Tells the replica's driver that there is work."""
 
 
 class PoolEngine:
-    """Admits, queues, hands batches to free replicas, aborts; knows every live request by id.
-
-    Attributes:
-        replicas: ready replicas by id.
-        model: set while the deployment takes requests.
-    """
+    """Enqueues requests, hands batches to free replicas and aborts requests."""
 
     def __init__(
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float],
@@ -76,22 +73,27 @@ class PoolEngine:
             max_waiting: requests that may wait at once.
             max_waiting_tokens: prompt tokens that may wait at once.
             clock: monotonic seconds.
-            make_order: makes a policy that says whose turn it is.
+            make_order: makes the policy that decides which waiting request is next.
         """
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
         self._make_order = make_order
         self._arrivals = itertools.count()
-        self._live: dict[str, Request] = {}
-        self._empty: asyncio.Event | None = None
+        self._live = LiveRequests()
         self._queue: PoolQueue | None = None
         self.replicas: dict[str, PoolReplica] = {}
+        """Ready replicas by id."""
         self.model: PooledModel | None = None
+        """Set once a replica has been ready."""
+        self._suspended = False
+        self.prefixes = NoPrefixes()
+
+    # ---- load ----------------------------------------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
-        """Requests in a batch that runs, over all replicas."""
+        """Requests in running batches, over all replicas."""
         return sum(replica.scheduler.num_running for replica in self.replicas.values())
 
     @property
@@ -99,26 +101,46 @@ class PoolEngine:
         """Requests that wait for a batch."""
         return len(self._queue) if self._queue else 0
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Their prompt tokens."""
-        return self._queue.num_tokens if self._queue else 0
+    def load(self) -> Load:
+        """Returns the current load of the ready replicas and the queue."""
+        replicas = tuple(
+            ReplicaLoad(name, replica.scheduler.num_running) for name, replica in self.replicas.items()
+        )
+        tokens = self._queue.num_tokens if self._queue else 0
+        return Load(replicas, num_waiting=self.num_waiting, num_waiting_tokens=tokens)
+
+    def totals(self) -> dict[str, Totals]:
+        """Returns the counters of the ready replicas by id."""
+        return {name: _totals_of(replica.scheduler) for name, replica in self.replicas.items()}
+
+    def memory(self) -> dict[str, ReplicaMemory]:
+        """Returns nothing: pooling replicas have no KV memory."""
+        return {}
+
+    # ---- requests ------------------------------------------------------------------------------------------------------------------
 
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
-        """The deployment's shapes; none before :meth:`serve`."""
+        """The shapes of the deployment; empty before the first :meth:`serve`."""
         return self._queue.shapes if self._queue is not None else ()
 
     def serve(self, model: PooledModel, shapes: tuple[PoolShape, ...]) -> None:
-        """Takes requests from now on; the first call fixes the shapes."""
+        """Accepts requests from now on; the first call fixes the shapes."""
         self.model = model
         if self._queue is None:
             self._queue = PoolQueue(shapes, self._make_order)
 
-    # ---- requests ------------------------------------------------------------------------------------------------------------------
+    def submit(self, submission: object, sink: Sink) -> None:
+        """Refuses a generating request; see :class:`scheduler_svc.workers.engine_protocol.EngineProtocol`.
 
-    def submit(self, submission: PoolSubmission, sink: Sink) -> None:
-        """Queues a request; its one event goes to ``sink``.
+        Raises:
+            Unsupported: always.
+        """
+        del submission, sink
+        raise generates_nothing()
+
+    def submit_pooling(self, submission: PoolSubmission, sink: Sink) -> None:
+        """Enqueues a request; its one event goes to `sink`.
 
         Raises:
             Unavailable: no replica has been ready yet.
@@ -127,9 +149,9 @@ class PoolEngine:
             Overloaded: the queue is full.
         """
         model, queue = self.model, self._queue
-        if model is None or queue is None:
+        if model is None or queue is None or self._suspended:
             raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
-        if submission.request_id in self._live:
+        if self._live.in_use(submission.request_id, (submission.request_id,)):
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
@@ -155,17 +177,26 @@ class PoolEngine:
             tenant=submission.tenant,
             pooling=submission.pooling,
         )
-        self._live[request.request_id] = request
+        self._live.add((request,))
         queue.add(request)
         self._wake_one()
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request, wherever it is. Unknown and finished ids are no error.
+    def find(self, request_id: str) -> Request | None:
+        """Returns the live request with that id."""
+        return next(iter(self._live.sequences_of(request_id)), None)
+
+    def abort(self, request_id: str, sequence: int | None = None) -> bool:
+        """Aborts a request in any state. Unknown and finished ids are no error.
+
+        Args:
+            request_id: the id of the request.
+            sequence: ignored; a pooling request has one sequence.
 
         Returns:
             Whether a live request was found.
         """
-        request = self._live.get(request_id)
+        del sequence
+        request = self.find(request_id)
         if request is None:
             return False
         if self._queue is not None and self._queue.remove(request):
@@ -175,7 +206,7 @@ class PoolEngine:
         return True
 
     def take(self, replica_id: str) -> tuple[PoolShape, list[Request]] | None:
-        """The next batch, for a replica whose device is free; None if nobody waits."""
+        """Returns the next batch for a replica with a free device; None if no request waits."""
         now = self._clock()
         taken = self._queue.take(now) if self._queue else None
         if taken is None:
@@ -189,43 +220,41 @@ class PoolEngine:
         return taken
 
     def forget(self, request: Request) -> None:
-        """Called by replicas when a request has ended."""
-        self._live.pop(request.request_id, None)
-        if not self._live and self._empty is not None:
-            self._empty.set()
+        """Forgets a request that has ended."""
+        self._live.remove(request)
 
-    def fail_waiting(self, error: TriptychError) -> int:
-        """Ends every waiting request with ``error``; returns how many."""
+    def dispatch(self) -> None:
+        """Does nothing: free replicas take their batches themselves, see :meth:`take`."""
+
+    def suspend(self, error: TriptychError) -> int:
+        """Ends every waiting request with `error` and refuses new ones until a replica attaches; returns how many ended."""
+        self._suspended = True
         requests = self._queue.drain() if self._queue else []
         for request in requests:
             self._end(request, Event(request.request_id, error=error))
         return len(requests)
 
     async def drained(self, timeout_s: float) -> bool:
-        """Waits until no request is live; False if some still are after ``timeout_s`` seconds."""
-        if not self._live:
-            return True
-        self._empty = asyncio.Event()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
-        return not self._live
+        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
+        return await self._live.drained(timeout_s)
 
     # ---- replicas ------------------------------------------------------------------------------------------------------------------
 
     def make_scheduler(self, replica_id: str, model: PooledModel) -> PoolScheduler:
-        """The scheduler of a replica that is about to be attached and runs ``model``."""
+        """Returns the scheduler for a replica of `model` that will be attached."""
         return PoolScheduler(_Share(self, replica_id), model.size)
 
     def attach(self, replica_id: str, replica: PoolReplica) -> None:
         """Adds a ready replica; it may get requests at once."""
+        self._suspended = False
         self.replicas[replica_id] = replica
         replica.wake()
 
     def detach(self, replica_id: str) -> int:
-        """Removes a replica that is lost or going; its requests wait again, in the places that their arrivals give them.
+        """Removes a replica that is lost or leaves; its requests wait again, in order of arrival.
 
         Returns:
-            How many requests were put back.
+            The number of requests that wait again.
         """
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
@@ -239,10 +268,8 @@ class PoolEngine:
                 other.wake()
         return len(requests)
 
-    # ---- parts ---------------------------------------------------------------------------------------------------------------------
-
     def _wake_one(self, but: str = "") -> None:
-        """Lets a free replica look at the queue; it wakes the next one if it leaves something."""
+        """Wakes a free replica; after taking its batch, it wakes the next one if requests still wait."""
         for replica_id, replica in self.replicas.items():
             if replica.scheduler.idle and replica_id != but:
                 replica.wake()
@@ -275,15 +302,29 @@ class PoolEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one replica sees of the engine."""
+    """The engine as one replica sees it."""
 
     engine: PoolEngine
     replica_id: str
 
     def take(self) -> tuple[PoolShape, list[Request]] | None:
-        """See ``PoolOwner``."""
+        """Returns the next batch for this replica."""
         return self.engine.take(self.replica_id)
 
     def forget(self, request: Request) -> None:
-        """See ``PoolOwner``."""
+        """Forgets a request that has ended."""
         self.engine.forget(request)
+
+
+def _totals_of(scheduler: PoolScheduler) -> Totals:
+    stats = scheduler.stats
+    counts: dict[tuple[str, ...], float] = {}
+    for shape, batches in stats.batches.items():
+        name = str(shape)
+        rows, tokens = stats.rows[shape], stats.tokens[shape]
+        counts["triptych:pool_batches", name] = batches
+        counts["triptych:pool_rows", name] = rows
+        counts["triptych:pool_padding_rows", name] = batches * shape.batch - rows
+        counts["triptych:pool_tokens", name] = tokens
+        counts["triptych:pool_padding_tokens", name] = batches * shape.batch * shape.prompt_len - tokens
+    return Totals(counts)

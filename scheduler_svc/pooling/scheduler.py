@@ -1,7 +1,7 @@
-"""One replica of a pooling model: which batch its worker runs next, and what becomes of the results.
+"""The scheduler of one pooling replica: plans the next batch and delivers its results.
 
-The same two steps as of a generating replica (:mod:`scheduler_svc.replica.scheduler`), without KV memory: a batch takes slots 0, 1, 2, ...,
-runs once, and is over.
+It offers the same two calls as :mod:`scheduler_svc.replica.scheduler`, without KV memory: a batch occupies slots
+0, 1, 2, ..., runs once and ends.
 """
 
 from collections import Counter
@@ -10,48 +10,41 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protos.errors import Internal, TriptychError
-from scheduler_svc.pooling.batching import PoolShape
 from scheduler_svc.replica.step_plan import Admission, Pool, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState
+from scheduler_svc.shapes.pool_shapes import PoolShape
 
 
 class PoolOwner(Protocol):
-    """Where batches come from and whom to tell; the pooling engine is one."""
+    """What a replica needs from the pooling engine."""
 
     def take(self) -> tuple[PoolShape, list[Request]] | None:
-        """The next batch for a device that is free; None if nobody waits."""
+        """Returns the next batch for a free device; None if no request waits."""
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forgets a request that has ended."""
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """Counters from the start of a replica.
-
-    Attributes:
-        batches: steps by shape.
-        rows: requests in them, by shape; the other rows were padding.
-        tokens: prompt tokens in them, by shape; the other tokens were padding.
-    """
+    """Counters since the start of a replica."""
 
     batches: Counter[PoolShape] = field(default_factory=Counter)
+    """Steps by shape."""
     rows: Counter[PoolShape] = field(default_factory=Counter)
+    """Requests in these steps by shape; the other rows were padding."""
     tokens: Counter[PoolShape] = field(default_factory=Counter)
+    """Prompt tokens in these steps by shape; the other tokens were padding."""
 
 
 class PoolScheduler:
-    """Static batching: a batch leaves when the device is free, padded to its shape.
-
-    Attributes:
-        stats: counters.
-    """
+    """Static batching: whenever the device is free, it runs a batch that is padded to its shape."""
 
     def __init__(self, owner: PoolOwner, pooled_size: int) -> None:
         """Starts idle.
 
         Args:
-            owner: has the requests.
+            owner: provides the batches.
             pooled_size: values of each result.
         """
         self._pooled_size = pooled_size
@@ -59,14 +52,14 @@ class PoolScheduler:
         self._owner = owner
         self._step = 0
         self._plan: StepPlan | None = None
-        # By slot; None where a request left while its batch ran.
+        # By slot; None after a request was aborted while its batch ran.
         self._running: list[Request | None] = []
-        # Slots of the last batch, which the worker still knows.
+        # Slots of the last batch, which the worker still holds.
         self._held = 0
 
     @property
     def num_running(self) -> int:
-        """Requests in the batch that runs."""
+        """Requests in the running batch."""
         return sum(request is not None for request in self._running)
 
     @property
@@ -74,8 +67,13 @@ class PoolScheduler:
         """Whether no batch runs."""
         return self._plan is None
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether the result of a plan is outstanding."""
+        return self._plan is not None
+
     def step(self) -> StepPlan | None:
-        """The next batch, or None if nobody waits. Must not be called while an earlier plan's result is outstanding."""
+        """Plans the next batch; returns None if no request waits. Do not call it while :attr:`has_pending` is set."""
         taken = self._owner.take()
         if taken is None:
             return None
@@ -96,11 +94,15 @@ class PoolScheduler:
         self.stats.tokens[shape] += sum(len(request.token_ids) for request in requests)
         return self._plan
 
+    def interrupt(self) -> StepPlan | None:
+        """Returns None: a pooling batch is one step and cannot be cut short."""
+        return None
+
     def update(self, result: StepResult) -> None:
-        """Takes in a batch's results; every request of it ends.
+        """Delivers the results of a batch; all its requests end.
 
         Raises:
-            Internal: if results and plans do not match; the replica's state is unknown then.
+            Internal: the result belongs to another plan; the state of the worker is unknown then.
         """
         plan = self._plan
         if plan is None or plan.step != result.step:
@@ -118,7 +120,7 @@ class PoolScheduler:
             self._finish(request, values, error)
 
     def abort(self, request: Request) -> None:
-        """Ends a request whose batch runs; its row's result is dropped when it comes."""
+        """Ends a request of the running batch; the result of its row will be dropped."""
         assert request.slot is not None
         self._running[request.slot] = None
         request.state = RequestState.FINISHED
@@ -126,7 +128,7 @@ class PoolScheduler:
         self._owner.forget(request)
 
     def abandon(self) -> list[Request]:
-        """Takes all requests off a replica that is lost, ready to be queued again."""
+        """Removes and returns all requests of a lost replica, ready to wait again."""
         requests = [request for request in self._running if request is not None]
         for request in requests:
             request.slot, request.state = None, RequestState.WAITING
@@ -143,13 +145,13 @@ class PoolScheduler:
         self._owner.forget(request)
 
     def _fault(self, output: SlotOutput | None, request: Request) -> TriptychError | None:
-        """Why a row has no result that could be passed on, if so."""
+        """Returns why a row has no valid result; None if it has one."""
         if output is not None and output.error is not None:
             return output.error
         count = len(output.pooled) if output is not None else 0
         if count != self._pooled_size:
             return Internal(
-                f"the worker gave {count} values for request {request.request_id}, not {self._pooled_size}"
+                f"the worker returned {count} values for request {request.request_id}, not {self._pooled_size}"
             )
         return None
 

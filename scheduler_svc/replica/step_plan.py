@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.errors import TriptychError
-from scheduler_svc.pooling.batching import PoolShape
 from scheduler_svc.requests.request import Logprobs, Pooling
 from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.shapes.pool_shapes import PoolShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,75 +1,84 @@
-"""The served model's description and tokenizer files, as the first worker gave them."""
+"""The served model with its tokenizer files, as the first worker provided them."""
 
 import hashlib
 import time
-from collections.abc import AsyncIterable, Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from protos.errors import Internal
-from protos.triptych.v1 import common_pb2
-from protos.wire import file_chunks
+from scheduler_svc.convert.model import ModelDescription
 
-# Far above any real tokenizer's; whoever reaches the registry's port may register.
+# Far above the needs of any real tokenizer. Every client that reaches the registry's port may register a worker.
 MAX_FILES = 64
 MAX_TOTAL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFiles:
-    """What gateways ask for.
+    """The model that a deployment serves, for gateways."""
 
-    Attributes:
-        info: complete model description.
-        files: tokenizer files by name.
-    """
+    name: str
+    """The name that requests use."""
+    model: ModelDescription
+    max_model_len: int
+    """Longest sequence that the deployment serves, tokens."""
+    created_unix_s: int
+    """Seconds since the epoch when the first replica was ready."""
+    tokenizer_sha256: str
+    """Hash over the names and contents of the tokenizer files, hexadecimal."""
+    files: Mapping[str, bytes]
+    """Tokenizer files by name."""
 
-    info: common_pb2.ModelInfo
-    files: dict[str, bytes]
 
-    def chunks(self) -> Iterator[common_pb2.FileChunk]:
-        """The files, cut into messages."""
-        for name, data in self.files.items():
-            yield from file_chunks(name, data)
+class FileReceiver:
+    """Joins the pieces of streamed files."""
 
+    def __init__(self) -> None:
+        self._files: dict[str, bytearray] = {}
+        self._open = ""
+        self._total = 0
 
-async def receive_files(chunks: AsyncIterable[common_pb2.FileChunk]) -> dict[str, bytes]:
-    """Joins streamed files.
+    def add(self, name: str, data: bytes, *, last: bool) -> None:
+        """Adds the next piece; `last` ends a file.
 
-    Raises:
-        Internal: if a name is not a plain file name, there is far too much, or the stream ended inside a file.
-    """
-    files: dict[str, bytearray] = {}
-    open_name, total = "", 0
-    async for chunk in chunks:
-        # These names become paths in a gateway.
-        if not chunk.name or chunk.name.startswith(".") or any(sign in chunk.name for sign in "/\\\0"):
-            raise Internal(
-                f"the worker sent a file called {chunk.name!r}; only plain file names are accepted"
-            )
-        files.setdefault(chunk.name, bytearray()).extend(chunk.data)
-        total += len(chunk.data)
-        if total > MAX_TOTAL_BYTES or len(files) > MAX_FILES:
+        Raises:
+            Internal: the name is not a plain file name, or the files are too many or too large.
+        """
+        # A gateway uses these names as paths.
+        if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+            raise Internal(f"the worker sent a file called {name!r}; only plain file names are accepted")
+        self._files.setdefault(name, bytearray()).extend(data)
+        self._total += len(data)
+        if self._total > MAX_TOTAL_BYTES or len(self._files) > MAX_FILES:
             raise Internal(
                 f"the worker sent more than {MAX_FILES} files or {MAX_TOTAL_BYTES >> 20} MiB of tokenizer files"
             )
-        open_name = "" if chunk.last else chunk.name
-    if open_name:
-        raise Internal(f"the worker's stream ended within {open_name}")
-    return {name: bytes(data) for name, data in files.items()}
+        self._open = "" if last else name
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the complete files by name.
+
+        Raises:
+            Internal: the stream ended within a file.
+        """
+        if self._open:
+            raise Internal(f"the worker's stream ended within {self._open}")
+        return {name: bytes(data) for name, data in self._files.items()}
 
 
 def describe_served(
-    worker_model: common_pb2.ModelInfo, files: dict[str, bytes], *, served_name: str | None, max_model_len: int,
+    model: ModelDescription, files: Mapping[str, bytes], *, served_name: str | None, max_model_len: int,
     now: Callable[[], float] = time.time,
 ) -> ServedFiles:  # fmt: skip
-    """Completes a worker's model description with what the deployment decides."""
+    """Completes a worker's description of its model with what the deployment decides."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + len(files[name]).to_bytes(8, "little") + files[name])
-    info = common_pb2.ModelInfo()
-    info.CopyFrom(worker_model)
-    info.served_name = served_name or worker_model.source
-    info.max_model_len = max_model_len
-    info.created_unix_s = int(now())
-    info.tokenizer_sha256 = digest.hexdigest()
-    return ServedFiles(info, files)
+    return ServedFiles(
+        name=served_name or model.source,
+        model=model,
+        max_model_len=max_model_len,
+        created_unix_s=int(now()),
+        tokenizer_sha256=digest.hexdigest(),
+        files=files,
+    )

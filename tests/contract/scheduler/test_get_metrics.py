@@ -86,7 +86,7 @@ async def test_batches_of_a_pooling_model_are_counted_by_shape() -> None:
             await scheduler.inference.Pool(pool_request([5, 6, 7]))
             here = await scrape(scheduler)
         async with asyncio.timeout(10):
-            while scheduler.deployment.pool.replicas:
+            while scheduler.deployment.load().replicas:
                 await asyncio.sleep(0.01)
         away = await scrape(scheduler)
     shape = ("shape", "2x8")

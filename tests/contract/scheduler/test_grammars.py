@@ -127,7 +127,7 @@ async def test_a_fault_in_asking_for_a_grammar_is_told(monkeypatch: pytest.Monke
     worker.may_compile.set()
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         with monkeypatch.context() as patched:
-            patched.setattr("scheduler_svc.workers.driver.grammar_to_proto", broken)
+            patched.setattr("scheduler_svc.workers.grammar_compiler.grammar_to_proto", broken)
             async with asyncio.timeout(10):
                 error = await failure(scheduler.inference.Generate(generate_request(structured_output=REGEX)))
         assert isinstance(error, Internal)

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from protos.errors import Unavailable
 from protos.triptych.v1 import inference_pb2, registry_pb2
 from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
-from scheduler_svc.workers.driver import Replica
+from scheduler_svc.workers.step_loop import StepLoop
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
@@ -86,20 +87,20 @@ async def test_who_arrives_while_a_lease_runs_ends_it() -> None:
 async def test_who_arrives_while_a_lease_is_being_written_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver hears of it although it was not waiting for results yet."""
     worker = worker_with(hold_at_step=2)
-    write = Replica._write
+    write = StepLoop._write
     second: asyncio.Task[list[int]] | None = None
     async with run_scheduler() as scheduler, joined(scheduler, worker):
 
-        async def slow_write(replica: Replica, call: object, plan: StepPlan) -> None:
+        async def slow_write(loop: StepLoop, call: Any, plan: StepPlan) -> None:
             nonlocal second
-            await write(replica, call, plan)  # type: ignore[arg-type]
+            await write(loop, call, plan)
             if leases(plan) and second is None:
                 second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
                 async with asyncio.timeout(5):
                     while scheduler.engine.num_running < 2:
                         await asyncio.sleep(0)
 
-        monkeypatch.setattr(Replica, "_write", slow_write)
+        monkeypatch.setattr(StepLoop, "_write", slow_write)
         first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
         await lease_begins(worker)
         plan = await next_plan(worker)
@@ -164,19 +165,20 @@ async def test_a_worker_that_goes_while_its_lease_is_being_ended_leaves_nothing_
 ) -> None:
     """The plan that ends the lease is never written; its writer ends with the replica."""
     worker = worker_with(hold_at_step=4, die_at_step=4)
-    write = Replica._write
+    write = StepLoop._write
     writing, ended = asyncio.Event(), asyncio.Event()
 
-    async def stuck_write(replica: Replica, call: object, plan: StepPlan) -> None:
-        if plan.work is not None or replica.address.worker_id != "w":
-            return await write(replica, call, plan)  # type: ignore[arg-type]
+    async def stuck_write(loop: StepLoop, call: Any, plan: StepPlan) -> None:
+        if plan.work is not None or writing.is_set():
+            await write(loop, call, plan)
+            return
         writing.set()
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
 
-    monkeypatch.setattr(Replica, "_write", stuck_write)
+    monkeypatch.setattr(StepLoop, "_write", stuck_write)
     async with run_scheduler() as scheduler:
         async with run_worker(worker) as port:
             gone = await lost(scheduler, port)

@@ -39,8 +39,14 @@ async def values_of(scheduler: RunningScheduler, prompt: list[int]) -> list[floa
 
 
 async def until_waiting(scheduler: RunningScheduler, count: int) -> None:
-    """Until so many requests wait at the scheduler."""
-    while scheduler.deployment.pool.num_waiting < count:
+    """Waits until `count` requests wait in the scheduler's queue."""
+    while scheduler.deployment.load().num_waiting < count:
+        await asyncio.sleep(0.005)
+
+
+async def until_live(scheduler: RunningScheduler, count: int) -> None:
+    """Waits until `count` requests wait or run."""
+    while (load := scheduler.deployment.load()).num_waiting + load.num_running < count:
         await asyncio.sleep(0.005)
 
 
@@ -120,9 +126,7 @@ async def test_a_lost_workers_requests_run_elsewhere() -> None:
                 if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
                     break
             calls = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, 2, 3)]
-            pool = scheduler.deployment.pool
-            while pool.num_waiting + pool.num_running < 3:
-                await asyncio.sleep(0.005)
+            await until_live(scheduler, 3)
             dying.gate.set()
             assert isinstance(await failure(call), Unavailable)
         async with joined(scheduler, ScriptedPoolWorker(), "w2"):
@@ -170,7 +174,7 @@ async def test_a_cancelled_call_and_an_abort_end_a_request() -> None:
         waiting = scheduler.inference.Pool(pool_request(request_id="waiting"))
         await until_waiting(scheduler, 1)
         waiting.cancel()
-        while scheduler.deployment.pool.num_waiting:
+        while scheduler.deployment.load().num_waiting:
             await asyncio.sleep(0.005)
         answer = await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))
         assert answer.found

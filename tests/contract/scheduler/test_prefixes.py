@@ -9,7 +9,7 @@ import pytest
 
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
 from protos.triptych.v1 import common_pb2, inference_pb2
-from scheduler_svc.api.kv_watch import KvWatch
+from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.running_scheduler import (
@@ -291,13 +291,11 @@ async def test_a_lost_replica_is_cleared_and_a_new_one_begins_with_a_snapshot() 
 async def test_a_watcher_that_does_not_keep_up_is_cut_off() -> None:
     """It is told to come back, and what lies behind it costs bounded memory."""
     async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        watch = KvWatch(scheduler.engine, max_behind=3)
-        with watch.open() as batches:
+        with watch_kv_events(scheduler.engine.prefixes.follow, max_behind=3) as changes:
             for token in range(5, 15):
                 await tokens_of(scheduler, generate_request([token] * 5, max_tokens=1))
-            assert len(watch._batches) <= 3
             with pytest.raises(Unavailable, match="more than 3 batches"):
-                await anext(batches)
+                await anext(changes)
 
 
 @pytest.mark.parametrize(

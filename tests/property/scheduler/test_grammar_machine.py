@@ -167,12 +167,12 @@ class GrammarMachine(RuleBasedStateMachine):
     def nobody_stands_still(self) -> None:
         if not hasattr(self, "replicas"):
             return
-        desk = self.engine.grammars
+        queue = self.engine.grammars
         for one in self.engine.waiting:
-            assert any(desk.may_run(one, name) for name in self.replicas), (
+            assert any(queue.may_run(one, name) for name in self.replicas), (
                 "its turn, but nobody has its grammar"
             )
-        for known in desk._known.values():
+        for known in queue._entries.values():
             assert known.ready or known.asked or not known.waiting, "it waits, but nobody was asked"
         self.engine.dispatch()
         for name, (scheduler, _) in self.replicas.items():
@@ -180,7 +180,7 @@ class GrammarMachine(RuleBasedStateMachine):
                 able = [
                     one
                     for one in self.engine.waiting
-                    if desk.may_run(one, name) and scheduler.kv.fits(one.end)
+                    if queue.may_run(one, name) and scheduler.kv.fits(one.end)
                 ]
                 assert not able, "an idle replica"
 
@@ -205,12 +205,9 @@ class GrammarMachine(RuleBasedStateMachine):
                 assert sum(event.finish_reason is not None for event in mine) == 1
                 assert mine[-1].finish_reason is FinishReason.ABORT or tokens == wanted
         assert not self.engine._live
-        assert not self.engine._groups
-        assert not self.engine.grammars._known
+        assert not self.engine._live._groups
+        assert self.engine.grammars.idle
         assert not self.engine.num_waiting
-        for line in self.engine.grammars._lines.values():
-            assert not line._under_way
-            assert not line._next
         for scheduler, _ in self.replicas.values():
             for group in scheduler.kv.groups:
                 assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"

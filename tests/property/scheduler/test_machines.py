@@ -266,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         name = f"pin{self.count}"
         try:
-            self.rig.engine.pin(name, "replica-0", make_request(prompt))
+            self.rig.engine.prefixes.pin(name, "replica-0", make_request(prompt))
         except Overloaded:
             return
         self.pins.append(name)
@@ -274,11 +274,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule()
     def unpin(self) -> None:
-        self.rig.engine.unpin(self.pins.pop())
+        self.rig.engine.prefixes.unpin(self.pins.pop())
 
     @rule()
     def reset(self) -> None:
-        self.rig.engine.reset_prefix_cache()
+        self.rig.engine.prefixes.reset()
 
     @invariant()
     def pools_are_sound(self) -> None:
@@ -290,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.rig.run()
         for name in self.pins:
-            self.rig.engine.unpin(name)
+            self.rig.engine.prefixes.unpin(name)
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}
@@ -321,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler._shared._computing
         assert not decoding._tenants
         assert not engine._live
-        assert not engine._groups
+        assert not engine._live._groups
         assert not [step for step in decoding._calendar if step < decoding._steps]
 
 

@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from protos.errors import ContextExceeded
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.pooling.batching import PoolShape
 from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica, PoolSubmission
 from scheduler_svc.replica.step_plan import Pool, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import FinishReason, Pooling, PoolTask
+from scheduler_svc.shapes.pool_shapes import PoolShape
 from tests.support.scheduler.factories import ListSink
 
 pytestmark = pytest.mark.property
@@ -49,9 +49,9 @@ class Machine(RuleBasedStateMachine):
         submission = PoolSubmission(name, prompt, Pooling(PoolTask.EMBED), priority, tenant)
         if length > self.shapes[-1].prompt_len:
             with pytest.raises(ContextExceeded):
-                self.engine.submit(submission, sink)
+                self.engine.submit_pooling(submission, sink)
             return
-        self.engine.submit(submission, sink)
+        self.engine.submit_pooling(submission, sink)
         self.sinks[name], self.prompts[name] = sink, prompt
 
     @rule(pick=st.randoms(use_true_random=False))

@@ -91,7 +91,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def step_aside(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(self.in_line))
-        self.queue.put_aside(member[1], member[0])
+        self.queue.skip(member[1], member[0])
         self.aside.append(member)
 
     @rule(tenant=st.sampled_from([None, *sorted(TENANTS)]))

@@ -27,7 +27,8 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.replica.step_plan import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.geometry import Geometry
-from scheduler_svc.workers.deployment import Deployment, make_engine
+from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.generating import make_engine
 from tests.support.scheduler.factories import EOS, SimulatedDevice, make_sampling, next_leased
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
@@ -215,7 +216,7 @@ async def run_scheduler(
     deployment = Deployment(settings, engine)
     serving: asyncio.Queue[bool] = asyncio.Queue()
     deployment.on_serving(serving.put_nowait)
-    servicer = InferenceServicer(engine, deployment)
+    servicer = InferenceServicer(deployment)
     registry = RegistryServicer(deployment, step_timeout_s=settings.step_timeout_s)
 
     def register(server: grpc.aio.Server) -> None:

@@ -4,13 +4,14 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos.triptych.v1 import common_pb2
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
 from scheduler_svc.replica.stats import Distribution
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.model_files import ServedFiles
+from scheduler_svc.workers.model_files import describe_served
 from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -44,9 +45,9 @@ class Bench:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.deployment = Deployment(Settings(), rig.engine)
-        info = common_pb2.ModelInfo(served_name="the model", source="m")
-        self.deployment.served = ServedFiles(info, {})
-        self.metrics = SchedulerMetrics(rig.engine, self.deployment)
+        model = description_from_proto(worker_pb2.DescribeResponse()).model
+        self.deployment.served = describe_served(model, {}, served_name="the model", max_model_len=64)
+        self.metrics = SchedulerMetrics(self.deployment)
 
     def scrape(self) -> Scrape:
         return Scrape(generate_latest(self.metrics))

@@ -5,8 +5,9 @@ import pytest
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from protos.triptych.v1 import worker_pb2
+from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.settings import Settings
-from scheduler_svc.workers.deployment import Deployment, make_engine
+from scheduler_svc.workers.generating import geometry_for
 
 
 @pytest.mark.parametrize(
@@ -74,5 +75,31 @@ def test_manual_buckets_say_how_many_sequences_run(
     description = worker_pb2.DescribeResponse(
         default_max_num_seqs=32, default_chunk=16, default_block_size=16
     )
-    geometry = Deployment(settings, make_engine(settings)).geometry_for(description)
+    geometry = geometry_for(settings, description_from_proto(description))
     assert (geometry.max_num_seqs, geometry.buckets) == (max_num_seqs, buckets)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--pool-batch-sizes", "1,4", "--pool-prompt-lens", "64"], "2 batch sizes and 1 lengths"),
+        (["--pool-batch-sizes", "1"], "1 batch sizes and 0 lengths"),
+        (["--pool-prompt-lens", "64"], "0 batch sizes and 1 lengths"),
+        (["--pool-batch-sizes", "0", "--pool-prompt-lens", "64"], "must hold numbers from 1, not 0"),
+        (["--pool-batch-sizes", "1", "--pool-prompt-lens", "-64"], "must hold numbers from 1, not -64"),
+        (["--pool-batch-sizes", "x", "--pool-prompt-lens", "64"], "valid integer"),
+    ],
+)
+def test_bad_settings_are_refused(flags: list[str], text: str) -> None:
+    """With the flag's name."""
+    with pytest.raises(ConfigurationRefused, match="--pool-") as caught:
+        load(Settings, flags)
+    assert text in caught.value.message
+
+
+def test_the_reference_names_set_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a vLLM-Spyre deployment has them in its environment."""
+    monkeypatch.setenv("VLLM_SPYRE_WARMUP_BATCH_SIZES", "1,4")
+    monkeypatch.setenv("VLLM_SPYRE_WARMUP_PROMPT_LENS", "4096,1024")
+    settings = load(Settings, [])
+    assert (settings.pool_batch_sizes, settings.pool_prompt_lens) == ((1, 4), (4096, 1024))

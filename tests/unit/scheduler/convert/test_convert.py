@@ -1,7 +1,6 @@
 """Between protocol and domain: what arrives is complete and safe, what leaves says what was meant."""
 
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,14 @@ from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.convert.events import event_to_proto, events_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.convert.model import description_from_proto, files_to_proto
 from scheduler_svc.convert.plans import plan_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
 from scheduler_svc.replica.step_plan import Admission, Decode, Growth, StepPlan
 from scheduler_svc.requests.request import Event, FinishReason, Logprobs
 from scheduler_svc.workers import model_files
-from scheduler_svc.workers.model_files import ServedFiles, describe_served, receive_files
+from scheduler_svc.workers.model_files import FileReceiver, describe_served
 
 
 def request(**sampling: object) -> inference_pb2.GenerateRequest:
@@ -161,47 +161,49 @@ def test_a_small_batch_is_one_message() -> None:
     assert (part.sequence, part.snapshot, part.more, len(part.events)) == (7, True, False, 0)
 
 
-async def stream(*chunks: common_pb2.FileChunk) -> AsyncIterator[common_pb2.FileChunk]:
+def receive(*chunks: common_pb2.FileChunk) -> dict[str, bytes]:
+    receiver = FileReceiver()
     for chunk in chunks:
-        yield chunk
+        receiver.add(chunk.name, chunk.data, last=chunk.last)
+    return receiver.files()
 
 
-async def test_files_survive_being_cut_into_messages() -> None:
-    """Also empty ones and those larger than a message."""
+def test_files_survive_being_cut_into_messages() -> None:
+    """Empty files and files larger than one message arrive complete."""
     files = {"a.json": b"x" * 1_300_000, "empty": b""}
-    chunks = list(ServedFiles(common_pb2.ModelInfo(), files).chunks())
+    chunks = list(files_to_proto(files))
     assert len(chunks) == 4
-    assert await receive_files(stream(*chunks)) == files
+    assert receive(*chunks) == files
 
 
 @pytest.mark.parametrize("name", ["", "../etc/passwd", "a/b", "a\\b", ".hidden", "a\0b"])
-async def test_a_file_name_that_is_more_than_a_name_is_refused(name: str) -> None:
-    """These names become paths in a gateway."""
+def test_a_file_name_that_is_more_than_a_name_is_refused(name: str) -> None:
+    """A gateway uses the names as paths, so only plain file names are accepted."""
     with pytest.raises(Internal, match="only plain file names"):
-        await receive_files(stream(common_pb2.FileChunk(name=name, last=True)))
+        receive(common_pb2.FileChunk(name=name, last=True))
 
 
-async def test_a_stream_that_ends_within_a_file_is_refused() -> None:
-    """Half a tokenizer is worse than none."""
+def test_a_stream_that_ends_within_a_file_is_refused() -> None:
+    """An incomplete file is an error."""
     with pytest.raises(Internal, match=r"ended within a\.json"):
-        await receive_files(stream(common_pb2.FileChunk(name="a.json", data=b"x")))
+        receive(common_pb2.FileChunk(name="a.json", data=b"x"))
 
 
-async def test_files_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By bytes and by number."""
+def test_too_many_or_too_large_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the number of files and their size are limited."""
     monkeypatch.setattr(model_files, "MAX_TOTAL_BYTES", 10)
     with pytest.raises(Internal, match="more than"):
-        await receive_files(stream(common_pb2.FileChunk(name="a", data=b"x" * 11, last=True)))
+        receive(common_pb2.FileChunk(name="a", data=b"x" * 11, last=True))
     with pytest.raises(Internal, match="more than 64 files"):
-        await receive_files(stream(*(common_pb2.FileChunk(name=str(i), last=True) for i in range(65))))
+        receive(*(common_pb2.FileChunk(name=str(i), last=True) for i in range(65)))
 
 
 def test_the_tokenizer_s_hash_depends_on_names_and_contents() -> None:
-    """A gateway reloads exactly when something changed."""
-    model = common_pb2.ModelInfo(source="m")
+    """The hash does not depend on the order of files, so a gateway reloads only after a change."""
+    model = description_from_proto(worker_pb2.DescribeResponse()).model
 
     def digest(files: dict[str, bytes]) -> str:
-        return describe_served(model, files, served_name=None, max_model_len=8).info.tokenizer_sha256
+        return describe_served(model, files, served_name=None, max_model_len=8).tokenizer_sha256
 
     assert digest({"a": b"1", "b": b"2"}) == digest({"b": b"2", "a": b"1"})
     assert (

@@ -103,7 +103,7 @@ def test_waiting_requests_can_be_failed_together() -> None:
     rig = make_rig()
     rig.engine.detach("replica-0")
     sinks = [rig.submit(make_submission(request_id=name)) for name in "ab"]
-    assert rig.engine.fail_waiting(Unavailable("gone")) == 2
+    assert rig.engine.suspend(Unavailable("gone")) == 2
     assert all(sink.events[-1].error is not None for sink in sinks)
     assert rig.step() is None
 
@@ -128,7 +128,7 @@ def test_a_request_that_fits_no_remaining_replica_ends_with_the_numbers() -> Non
     rig.run()
     error = large.events[-1].error
     assert isinstance(error, ContextExceeded)
-    assert "needs 60 tokens of KV memory and the workers that are left hold 32" in error.message
+    assert "needs 60 tokens of KV memory and the remaining workers hold 32" in error.message
     assert small.events[-1].finish_reason is FinishReason.LENGTH
 
 

@@ -66,7 +66,7 @@ def test_others_go_on_while_a_request_waits_for_its_grammar() -> None:
     rig.run()
     assert first.tokens == second.tokens == plain.tokens
     assert rig.engine.num_waiting == 0
-    assert len(rig.engine.grammars._known) == 0
+    assert rig.engine.grammars.idle
 
 
 def test_a_grammar_that_is_there_costs_no_waiting() -> None:
@@ -187,7 +187,7 @@ def test_waiting_requests_fail_when_no_worker_comes() -> None:
     rig = make_rig()
     asked(rig)
     sink = rig.submit(constrained("a"))
-    assert rig.engine.fail_waiting(Unavailable("nobody")) == 1
+    assert rig.engine.suspend(Unavailable("nobody")) == 1
     assert isinstance(sink.events[-1].error, Unavailable)
 
 

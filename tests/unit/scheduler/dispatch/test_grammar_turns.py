@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protos.errors import InvalidArgument, Overloaded, Unavailable
-from scheduler_svc.dispatch.grammar_queue import MAX_UNDER_WAY
+from scheduler_svc.dispatch.grammar_queue import MAX_COMPILING_PER_TENANT
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
@@ -312,24 +312,24 @@ def test_a_grammar_that_nobody_wants_is_withdrawn() -> None:
 def test_grammars_of_one_tenant_do_not_keep_the_compiler_from_another() -> None:
     """A few of each are asked for at once, the next ones in their order as answers come; what is aborted meanwhile never is."""
     rig, made = alone()
-    many = [Grammar(b"%d" % number) for number in range(MAX_UNDER_WAY + 4)]
+    many = [Grammar(b"%d" % number) for number in range(MAX_COMPILING_PER_TENANT + 4)]
     for number, grammar in enumerate(many):
         rig.submit(constrained(f"r{number}", grammar, tenant="greedy"))
-    assert made.asked == many[:MAX_UNDER_WAY]
+    assert made.asked == many[:MAX_COMPILING_PER_TENANT]
     rig.submit(constrained("mine", A, tenant="other"))
     assert made.asked[-1] is A
     rig.engine.grammar_compiled("a", many[3])
-    assert made.asked[-1] is many[MAX_UNDER_WAY]
-    rig.engine.abort(f"r{MAX_UNDER_WAY + 1}")
+    assert made.asked[-1] is many[MAX_COMPILING_PER_TENANT]
+    rig.engine.abort(f"r{MAX_COMPILING_PER_TENANT + 1}")
     assert not made.withdrawn
     rig.engine.abort("r0")
     assert made.withdrawn == [many[0]]
-    assert made.asked[-1] is many[MAX_UNDER_WAY + 2]
+    assert made.asked[-1] is many[MAX_COMPILING_PER_TENANT + 2]
     rig.engine.grammar_refused("a", many[1], Overloaded("busy"))
-    assert made.asked[-1] is many[MAX_UNDER_WAY + 3]
+    assert made.asked[-1] is many[MAX_COMPILING_PER_TENANT + 3]
     for grammar in [*made.asked]:
         rig.engine.grammar_compiled("a", grammar)
-    assert all(not line._under_way and not line._next for line in rig.engine.grammars._lines.values())
+    assert all(line.idle for line in rig.engine.grammars._lines.values())
 
 
 def test_grammars_are_compared_by_their_digests() -> None:

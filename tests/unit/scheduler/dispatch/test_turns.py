@@ -217,11 +217,11 @@ def test_pins_never_keep_a_request_out_of_an_idle_replica() -> None:
     rig = make_rig(num_blocks=9)
     rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
     rig.run()
-    rig.engine.pin("pin", "replica-0", make_request(range(20, 33)))
+    rig.engine.prefixes.pin("pin", "replica-0", make_request(range(20, 33)))
     sink = rig.submit(make_submission(range(50, 80), request_id="b", max_tokens=1))
     rig.run()
     assert sink.tokens == expected_tokens(range(50, 80), 1)
-    assert not rig.engine.unpin("pin")
+    assert not rig.engine.prefixes.unpin("pin")
 
 
 def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step() -> None:
@@ -229,7 +229,7 @@ def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step
     rig = make_rig(num_blocks=17)
     rig.submit(make_submission(range(5, 38), request_id="warm", max_tokens=1))
     rig.run()
-    assert rig.engine.pin("pin", "replica-0", make_request([*range(5, 37), 5])) == 32
+    assert rig.engine.prefixes.pin("pin", "replica-0", make_request([*range(5, 37), 5])) == 32
     rig.submit(make_submission([50, 51, 52], request_id="running", max_tokens=20))
     plan = rig.scheduler.step()
     assert plan is not None

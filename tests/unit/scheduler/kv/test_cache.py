@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded, TriptychError
-from scheduler_svc.api.pin_service import Pinned, Pins
+from scheduler_svc.api.pin_service import Pinned, PinService
 from scheduler_svc.dispatch.pinned_prefixes import MAX_PINS
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_hash import HashChain
@@ -229,12 +229,12 @@ def test_what_is_pinned_outlives_what_is_not() -> None:
     assert kv.prefixes.peek(make_sequence(range(40, 57))) == 0
 
 
-def pinning(pins: Pins, *, ttl_s: float = 1000.0) -> asyncio.Task[Pinned]:
+def pinning(pins: PinService, *, ttl_s: float = 1000.0) -> asyncio.Task[Pinned]:
     """16 tokens are being pinned."""
     return asyncio.create_task(pins.pin(tuple(range(5, 21)), cache_salt="", ttl_s=ttl_s))
 
 
-async def pinned(rig: Rig, pins: Pins) -> Pinned:
+async def pinned(rig: Rig, pins: PinService) -> Pinned:
     """They were."""
     task = pinning(pins)
     await asyncio.sleep(0)
@@ -246,7 +246,7 @@ async def pinned(rig: Rig, pins: Pins) -> Pinned:
 async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first: bool) -> None:
     """Its request ends and it is cancelled, in either order, before it hears of one of them: neither a pin nor a timer is left."""
     rig = make_rig()
-    pins = Pins(rig.engine)
+    pins = PinService(rig)
     task = pinning(pins)
     await asyncio.sleep(0)
     for end in (rig.run, task.cancel) if ends_first else (task.cancel, rig.run):
@@ -261,7 +261,7 @@ async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first
 @pytest.mark.parametrize(
     "end",
     [
-        lambda rig: rig.engine.reset_prefix_cache(),
+        lambda rig: rig.engine.prefixes.reset(),
         lambda rig: rig.engine.drop_pins(rig.scheduler),
         lambda rig: rig.replace_replica(),
     ],
@@ -269,7 +269,7 @@ async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first
 async def test_a_pin_s_timer_ends_with_it(end: Callable[[Rig], object]) -> None:
     """With a reset, with what runs out of memory, and with a lost replica."""
     rig = make_rig()
-    pins = Pins(rig.engine)
+    pins = PinService(rig)
     one = await pinned(rig, pins)
     timer = pins._timers[one.pin_id]
     end(rig)
@@ -281,7 +281,7 @@ async def test_a_pin_s_timer_ends_with_it(end: Callable[[Rig], object]) -> None:
 async def test_a_replica_keeps_a_thousand_pins() -> None:
     """One more is OVERLOADED, however little it would hold, until one ends."""
     rig = make_rig()
-    pins = Pins(rig.engine)
+    pins = PinService(rig)
     first = await pinned(rig, pins)
     for _ in range(MAX_PINS - 1):
         await pinning(pins)
@@ -290,14 +290,14 @@ async def test_a_replica_keeps_a_thousand_pins() -> None:
     assert len(pins._timers) == MAX_PINS
     assert pins.unpin(first.pin_id)
     assert (await pinning(pins)).num_tokens == 16
-    rig.engine.reset_prefix_cache()
+    rig.engine.prefixes.reset()
     assert not pins._timers
 
 
 async def test_who_pins_is_told_of_an_abort() -> None:
     """Nothing is computed any more, and nothing is held."""
     rig = make_rig()
-    pins = Pins(rig.engine)
+    pins = PinService(rig)
     task = pinning(pins)
     await asyncio.sleep(0)
     (request,) = rig.scheduler._slots.requests
@@ -321,7 +321,7 @@ async def test_what_could_never_be_computed_is_not_hashed_to_be_pinned(
 
     monkeypatch.setattr(HashChain, "extend", extend)
     with pytest.raises(error):
-        await Pins(make_rig().engine).pin(prompt, cache_salt="", ttl_s=5)
+        await PinService(make_rig()).pin(prompt, cache_salt="", ttl_s=5)
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])
@@ -331,7 +331,7 @@ def test_what_stands_on_a_prefix_that_was_reset_is_not_found(groups: tuple[KvGro
     prompt = list(range(20, 36))
     before = rig.submit(make_submission([*prompt, 3], request_id="before", max_tokens=30))
     rig.step()
-    rig.engine.reset_prefix_cache()
+    rig.engine.prefixes.reset()
     while not before.events:
         rig.step()
     assert rig.scheduler.kv.prefixes.peek(make_sequence([*prompt, 4])) == 0

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from scheduler_svc.api.kv_watch import KvWatch
+from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.kv.events import Batch, Cleared, KvEventLog, Removed, Stored
 from tests.support.scheduler.factories import make_rig, make_submission
 
@@ -144,7 +144,7 @@ def test_a_closed_log_lets_go_of_listeners_and_pools() -> None:
     end()
     assert [batch.events for batch in seen[1:]] == [(Cleared(),)]
     rig, lost = make_rig(), list[weakref.ref[object]]()
-    with KvWatch(rig.engine).open():
+    with watch_kv_events(rig.engine.prefixes.follow):
         for _ in range(3):
             rig.submit(make_submission(range(20, 30), request_id=str(len(lost)), max_tokens=1))
             rig.run()
@@ -195,5 +195,5 @@ def test_a_follower_knows_what_the_cache_has() -> None:
         rig.run()
         assert keys == set(rig.scheduler.kv.groups[0].pool.keys)
         assert keys
-    rig.engine.reset_prefix_cache()
+    rig.engine.prefixes.reset()
     assert not keys

@@ -2,18 +2,9 @@
 
 import pytest
 
-from protos.errors import ConfigurationRefused
-from protos.settings import load
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.pooling.batching import (
-    PoolQueue,
-    PoolShape,
-    choose_batch,
-    default_shapes,
-    listed,
-    shapes_of,
-)
-from scheduler_svc.settings import Settings
+from scheduler_svc.pooling.batching import PoolQueue, choose_batch
+from scheduler_svc.shapes.pool_shapes import PoolShape
 from tests.support.scheduler.factories import make_request
 
 
@@ -43,45 +34,6 @@ def queue_of(*shapes: PoolShape) -> PoolQueue:
 def test_the_batch_that_is_filled_best(waiting: int, batches: list[int], chosen: int) -> None:
     """All who wait if at least half of the rows are theirs, else the largest batch that they fill."""
     assert choose_batch(waiting, batches) == chosen
-
-
-def test_default_shapes_reach_up_to_the_context() -> None:
-    """Any prompt that the model reads fits one, alone or in company."""
-    assert listed(default_shapes(256, 4096)) == "1x64, 4x64, 16x64, 1x256, 4x256 (rows x tokens)"
-    assert listed(default_shapes(40, 8)) == "1x40, 4x40 (rows x tokens)"
-    assert default_shapes(8192, 4096)[-1] == shape(1, 8192)
-
-
-def test_shapes_from_settings_are_sorted_and_told_apart() -> None:
-    """Order and repetition mean nothing."""
-    found = shapes_of((4, 1, 4), (16, 64, 16), max_context=64, max_batch=4)
-    assert found == (shape(4, 16), shape(1, 64))
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--pool-batch-sizes", "1,4", "--pool-prompt-lens", "64"], "2 batch sizes and 1 lengths"),
-        (["--pool-batch-sizes", "1"], "1 batch sizes and 0 lengths"),
-        (["--pool-prompt-lens", "64"], "0 batch sizes and 1 lengths"),
-        (["--pool-batch-sizes", "0", "--pool-prompt-lens", "64"], "must hold numbers from 1, not 0"),
-        (["--pool-batch-sizes", "1", "--pool-prompt-lens", "-64"], "must hold numbers from 1, not -64"),
-        (["--pool-batch-sizes", "x", "--pool-prompt-lens", "64"], "valid integer"),
-    ],
-)
-def test_bad_settings_are_refused(flags: list[str], text: str) -> None:
-    """With the flag's name."""
-    with pytest.raises(ConfigurationRefused, match="--pool-") as caught:
-        load(Settings, flags)
-    assert text in caught.value.message
-
-
-def test_the_reference_names_set_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a vLLM-Spyre deployment has them in its environment."""
-    monkeypatch.setenv("VLLM_SPYRE_WARMUP_BATCH_SIZES", "1,4")
-    monkeypatch.setenv("VLLM_SPYRE_WARMUP_PROMPT_LENS", "4096,1024")
-    settings = load(Settings, [])
-    assert (settings.pool_batch_sizes, settings.pool_prompt_lens) == ((1, 4), (4096, 1024))
 
 
 def test_a_batch_is_of_one_prompt_length() -> None:

@@ -66,7 +66,7 @@ def test_whole_blocks_are_shared_and_the_last_one_is_copied() -> None:
     rig.submit(make_submission(PROMPT, n=4))
     while not rig.scheduler.stats.forks:
         rig.step()
-    members = rig.engine._groups["r"].members
+    members = rig.engine._live.sequences_of("r")
     tables = [request.kv.tables[0].blocks for request in members]
     assert all(table[:7] == tables[0][:7] for table in tables)
     assert len({id(table[7]) for table in tables}) == 4
@@ -196,7 +196,7 @@ def test_one_failing_sequence_fails_the_request() -> None:
         rig.scheduler.update(rig.device.run(plan))
         plan = rig.scheduler.step()
     assert plan is not None
-    slot = next(one.slot for one in rig.engine._groups["r"].members if one.sequence == 1)
+    slot = next(one.slot for one in rig.engine._live.sequences_of("r") if one.sequence == 1)
     assert slot is not None
     result = rig.device.run(plan)
     tokens = dict(zip(plan.work.slots, result.token_ids, strict=True))  # type: ignore[union-attr]
@@ -315,7 +315,7 @@ def test_n_is_bounded_by_slots_queue_and_tokens() -> None:
         rig.submit(make_submission(PROMPT, n=5))
     rig = make_rig(max_waiting_tokens=100)
     with pytest.raises(
-        InvalidArgument, match="4 sequences of 31 prompt tokens are more than the 100 tokens that may wait"
+        InvalidArgument, match="4 sequences of 31 prompt tokens exceed the 100 tokens that may wait"
     ):
         rig.submit(make_submission(PROMPT, n=4))
     rig.submit(make_submission(PROMPT, n=3))

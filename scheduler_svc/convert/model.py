@@ -1,0 +1,108 @@
+"""The model and the device that a worker describes, and the model as clients see it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from protos.triptych.v1 import common_pb2, worker_pb2
+from protos.wire import file_chunks
+from scheduler_svc.convert.plans import groups_from_proto, limits_from_proto
+from scheduler_svc.convert.requests import pool_tasks_from_proto
+from scheduler_svc.requests.request import PoolTask
+from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """The facts about a model that the scheduler uses."""
+
+    source: str
+    """Where the worker found the model: a hub id or the name of a folder."""
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    """The longest context that the model was made for, tokens."""
+    dtype: str
+    eos_token_ids: frozenset[int]
+    """Tokens that end a sequence."""
+    pool_tasks: frozenset[PoolTask]
+    """The tasks that a pooling model's results serve; empty for a generating model."""
+    pooled_size: int
+    """Values of one pooling result; 0 for a generating model."""
+    message: common_pb2.ModelInfo
+    """The worker's message, whose other fields pass unopened to clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """A worker's answer to Describe."""
+
+    model: ModelDescription
+    device: str
+    """"cpu", "cuda" or "rbln"."""
+    limits: DeviceLimits
+    groups: tuple[KvGroup, ...]
+    """KV groups of the model by id."""
+    default_max_num_seqs: int
+    """Slots that the device usually runs with."""
+    default_chunk: int
+    """Tokens of a prefill chunk that the device usually runs with."""
+    default_block_size: int
+    """Tokens of a KV block that the device usually runs with."""
+    max_lease_steps: int
+    """Decode steps that one lease may span."""
+    max_logprobs: int
+    """Most log-probabilities per token."""
+    sampling_fields: frozenset[str]
+    """Names of the sampling parameters that the worker honours."""
+
+
+def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescription:
+    """Converts a worker's description.
+
+    Raises:
+        ConfigurationRefused: the worker describes a KV group that this release does not know.
+    """
+    model = common_pb2.ModelInfo()
+    model.CopyFrom(message.model)
+    model.pool_tasks[:] = message.pool_tasks
+    return WorkerDescription(
+        model=ModelDescription(
+            source=model.source,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+            eos_token_ids=frozenset(model.eos_token_ids),
+            pool_tasks=pool_tasks_from_proto(message),
+            pooled_size=model.pooled_size,
+            message=model,
+        ),
+        device=message.device,
+        limits=limits_from_proto(message),
+        groups=groups_from_proto(message),
+        default_max_num_seqs=message.default_max_num_seqs,
+        default_chunk=message.default_chunk,
+        default_block_size=message.default_block_size,
+        max_lease_steps=max(1, message.max_lease_steps),
+        max_logprobs=message.max_logprobs,
+        sampling_fields=frozenset(message.sampling_fields),
+    )
+
+
+def model_to_proto(
+    model: ModelDescription, *, served_name: str, max_model_len: int, created_unix_s: int, tokenizer_sha256: str
+) -> common_pb2.ModelInfo:  # fmt: skip
+    """Returns the worker's model description, completed with what the deployment decides."""
+    info = common_pb2.ModelInfo()
+    info.CopyFrom(model.message)
+    info.served_name = served_name
+    info.max_model_len = max_model_len
+    info.created_unix_s = created_unix_s
+    info.tokenizer_sha256 = tokenizer_sha256
+    return info
+
+
+def files_to_proto(files: Mapping[str, bytes]) -> Iterator[common_pb2.FileChunk]:
+    """Cuts files, given by name, into messages."""
+    for name, data in files.items():
+        yield from file_chunks(name, data)

@@ -1,0 +1,76 @@
+"""Static shapes of pooling models: each has a fixed number of rows and of tokens per row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.errors import ConfigurationRefused
+
+# The default shapes: prompt lengths grow by _FACTOR from the shortest up to the model's context. For each length,
+# batches grow by the same factor as long as they hold at most _TOKENS_PER_BATCH tokens.
+_FACTOR = 4
+_SHORTEST_PROMPT = 64
+_TOKENS_PER_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PoolShape:
+    """One compiled graph of a pooling model."""
+
+    prompt_len: int
+    """Tokens per row; shorter prompts are padded."""
+    batch: int
+    """Rows; missing rows are padded."""
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.prompt_len}"
+
+
+def default_shapes(max_context: int, max_batch: int) -> tuple[PoolShape, ...]:
+    """Returns shapes for every prompt that a model can read, for example 1x64, 4x64, 16x64, 1x256, 4x256."""
+    lengths = []
+    length = _SHORTEST_PROMPT
+    while length < max_context:
+        lengths.append(length)
+        length *= _FACTOR
+    lengths.append(max_context)
+    shapes = []
+    for prompt_len in lengths:
+        batch = 1
+        while batch == 1 or (batch <= max_batch and batch * prompt_len <= _TOKENS_PER_BATCH):
+            shapes.append(PoolShape(prompt_len, batch))
+            batch *= _FACTOR
+    return tuple(shapes)
+
+
+def shapes_of(
+    batch_sizes: Sequence[int], prompt_lens: Sequence[int], *, max_context: int, max_batch: int
+) -> tuple[PoolShape, ...]:
+    """Returns the shapes that the settings name, ascending, or the default shapes if they name none.
+
+    Args:
+        batch_sizes: rows of each shape.
+        prompt_lens: tokens per row of each shape, in the same order.
+        max_context: the longest prompt that the model can read, tokens.
+        max_batch: the largest batch that the device can run, rows.
+
+    Raises:
+        ConfigurationRefused: the model or the device cannot run one of the shapes.
+    """
+    shapes = tuple(
+        sorted({PoolShape(length, batch) for batch, length in zip(batch_sizes, prompt_lens, strict=True)})
+    )
+    for shape in shapes:
+        if shape.prompt_len > max_context:
+            raise ConfigurationRefused(
+                f"pool_prompt_lens: {shape.prompt_len} exceeds the model's context of {max_context} tokens"
+            )
+        if shape.batch > max_batch:
+            raise ConfigurationRefused(
+                f"pool_batch_sizes: {shape.batch} exceeds this device's limit of {max_batch} rows"
+            )
+    return shapes or default_shapes(max_context, max_batch)
+
+
+def listed(shapes: Sequence[PoolShape]) -> str:
+    """Returns the shapes as text: "1x64, 4x64 (rows x tokens)"."""
+    return f"{', '.join(map(str, shapes))} (rows x tokens)"

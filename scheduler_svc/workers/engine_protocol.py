@@ -1,0 +1,150 @@
+"""What generating and pooling deployments have in common: an engine, and a setup that adds workers to it.
+
+A deployment serves one model. Everything above this module uses these protocols and does not ask which kind of
+model it is. An operation that the model does not support raises :class:`protos.errors.Unsupported`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from protos.errors import TriptychError
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.convert.model import WorkerDescription
+from scheduler_svc.dispatch.load import Load, ReplicaMemory
+from scheduler_svc.dispatch.prefix_control import KvChange
+from scheduler_svc.dispatch.totals import Totals
+from scheduler_svc.pooling.engine import PoolSubmission
+from scheduler_svc.replica.step_plan import StepPlan, StepResult
+from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.request import Request, Sink
+from scheduler_svc.requests.sampling import Grammar
+
+
+class StepScheduler(Protocol):
+    """The scheduler of one replica, as the step loop drives it."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether results of plans are outstanding."""
+
+    def step(self) -> StepPlan | None:
+        """Plans the next step; returns None if there is nothing to do."""
+
+    def interrupt(self) -> StepPlan | None:
+        """Returns a plan that ends the running lease, if there is other work to do."""
+
+    def update(self, result: StepResult) -> None:
+        """Delivers the result of a plan."""
+
+
+class Prefixes(Protocol):
+    """Operations on cached prefixes; see :class:`scheduler_svc.dispatch.prefix_control.PrefixControl`."""
+
+    def check(self, submission: Submission) -> None:
+        """Raises if the deployment cannot pin the prompt of a submission."""
+
+    def find(self, probe: Request) -> tuple[str, int] | None:
+        """Returns the replica with the longest cached prefix of `probe` and its tokens."""
+
+    def pinnable_tokens(self, probe: Request) -> int:
+        """Returns the longest prefix of `probe` that any replica can hold, in tokens."""
+
+    def pin(self, pin_id: str, replica_id: str, probe: Request, on_end: Callable[[], None] = ...) -> int:
+        """Pins the cached prefix of `probe` on a replica; returns its tokens."""
+
+    def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; returns False if there is none."""
+
+    def reset(self) -> int:
+        """Forgets every cached prefix; returns the number of replicas that were reset."""
+
+    def follow(
+        self, listener: Callable[[KvChange], None], *, replica_id: str = "", after: int = 0
+    ) -> Callable[[], None]:
+        """Calls `listener` with every change of a prefix cache; returns a function that ends the subscription."""
+
+
+class EngineProtocol(Protocol):
+    """All requests and all replicas of a deployment."""
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """Operations on cached prefixes."""
+
+    def submit(self, submission: Submission, sink: Sink) -> None:
+        """Enqueues a generating request; its events go to `sink`."""
+
+    def submit_pooling(self, submission: PoolSubmission, sink: Sink) -> None:
+        """Enqueues a pooling request; its one event goes to `sink`."""
+
+    def find(self, request_id: str) -> Request | None:
+        """Returns the live request with that id, or the first of its sequences."""
+
+    def abort(self, request_id: str, sequence: int | None = None) -> bool:
+        """Aborts a request, or one of its sequences alone; returns whether a live sequence was found."""
+
+    def dispatch(self) -> None:
+        """Gives waiting requests to replicas that have room."""
+
+    def detach(self, replica_id: str) -> int:
+        """Removes a replica, if it is attached; returns how many requests wait again."""
+
+    def suspend(self, error: TriptychError) -> int:
+        """Ends every waiting request with `error` and refuses new ones until a replica attaches; returns how many ended."""
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
+
+    def load(self) -> Load:
+        """Returns the current load of the ready replicas and the queue."""
+
+    def totals(self) -> dict[str, Totals]:
+        """Returns the counters of the ready replicas by id."""
+
+    def memory(self) -> dict[str, ReplicaMemory]:
+        """Returns the KV memory of the ready replicas by id, without replicas that have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLink:
+    """What an engine may ask of the driver of a worker. No call blocks."""
+
+    wake: Callable[[], None]
+    """Tells the step loop that there is work."""
+    compile_grammar: Callable[[Grammar, Callable[[TriptychError | None], None]], None]
+    """Compiles a grammar, then calls the function with None or with the reason why it cannot be compiled."""
+    withdraw_grammar: Callable[[Grammar], None]
+    """Cancels compiling a grammar; its function is then not called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSetup:
+    """The configuration of one worker, and how to attach it once it runs with it."""
+
+    request: worker_pb2.ConfigureRequest
+    """The configuration for the worker."""
+    max_model_len: int
+    """Longest sequence that the replica serves, tokens."""
+    facts: Mapping[str, object]
+    """The configuration for the log."""
+    attach: Callable[[tuple[int, ...], str, WorkerLink], StepScheduler]
+    """Attaches the replica to the engine, given its blocks per KV group and the name of the model.
+
+    Raises :class:`protos.errors.ConfigurationRefused` if it cannot serve beside the other replicas.
+    """
+
+
+class ReplicaFactory(Protocol):
+    """Turns workers into replicas of an engine."""
+
+    @property
+    def engine(self) -> EngineProtocol:
+        """The engine that the replicas belong to."""
+
+    def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
+        """Chooses the configuration of a worker.
+
+        Raises:
+            ConfigurationRefused: the settings contradict each other, the model or the device.
+        """

@@ -1,0 +1,180 @@
+"""Replicas of a generating model: their geometry, KV cache and scheduler."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from protos.errors import ConfigurationRefused, TriptychError
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.convert.model import WorkerDescription
+from scheduler_svc.convert.plans import configure_to_proto
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
+from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.requests.admission import ServedModel
+from scheduler_svc.requests.sampling import Grammar
+from scheduler_svc.settings import Settings
+from scheduler_svc.shapes.batch_histogram import BatchHistogram
+from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
+
+_KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
+
+
+def make_order(settings: Settings) -> OrderPolicy:
+    """Returns the order policy that the settings name, for one queue."""
+    if settings.order == "arrival":
+        return ArrivalOrder()
+    return PriorityFairOrder(settings.ageing_s, settings.tenant_weights)
+
+
+def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Engine:
+    """Returns an engine with the limits and policies that the settings name."""
+    return Engine(
+        max_waiting=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        clock=clock,
+        order=make_order(settings),
+        max_pinned_share=settings.max_pinned_share,
+    )
+
+
+def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry:
+    """Returns the static shapes for a worker: the settings, or its own defaults where they are unset.
+
+    Raises:
+        ConfigurationRefused: the settings contradict each other on this device.
+    """
+    manual = max(settings.decode_buckets) if settings.decode_bucket_strategy == "manual" else None
+    max_num_seqs = settings.max_num_seqs or manual or description.default_max_num_seqs
+    try:
+        buckets = settings.buckets(max_num_seqs)
+    except ValueError as error:
+        raise ConfigurationRefused(str(error)) from error
+    return Geometry(
+        max_model_len=settings.max_model_len or description.model.max_model_len,
+        max_num_seqs=max_num_seqs,
+        chunk=settings.max_num_batched_tokens or description.default_chunk,
+        block_size=settings.block_size or description.default_block_size,
+        buckets=buckets,
+    )
+
+
+def configure_request(settings: Settings, geometry: Geometry) -> worker_pb2.ConfigureRequest:
+    """Returns the configuration of a worker that runs with `geometry`."""
+    num_blocks = (settings.num_blocks,) if settings.num_blocks else ()
+    windows_kept_per_slot = settings.windows_kept_per_slot if settings.enable_prefix_caching else 0
+    return configure_to_proto(geometry, num_blocks, windows_kept_per_slot)
+
+
+class GeneratingReplicas:
+    """The :class:`ReplicaFactory` of generating models."""
+
+    def __init__(
+        self, settings: Settings, engine: Engine, histogram: BatchHistogram, clock: Callable[[], float]
+    ) -> None:
+        """Adds replicas to `engine`.
+
+        Args:
+            settings: the scheduler's settings.
+            engine: the engine of the deployment.
+            histogram: counts the decode batch sizes of all replicas.
+            clock: monotonic seconds.
+        """
+        self._settings = settings
+        self.engine = engine
+        self._histogram = histogram
+        self._clock = clock
+
+    def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
+        """Chooses the geometry of a worker.
+
+        Raises:
+            ConfigurationRefused: the settings contradict each other, the model or the device.
+        """
+        geometry = geometry_for(self._settings, description)
+        geometry.check(description.limits, description.groups)
+        return ReplicaSetup(
+            request=configure_request(self._settings, geometry),
+            max_model_len=geometry.max_model_len,
+            facts={
+                "chunk": geometry.chunk,
+                "block_size": geometry.block_size,
+                "buckets": geometry.buckets,
+                "max_model_len": geometry.max_model_len,
+            },
+            attach=partial(self._attach, replica_id, geometry, description),
+        )
+
+    def _attach(
+        self,
+        replica_id: str,
+        geometry: Geometry,
+        description: WorkerDescription,
+        num_blocks: tuple[int, ...],
+        served_name: str,
+        link: WorkerLink,
+    ) -> ReplicaScheduler:
+        self._check_same_grid(geometry, replica_id)
+        self._histogram.describe(served_name, geometry.buckets)
+        self.engine.model = ServedModel(
+            max_model_len=geometry.max_model_len,
+            vocab_size=description.model.vocab_size,
+            sampling_fields=description.sampling_fields,
+            max_logprobs=description.max_logprobs,
+            eos_token_ids=description.model.eos_token_ids,
+        )
+        scheduler = ReplicaScheduler(
+            geometry,
+            self._make_cache(geometry, description, num_blocks),
+            self.engine,
+            Interleave(self._settings.decode_steps_per_chunk),
+            clock=self._clock,
+            observe_batch=self._histogram.observe,
+            max_lease=min(self._settings.lease_steps, description.max_lease_steps),
+        )
+
+        def ask(grammar: Grammar) -> None:
+            link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
+
+        self.engine.attach(replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar))
+        return scheduler
+
+    def _make_cache(
+        self, geometry: Geometry, description: WorkerDescription, num_blocks: tuple[int, ...]
+    ) -> KvCache:
+        settings = self._settings
+        return KvCache(
+            geometry,
+            description.groups,
+            num_blocks,
+            model=description.model.source,
+            options=CacheOptions(
+                prefix_caching=settings.enable_prefix_caching,
+                sub_block=settings.sub_block_cache,
+                cache_generated=settings.cache_generated_tokens,
+            ),
+            keep=_KEEP_POLICIES[settings.keep_windows](),
+            # Higher than every sequence number that an earlier life of this replica can have used.
+            first_event=time.time_ns() // 1000,
+        )
+
+    def _grammar_answered(self, replica_id: str, grammar: Grammar, refusal: TriptychError | None) -> None:
+        if refusal is None:
+            self.engine.grammar_compiled(replica_id, grammar)
+        else:
+            self.engine.grammar_refused(replica_id, grammar, refusal)
+
+    def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
+        """Refuses other chunks or blocks than those of the other replicas: a request computes its prefix keys once."""
+        for replica in self.engine.replicas.values():
+            ours = replica.scheduler.geometry
+            if (ours.chunk, ours.block_size) != (geometry.chunk, geometry.block_size):
+                raise ConfigurationRefused(
+                    f"replica {replica_id} would run chunks of {geometry.chunk} and blocks of {geometry.block_size} tokens beside "
+                    f"replicas with {ours.chunk} and {ours.block_size}; set --max-num-batched-tokens and --block-size"
+                )

@@ -1,0 +1,75 @@
+"""Replicas of a pooling model: their static shapes and scheduler."""
+
+from collections.abc import Callable
+from functools import partial
+
+from protos.logs import get_logger
+from scheduler_svc.convert.model import ModelDescription, WorkerDescription
+from scheduler_svc.convert.plans import configure_pool_to_proto
+from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica
+from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.settings import Settings
+from scheduler_svc.shapes.pool_shapes import PoolShape, shapes_of
+from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
+from scheduler_svc.workers.generating import make_order
+
+# Settings that have no effect on a pooling model. The log names those that are set.
+_IGNORED_SETTINGS = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "enable_prefix_caching",
+)  # fmt: skip
+
+
+class PoolingReplicas:
+    """The :class:`ReplicaFactory` of pooling models."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        """Starts with an empty engine; `clock` gives monotonic seconds."""
+        self._settings = settings
+        self._log = get_logger()
+        self.engine = PoolEngine(
+            max_waiting=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            clock=clock,
+            make_order=lambda: make_order(settings),
+        )
+
+    def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
+        """Chooses the static shapes of a worker.
+
+        Raises:
+            ConfigurationRefused: the model or the device cannot run the shapes of the settings or of the other replicas.
+        """
+        settings = self._settings
+        if ignored := [name for name in _IGNORED_SETTINGS if _is_set(settings, name)]:
+            self._log.warning("settings_ignored", names=ignored, reason="pooling models run in pool shapes")
+        shapes = self.engine.shapes
+        batches = [shape.batch for shape in shapes] or settings.pool_batch_sizes
+        lengths = [shape.prompt_len for shape in shapes] or settings.pool_prompt_lens
+        limits = description.limits
+        chosen = shapes_of(batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch)
+        return ReplicaSetup(
+            request=configure_pool_to_proto(chosen),
+            max_model_len=chosen[-1].prompt_len,
+            facts={"shapes": [str(shape) for shape in chosen]},
+            attach=partial(self._attach, replica_id, chosen, description.model),
+        )
+
+    def _attach(
+        self,
+        replica_id: str,
+        shapes: tuple[PoolShape, ...],
+        model: ModelDescription,
+        num_blocks: tuple[int, ...],
+        served_name: str,
+        link: WorkerLink,
+    ) -> PoolScheduler:
+        del num_blocks, served_name  # no KV memory, no histogram
+        pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size)
+        self.engine.serve(pooled, shapes)
+        scheduler = self.engine.make_scheduler(replica_id, pooled)
+        self.engine.attach(replica_id, PoolReplica(scheduler, link.wake))
+        return scheduler
+
+
+def _is_set(settings: Settings, name: str) -> bool:
+    return bool(getattr(settings, name) != type(settings).model_fields[name].default)
