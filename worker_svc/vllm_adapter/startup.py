@@ -31,9 +31,7 @@ def prepare(device: Device) -> None:
         try:
             importlib.metadata.version("vllm")
         except importlib.metadata.PackageNotFoundError:
-            raise ConfigurationRefused(
-                "vLLM is not installed; install the worker's extra: pip install 'triptych[worker]'"
-            ) from None
+            raise ConfigurationRefused("vLLM is not installed; run `triptych install worker`") from None
     # Half of the time of an import of this size goes to collecting garbage that there is none of.
     gc.disable()
     try:

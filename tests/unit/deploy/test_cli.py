@@ -12,17 +12,20 @@ from deploy import cli
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without arguments the command explains itself."""
+    """Without arguments the command prints its help."""
     with pytest.raises(SystemExit) as stopped:
         cli.main([])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for command in ("up", "gateway", "scheduler", "worker", "plan", "models", "version"):
+    for command in (
+        "up", "gateway", "scheduler", "worker", "plan", "compile", "catalog", "models", "install",
+        "compose-files", "version",
+    ):  # fmt: skip
         assert f"\n    {command}" in text
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A typing error exits with 2 and lists what there is."""
+    """A misspelled command exits with 2 and lists the commands."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(["serve"])
     assert stopped.value.code == 2
@@ -49,8 +52,8 @@ def test_help_of_services_loads_no_torch(command: str) -> None:
     assert "usage: triptych" in done.stdout
 
 
-def test_a_worker_without_torch_names_the_extra() -> None:
-    """Where torch is not installed, the worker says in one line which extra brings it."""
+def test_a_worker_without_torch_names_the_command_that_installs_it() -> None:
+    """Where torch is not installed, the worker says in one line how to install it."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
         "from deploy import cli\n"
@@ -58,14 +61,14 @@ def test_a_worker_without_torch_names_the_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "pip install 'triptych[worker]'" in done.stderr
+    assert "run `triptych install worker`" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_fetching_without_torch_names_the_extra(
+def test_fetching_without_torch_names_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A demo model cannot be converted without torch; the command says what to install instead of how it failed."""
+    """Converting a demo model needs torch; the command says how to install it instead of how it failed."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
         "deploy.commands.models.find_spec", lambda name: None if name == "torch" else real(name)
@@ -73,4 +76,4 @@ def test_fetching_without_torch_names_the_extra(
     unwritable = tmp_path / "file"
     unwritable.touch()
     assert cli.main(["models", "fetch", "smollm2", "--cache-dir", str(unwritable)]) == 1
-    assert "pip install 'triptych[worker]'" in capsys.readouterr().err
+    assert "run `triptych install worker`" in capsys.readouterr().err

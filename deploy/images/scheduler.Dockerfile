@@ -1,25 +1,24 @@
-# The scheduler: integers only. Build from the repository's root:
-#   docker build -f deploy/scheduler.Dockerfile -t triptych-scheduler .
+# The scheduler: no torch, no model, no HTTP. Build from the repository's root:
+#   docker build -f deploy/images/scheduler.Dockerfile -t triptych-scheduler .
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS build
-# Where pip finds packages, if not at its default place.
+# Where pip finds packages, if not on its default index.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-# The final environment has no pip of its own: the build's installs into it.
+# The final environment has no pip: the build's pip installs into it.
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/triptych
-COPY pyproject.toml ./
 COPY deploy/locks/ deploy/locks/
-# The lock is the gateway's too; of it, only what the scheduler declares and that needs.
 RUN /build/bin/python -m pip install --no-deps "$(grep '^setuptools==' deploy/locks/dev.txt)" \
- && /build/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['scheduler'], sep='\n')" > /build/needed.txt \
- && /build/bin/python -m pip --python /opt/triptych/bin/python install -c deploy/locks/services.txt -r /build/needed.txt
+ && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps -r deploy/locks/scheduler.txt
+# A checkout is built into a wheel; a folder that `triptych compose-files` wrote has one.
 COPY . .
-RUN /build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels . \
+RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
+ && /build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels "${wheel:-.}" \
  && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps /build/wheels/*.whl
 
 FROM ${PYTHON_IMAGE}
@@ -28,7 +27,7 @@ ENV PATH=/opt/triptych/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYT
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 50051
-# The registry serves from the start; inference, only once a worker does.
+# The registry serves from the start, inference only once a worker is ready.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
   CMD ["/opt/triptych/bin/python", "-m", "deploy.healthcheck", "127.0.0.1:50051", "triptych.v1.WorkerRegistry"]
 ENTRYPOINT ["/opt/triptych/bin/triptych", "scheduler"]

@@ -1,6 +1,6 @@
 # A worker. Build from the repository's root; for a CPU:
-#   docker build -f deploy/worker.Dockerfile -t triptych-worker .
-# torch's CPU build is not on every index: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS say where it lies.
+#   docker build -f deploy/images/worker.Dockerfile -t triptych-worker .
+# torch's CPU build is not on every index: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it.
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS build
@@ -8,11 +8,11 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
-# For other devices than CPUs: requirements that replace the lock's torch, installed with what they need.
+# For devices other than CPUs: requirements that replace the lock's torch, installed with their dependencies.
 ARG DEVICE_REQUIREMENTS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-# The environment keeps its pip: demo models are packages, fetched when the worker is first started.
+# The environment keeps its pip: demo models are packages, which the worker fetches at its first start.
 RUN python3 -m venv /opt/triptych
 COPY deploy/locks/ deploy/locks/
 RUN grep -v '^torch==' deploy/locks/worker-cpu.txt > /tmp/without-torch.txt \
@@ -24,19 +24,21 @@ RUN grep -v '^torch==' deploy/locks/worker-cpu.txt > /tmp/without-torch.txt \
       || { echo "no $torch found: pass --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, a place that has it" >&2; exit 1; }; \
     fi \
  && /opt/triptych/bin/python -m pip install --no-deps -r /tmp/without-torch.txt
+# A folder that `triptych compose-files` wrote has a wheel; a checkout is built.
 COPY . .
-RUN /opt/triptych/bin/python -m pip install --no-deps --no-build-isolation .
-# Our kernels for x86 processors, so that a worker needs no compiler; without them it takes those of vLLM's wheel.
+RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
+ && /opt/triptych/bin/python -m pip install --no-deps --no-build-isolation "${wheel:-.}"
+# Our kernels for x86 processors. Without them a worker uses the kernels of vLLM's wheel.
 RUN if [ "$(uname -m)" = x86_64 ] && [ -z "$DEVICE_REQUIREMENTS" ]; then \
       apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
       && cd /tmp && /opt/triptych/bin/python -m worker_svc.devices.cpu_kernels.build; \
     fi
 
 FROM ${PYTHON_IMAGE}
-# vLLM's CPU kernels ask which memory belongs to which processor.
+# vLLM's CPU kernels look up which memory belongs to which processor.
 RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/triptych /opt/triptych
-# The cache is the only folder that a worker writes to, besides /tmp; mount a volume there.
+# A worker writes only to this cache and to /tmp. Mount a volume at the cache.
 RUN install -d -o 10001 -g 10001 /cache
 ENV PATH=/opt/triptych/bin:$PATH HOME=/cache XDG_CACHE_HOME=/cache \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -1,22 +1,24 @@
 # The HTTP gateway: no torch, no model. Build from the repository's root:
-#   docker build -f deploy/gateway.Dockerfile -t triptych-gateway .
+#   docker build -f deploy/images/gateway.Dockerfile -t triptych-gateway .
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS build
-# Where pip finds packages, if not at its default place.
+# Where pip finds packages, if not on its default index.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-# The final environment has no pip of its own: the build's installs into it.
+# The final environment has no pip: the build's pip installs into it.
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/triptych
 COPY deploy/locks/ deploy/locks/
 RUN /build/bin/python -m pip install --no-deps "$(grep '^setuptools==' deploy/locks/dev.txt)" \
- && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps -r deploy/locks/services.txt
+ && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps -r deploy/locks/gateway.txt
+# A checkout is built into a wheel; a folder that `triptych compose-files` wrote has one.
 COPY . .
-RUN /build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels . \
+RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
+ && /build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /build/wheels "${wheel:-.}" \
  && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps /build/wheels/*.whl
 
 FROM ${PYTHON_IMAGE}

@@ -1,0 +1,69 @@
+"""`triptych install`: installs the packages of a service, in the versions that the tests ran with."""
+
+import argparse
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import deploy
+
+_LOCKS = {"gateway": "gateway.txt", "scheduler": "scheduler.txt", "worker": "worker-cpu.txt"}
+_TORCH_HINT = "torch's CPU build is not on every index: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it"
+
+
+def main(argv: list[str]) -> int:
+    """Runs pip with the pins of the locks, without following dependencies: the locks are complete.
+
+    Returns:
+        The exit code: 0, or 1 if pip is missing or fails.
+    """
+    arguments = _parser().parse_args(argv)
+    services = arguments.services or list(_LOCKS)
+    pins = pins_of(services)
+    if arguments.keep_torch:
+        pins = [pin for pin in pins if not pin.startswith("torch==")]
+    if find_spec("pip") is None:
+        print(f"triptych install: there is no pip in {sys.prefix}", file=sys.stderr)
+        return 1
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", *pins]
+    if subprocess.run(command, check=False).returncode:
+        hint = f"; {_TORCH_HINT}" if "worker" in services and not arguments.keep_torch else ""
+        print(f"triptych install: pip failed, see above{hint}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def pins_of(services: list[str]) -> list[str]:
+    """Returns the lines of the services' locks, each once."""
+    pins: dict[str, None] = {}
+    for service in services:
+        text = (Path(deploy.__path__[0]) / "locks" / _LOCKS[service]).read_text()
+        pins |= dict.fromkeys(line for line in text.splitlines() if not line.startswith("#"))
+    return list(pins)
+
+
+def _service(text: str) -> str:
+    if text not in _LOCKS:
+        raise argparse.ArgumentTypeError(f"unknown service {text!r}; choose from {', '.join(_LOCKS)}")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triptych install",
+        description="Installs the tested packages of a service into this Python environment.",
+        epilog="pip's own variables apply, such as PIP_EXTRA_INDEX_URL.",
+    )
+    parser.add_argument(
+        "services",
+        nargs="*",
+        type=_service,
+        metavar="SERVICE",
+        help=f"{', '.join(_LOCKS)} (default: all three)",
+    )
+    parser.add_argument(
+        "--keep-torch", action="store_true",
+        help="keep the installed torch, such as a GPU's build, instead of installing the CPU's",
+    )  # fmt: skip
+    return parser

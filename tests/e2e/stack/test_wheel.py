@@ -1,0 +1,146 @@
+"""The built wheel in empty environments: what `triptych install` and `triptych compose-files` make of it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import yaml
+
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+PACKAGES = ("deploy", "gateway", "protos", "scheduler_svc", "worker_svc")
+
+
+def run(*command: object, cwd: Path, code: int = 0) -> str:
+    """Runs a command away from the checkout and returns its output and errors."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PIP_NO_COMPILE"] = "1"  # half of the time, and most modules are never imported
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output[-4000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout, built in a copy: setuptools writes beside the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    folder = tmp_path_factory.mktemp("dist")
+    run(
+        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source,
+        cwd=folder,
+    )  # fmt: skip
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def environment(folder: Path, *arguments: object) -> Path:
+    """Makes an empty environment, installs with pip, and returns the folder of its commands."""
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    binaries = folder / "venv" / "bin"
+    run(binaries / "python", "-m", "pip", "install", "-q", *arguments, cwd=folder)
+    return binaries
+
+
+def test_the_wheel_holds_the_files_of_the_images(wheel: Path) -> None:
+    """Compose files, Dockerfiles and locks travel with the commands that use them."""
+    with ZipFile(wheel) as content:
+        names = set(content.namelist())
+    files = (*(ROOT / "deploy").glob("compose*.yaml"), *(ROOT / "deploy").glob("*/*.txt"))
+    files += (*(ROOT / "deploy").glob("*/*.Dockerfile"),)
+    assert {str(path.relative_to(ROOT)) for path in files} <= names
+    assert len(files) >= 10
+    assert not [name for name in names if name.startswith(("tests", "docs"))]
+
+
+@pytest.mark.parametrize(("extra", "command"), [("gateway", "gateway"), ("scheduler", "scheduler")])
+def test_an_extra_installs_a_service_without_torch(
+    wheel: Path, tmp_path: Path, extra: str, command: str
+) -> None:
+    """`pip install 'triptych[gateway]'` resolves freely, and what it finds starts the service."""
+    binaries = environment(tmp_path, f"{wheel}[{extra}]")
+    assert "usage: triptych" in run(binaries / "triptych", command, "--help", cwd=tmp_path)
+    assert_no_torch(binaries, tmp_path)
+    assert "triptych install worker" in run(
+        binaries / "triptych", "worker", "--model", "smollm2", cwd=tmp_path, code=2
+    )
+
+
+def assert_no_torch(binaries: Path, folder: Path) -> None:
+    code = (
+        "from importlib.util import find_spec; print([n for n in ('torch', 'vllm', 'numpy') if find_spec(n)])"
+    )
+    assert run(binaries / "python", "-c", code, cwd=folder) == "[]\n"
+
+
+def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Path) -> None:
+    """`triptych install` brings all that `triptych up` needs: the first question is answered."""
+    binaries = environment(tmp_path, "--no-deps", wheel)
+    refused = run(binaries / "triptych", "up", cwd=tmp_path, code=2)
+    assert refused.endswith("is not installed; run `triptych install gateway scheduler worker`\n")
+    run(binaries / "triptych", "install", "gateway", "scheduler", cwd=tmp_path)
+    assert_no_torch(binaries, tmp_path)
+    for service in ("gateway", "scheduler"):
+        assert "usage: triptych" in run(binaries / "triptych", service, "--help", cwd=tmp_path)
+    run(binaries / "triptych", "install", "worker", cwd=tmp_path)
+    command = (
+        binaries / "triptych", "up", "--port", "0", "--scheduler-port", "0", "--max-num-seqs", "2",
+        "--max-model-len", "256", "--device", "cpu",
+    )  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as up:
+        assert up.stdout is not None
+        try:
+            said = []
+            for line in up.stdout:
+                said.append(line)
+                if line.startswith("Serving smollm2"):
+                    address = next(word for word in line.split() if word.startswith("http"))
+                    break
+            else:
+                raise AssertionError("".join(said))
+            with urllib.request.urlopen(f"{address}/models", timeout=10) as answer:
+                assert b"smollm2" in answer.read()
+        finally:
+            up.send_signal(signal.SIGINT)
+        assert up.wait(30) == 0
+
+
+def test_compose_files_are_written_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """The folder has what each image's build copies: the Dockerfile, the locks and the installed package as a wheel."""
+    binaries = environment(tmp_path, "--no-deps", wheel)
+    out = tmp_path / "out"
+    said = run(binaries / "triptych", "compose-files", out, cwd=tmp_path)
+    assert said == f"docker compose -f {out}/deploy/compose.yaml up --build --wait\n"
+    services = yaml.safe_load((out / "deploy" / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        context = (out / "deploy" / service["build"]["context"]).resolve()
+        assert context == out
+        dockerfile = (context / service["build"]["dockerfile"]).read_text()
+        for word in dockerfile.split():
+            if word.startswith("deploy/locks/") and word.endswith(".txt"):
+                assert (context / word).exists(), word
+    (written,) = out.glob("*.whl")
+    with ZipFile(wheel) as original, ZipFile(written) as copy:
+        assert set(copy.namelist()) == set(original.namelist())
+    again = tmp_path / "again"
+    again.mkdir()
+    assert "usage: triptych" in run(
+        environment(again, "--no-deps", written) / "triptych", "install", "--help", cwd=again
+    )
+    assert "is not empty" in run(binaries / "triptych", "compose-files", out, cwd=tmp_path, code=1)

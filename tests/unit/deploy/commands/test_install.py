@@ -1,0 +1,68 @@
+"""`triptych install` without installing anything: which pins pip gets."""
+
+import subprocess
+import sys
+
+import pytest
+
+from deploy import cli
+from deploy.lockfile import LOCKS, read
+
+
+@pytest.fixture
+def pip_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Replaces pip; collects the commands."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        calls.append(command)
+        return subprocess.CompletedProcess(command, returncode=len(calls) - 1)
+
+    monkeypatch.setattr("deploy.commands.install.subprocess.run", run)
+    return calls
+
+
+def pins(*locks: str) -> set[str]:
+    return {f"{name}=={version}" for lock in locks for name, version in read(LOCKS / f"{lock}.txt").items()}
+
+
+def test_a_service_s_lock_is_installed_without_dependencies(pip_calls: list[list[str]]) -> None:
+    """Pip runs in this environment and resolves nothing."""
+    assert cli.main(["install", "scheduler"]) == 0
+    (command,) = pip_calls
+    assert command[:5] == [sys.executable, "-m", "pip", "install", "--no-deps"]
+    assert set(command[5:]) == pins("scheduler")
+
+
+def test_without_a_service_all_locks_are_installed_at_once(pip_calls: list[list[str]]) -> None:
+    """A package that several locks pin is named once."""
+    assert cli.main(["install"]) == 0
+    (command,) = pip_calls
+    assert sorted(command[5:]) == sorted(pins("gateway", "scheduler", "worker-cpu"))
+
+
+def test_an_installed_torch_can_be_kept(pip_calls: list[list[str]]) -> None:
+    """On a GPU the CPU build must not replace the installed one."""
+    assert cli.main(["install", "worker", "--keep-torch"]) == 0
+    assert {pin for pin in pins("worker-cpu") if pin not in pip_calls[0]} == {
+        pin for pin in pins("worker-cpu") if pin.startswith("torch==")
+    }
+
+
+def test_a_failing_pip_is_one_line_more(
+    pip_calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a worker the line says where torch's CPU build may be; the exit code is 1."""
+    pip_calls.append([])  # the next call fails
+    assert cli.main(["install", "worker"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "PIP_EXTRA_INDEX_URL" in error
+
+
+def test_an_unknown_service_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message lists the services."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["install", "torch"])
+    assert stopped.value.code == 2
+    assert "choose from gateway, scheduler, worker" in capsys.readouterr().err
