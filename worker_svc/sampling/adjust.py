@@ -1,8 +1,9 @@
-"""What requests do to their logits before anything is chosen, in vLLM's order.
+"""Adjusts logits as requests ask, in vLLM's order, before a token is chosen.
 
-All of it but masks looks at few tokens of a row: those that are listed in a table, or that are in the row's sequence. So it gathers these
-and puts them back, and costs little beside a pass over the vocabulary. A token may be listed more than once: then each of its entries
-computes the same, and it does not matter which of them is written last.
+Except for masks, each adjustment concerns few tokens of a row: tokens listed in a table or present in the
+sequence. It gathers their logits and scatters the results back, which costs little beside a pass over the
+vocabulary. A token listed twice is no problem: both entries compute the same value, so the order of writes
+does not matter.
 """
 
 import functools
@@ -20,18 +21,18 @@ def adjust_logits(
     positions: torch.Tensor,
     adjusted: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits after masks, bad words, ``min_tokens``, ``logit_bias`` and penalties, in this order.
+    """Applies masks, bad words, `min_tokens`, `logit_bias` and penalties, in this order.
 
     Args:
-        state: the slots'.
-        needs: which of these are looked at.
-        logits: float32 [rows, vocab]; not changed.
-        rows: int64 [rows], the rows' slots.
-        positions: int64 [rows], the position of the token to be sampled, which is the number of tokens before it.
-        adjusted: float32 [rows, vocab], where to write.
+        state: the slots' sampling parameters.
+        needs: which adjustments to compute.
+        logits: float32 [rows, vocab]; not modified.
+        rows: int64 [rows], the slot of each row.
+        positions: int64 [rows], the position of the token to sample: the number of tokens before it.
+        adjusted: float32 [rows, vocab], the output buffer.
 
     Returns:
-        ``adjusted``; -inf for what must not be sampled.
+        `adjusted`; -inf for tokens that must not be sampled.
     """
     adjusted.copy_(logits)
     if needs.masks:
@@ -47,7 +48,7 @@ def adjust_logits(
 
 
 def _mask(state: SamplingState, logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """Makes a logit -inf wherever the row's mask has a 0."""
+    """Sets logits to -inf where the row's mask has a 0 bit."""
     words = state.allowed[rows]
     added = torch.nn.functional.embedding(words.view(torch.uint8).int(), _bits_of_bytes(logits.device))
     logits.add_(added.view(logits.shape[0], -1)[:, : logits.shape[1]])
@@ -55,7 +56,7 @@ def _mask(state: SamplingState, logits: torch.Tensor, rows: torch.Tensor) -> Non
 
 @functools.cache
 def _bits_of_bytes(device: torch.device) -> torch.Tensor:
-    """For each byte and bit, lowest first, what is added to a logit: float32 [256, 8]."""
+    """Returns the value to add to a logit for each byte and bit, lowest bit first: float32 [256, 8]."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
     return torch.where(bits & 1 == 1, 0.0, -torch.inf)
 
@@ -63,15 +64,15 @@ def _bits_of_bytes(device: torch.device) -> torch.Tensor:
 def _ban(
     state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Bans last tokens of bad words whose beginning is there, then end tokens that come too early.
+    """Bans the last token of each bad word that the sequence has begun, then end tokens that come too early.
 
-    End tokens are let through where nothing else is left.
+    Early end tokens stay allowed in a row that has no other token left.
     """
     tokens, until = state.ban_tokens[:, : needs.bans][rows], state.ban_until[:, : needs.bans][rows]
     active = positions[:, None] < until
     if needs.ban_prefix:
         width = needs.ban_prefix
-        # Aligned at their ends, like the tokens that they are compared with; -1 goes with any token.
+        # Prefixes are right-aligned, like the tokens that they are compared with; -1 matches any token.
         prefix = state.ban_prefix[:, : needs.bans, -width:][rows]
         places = positions[:, None] - width + torch.arange(width, device=rows.device)
         last = state.tokens[rows[:, None], places.clamp_(min=0)]
@@ -82,14 +83,14 @@ def _ban(
     logits.scatter_add_(1, tokens, torch.where(active & ~early, -torch.inf, 0.0))
     before = logits.gather(1, tokens)
     logits.scatter_add_(1, tokens, torch.where(active & early, -torch.inf, 0.0))
-    nothing_left = logits.amax(dim=-1, keepdim=True) == -torch.inf
-    logits.scatter_(1, tokens, torch.where(nothing_left, before, logits.gather(1, tokens)))
+    none_left = logits.amax(dim=-1, keepdim=True) == -torch.inf
+    logits.scatter_(1, tokens, torch.where(none_left, before, logits.gather(1, tokens)))
 
 
 def _penalize(
     state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Repetition of what is in prompt or output, then frequency and presence in the output."""
+    """Applies the repetition penalty (prompt and output), then frequency and presence penalties (output)."""
     known = state.tokens[:, : needs.history][rows]
     seen = torch.arange(needs.history, device=rows.device) < positions[:, None]
     ids = torch.where(seen, known, known[:, :1])

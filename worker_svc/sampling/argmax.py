@@ -2,12 +2,15 @@
 
 import torch
 
-# Within a block only the largest value is looked for, which processors do many times faster than they find its place.
+# The first pass computes the maximum of each block, which processors do many times faster than finding its
+# position.
 _BLOCK = 128
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The place of each row's largest value, the first of equal ones: what ``logits.argmax(dim=-1)`` returns, where NaN counts as the largest.
+    """Returns the same as `logits.argmax(dim=-1)`, faster.
+
+    Of equal maxima the first counts; NaN counts as the largest value.
 
     Args:
         logits: float32 [rows, vocab].
@@ -21,7 +24,7 @@ def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
     if vocab % _BLOCK:
         best = torch.cat([best, logits[:, count * _BLOCK :].amax(dim=-1, keepdim=True)], dim=-1)
     start = best.argmax(dim=-1, keepdim=True) * _BLOCK
-    # Behind the end stands the last token again: it comes first where it is.
+    # Positions past the end repeat the last token; argmax takes its first occurrence.
     places = (start + torch.arange(_BLOCK, device=logits.device)).clamp_(max=vocab - 1)
     found: torch.Tensor = start[:, 0] + logits.gather(1, places).argmax(dim=-1)
     return found

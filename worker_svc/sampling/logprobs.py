@@ -1,4 +1,4 @@
-"""Log-probabilities: of the logits as the model made them, before anything is done to them."""
+"""Log-probabilities from the model's own logits, before any adjustment or filter."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,19 @@ import torch
 from worker_svc.plans.step_plan import Logprobs
 
 NUM_TOP = 20
-"""Likeliest tokens that are found for each row, whoever asks: more than a chat client can ask for, few enough to be cheap."""
+"""Most probable tokens found for each row: as many as any client can ask for, so all steps have one shape."""
 
 
 def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """All there is to say of each row, as one tensor, so that it is fetched from the device at once.
+    """Computes the log-probabilities of each row as one tensor, which a single copy brings to the host.
 
     Args:
         logits: float32 [rows, vocab].
         tokens: int64 [rows], the chosen tokens.
 
     Returns:
-        float64 [rows, 2 + 2 * top]: the token's log-probability and rank, the likeliest tokens, best first, and their log-probabilities.
-        Token ids are exact in it.
+        float64 [rows, 2 + 2 * top]: the token's log-probability and rank, the most probable tokens, best
+        first, and their log-probabilities. float64 holds token ids exactly.
     """
     best = logits.amax(dim=-1, keepdim=True)
     total = (logits - best).exp_().sum(dim=-1, keepdim=True).log_().add_(best)
@@ -30,18 +30,19 @@ def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor
 
 
 def unpack_logprobs(rows: torch.Tensor, counts: Sequence[int | None]) -> list[Logprobs | None]:
-    """The rows of a :func:`report` as they are sent.
+    """Converts rows of `compute_logprobs` to the form in which results carry them.
 
     Args:
-        rows: what ``report`` returned.
-        counts: for each of the first rows, how many of the likeliest tokens it asked for; ``None`` for no log-probabilities.
+        rows: the result of `compute_logprobs`.
+        counts: how many of the most probable tokens each of the first rows asked for; `None` for no
+            log-probabilities.
     """
-    found: list[Logprobs | None] = []
+    unpacked: list[Logprobs | None] = []
     for count, (logprob, rank, *top) in zip(counts, rows[: len(counts)].tolist(), strict=True):
         if count is None:
-            found.append(None)
+            unpacked.append(None)
             continue
         half = len(top) // 2
-        count = min(count, half)  # noqa: PLW2901 - a small vocabulary has no more
-        found.append(Logprobs(logprob, int(rank), list(map(int, top[:count])), top[half : half + count]))
-    return found
+        count = min(count, half)  # noqa: PLW2901 - a small vocabulary has fewer
+        unpacked.append(Logprobs(logprob, int(rank), list(map(int, top[:count])), top[half : half + count]))
+    return unpacked

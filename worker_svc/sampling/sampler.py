@@ -1,4 +1,4 @@
-"""One step's choice of tokens."""
+"""Chooses the tokens of one step."""
 
 import torch
 
@@ -19,22 +19,24 @@ def sample(
     *,
     attempt: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses one token a row. Whoever takes it counts it (``SamplingState.count``).
+    """Chooses one token per row. The caller counts the tokens that it takes (`SamplingState.count`).
 
-    A grammar's mask belongs on the logits before: what is -inf there stays so. A row whose token the grammar refuses may also be masked
-    then and drawn again, under another ``attempt``: as its numbers are new ones, the token comes with the same probability as under a mask
-    from the start (not with filters, which must see the mask first).
+    A grammar's mask may be applied to `logits` first: -inf stays -inf. Alternatively, the caller masks a row
+    after the grammar rejects its token and draws again with another `attempt`. That draw uses new random
+    numbers, so tokens come with the same probability as with the mask from the start. This does not hold for
+    rows with filters, which need the mask first.
 
     Args:
-        state: the slots'.
-        needs: what to compute; at least what the rows asked for. Together with the tensors' shapes, this decides what is done.
-        logits: float32 [rows, vocab]; not changed.
-        rows: int64 [rows], the rows' slots, padding included.
-        positions: int64 [rows], the position that each sampled token will have in its sequence.
-        attempt: which draw of the same token this is.
+        state: the slots' sampling parameters.
+        needs: what to compute, at least what the rows ask for. It and the tensors' shapes determine the
+            operations.
+        logits: float32 [rows, vocab]; not modified.
+        rows: int64 [rows], the slot of each row, padding included.
+        positions: int64 [rows], the position of each sampled token in its sequence.
+        attempt: number of earlier draws for the same position.
 
     Returns:
-        The tokens, int64 [rows], and the same for telling others: -1 where no token at all was allowed.
+        The tokens, int64 [rows], and the same tokens with -1 where no token was allowed.
     """
     if needs.none:
         chosen = argmax_rows(logits)
@@ -43,7 +45,7 @@ def sample(
     adjusted = logits
     if needs.adjusts:
         adjusted = adjust_logits(state, needs, logits, rows, positions, workspace.logits(logits.shape[0]))
-    # First, as the tiles' memory is that of the adjusted logits.
+    # Computed before the tiles, which overwrite the adjusted logits.
     chosen = argmax_rows(adjusted)
     best = adjusted.gather(1, chosen[:, None])
     if needs.random:
@@ -67,19 +69,19 @@ def filtered_masses(
     rows: torch.Tensor,
     tile: Tile,
 ) -> torch.Tensor:
-    """What is drawn from, after temperature and filters: int64 [rows, vocab], in proportion to the tokens' probabilities.
+    """Applies temperature and filters. Returns masses proportional to the probabilities: int64 [rows, vocab].
 
     Args:
-        state: the slots'.
-        needs: which filters are looked at.
-        adjusted: float32 [rows, vocab]; overwritten if it is the tile's.
-        best: float32 [rows, 1], the largest of each row.
-        rows: int64 [rows], the rows' slots.
-        tile: of as many rows; the result is in it.
+        state: the slots' sampling parameters.
+        needs: which filters to apply.
+        adjusted: float32 [rows, vocab], the adjusted logits; overwritten if they are the tile's own.
+        best: float32 [rows, 1], the largest logit of each row.
+        rows: int64 [rows], the slot of each row.
+        tile: memory for as many rows; it holds the result.
     """
     temperature = state.temperature[rows]
     temperature = torch.where(temperature == 0, 1.0, temperature)[:, None]
-    # A row of which nothing is allowed has no largest logit.
+    # A row without any allowed token has -inf as its largest logit.
     largest = (best / temperature).clamp_(min=torch.finfo(torch.float32).min)
     torch.div(adjusted, temperature, out=tile.weights).sub_(largest).exp_()
     return apply_filters(

@@ -1,8 +1,9 @@
-"""The search for a threshold on GPUs: what ``filters.find_threshold`` finds, without histograms, whose atomics queue up for the bins that most tokens are in.
+"""The threshold search of `filters.find_threshold` on GPUs.
 
-The 30 bits that vary of a float in [0, 1] are found three at a time. In one launch per three bits, all processors add up, over a row's
-tokens, what reaches each of the seven values that those bits may have; the next launch reads off the sums how far its predecessors got.
-Sums are of integers, so they are the same in whichever order programs add them.
+It uses sums instead of histograms: histogram atomics contend for the few bins that hold most tokens. A float
+in [0, 1] has 30 bits that vary; each kernel launch finds three of them. Its programs sum, for each of the
+seven non-zero values of those bits, the measure of the row's tokens that reach it. The next launch reads the
+bits found so far from these sums. Sums are of integers, so they do not depend on the order of additions.
 """
 
 import torch
@@ -10,15 +11,16 @@ import triton
 import triton.language as tl
 
 BITS = 3
+"""Bits found per launch."""
 _PASSES = 30 // BITS
-# Tokens of a program: few enough that a step of few rows keeps all processors busy.
+# Tokens per program: small enough that a step with few rows still occupies all processors.
 _TOKENS = 2048
 _WARPS = 4
 
 
 @triton.jit
 def _found(sums, wanted, BEFORE: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr):
-    """The bits that the passes before this one found, of the highest ones."""
+    """Reads the bits that the first BEFORE passes found from their sums."""
     base = 0
     for done in tl.static_range(BEFORE):
         digit = 0
@@ -33,7 +35,7 @@ def _add_up(
     bits, measure, wanted, sums, vocab,
     PASS: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr, TOKENS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up some of a row's tokens, for each value that the pass' bits may have."""
+    """Sums a block of a row's tokens for each value that the bits of this pass may have."""
     row = tl.program_id(0).to(tl.int64)
     sums += row * (PASSES << BITS)
     base = _found(sums, tl.load(wanted + row), PASS, BITS, PASSES)
@@ -49,18 +51,18 @@ def _add_up(
 
 
 @triton.jit
-def _tell(wanted, sums, found, BITS: tl.constexpr, PASSES: tl.constexpr):
+def _store_found(wanted, sums, found, BITS: tl.constexpr, PASSES: tl.constexpr):
     row = tl.program_id(0)
     base = _found(sums + row.to(tl.int64) * (PASSES << BITS), tl.load(wanted + row), PASSES, BITS, PASSES)
     tl.store(found + row, base)
 
 
 def find_threshold(bits: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """Like ``filters.find_threshold``.
+    """Does the same as `filters.find_threshold`.
 
     Args:
         bits: int32 [rows, vocab], contiguous.
-        measure: int64 [rows, vocab], contiguous; ``None``: each token has 1.
+        measure: int64 [rows, vocab], contiguous; `None` counts each token as 1.
         wanted: int64 [rows, 1].
 
     Returns:
@@ -74,5 +76,5 @@ def find_threshold(bits: torch.Tensor, measure: torch.Tensor | None, wanted: tor
             bits, bits if measure is None else measure, wanted, sums, vocab,
             PASS=number, BITS=BITS, PASSES=_PASSES, TOKENS=_TOKENS, COUNTS=measure is None, num_warps=_WARPS,
         )  # fmt: skip
-    _tell[(rows,)](wanted, sums, found, BITS=BITS, PASSES=_PASSES, num_warps=1)
+    _store_found[(rows,)](wanted, sums, found, BITS=BITS, PASSES=_PASSES, num_warps=1)
     return found

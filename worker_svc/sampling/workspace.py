@@ -1,4 +1,4 @@
-"""Memory that steps compute in: the same every time, so that no step asks the system for megabytes."""
+"""Memory that every step reuses, so that no step allocates megabytes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 import torch
 
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
-# What a tile may take, so that it stays in a processor's cache from one operation to the next.
+# A tile of this size stays in the processor's cache from one operation to the next.
 _CACHE_BYTES = 10 << 20
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tensors [rows, vocab] for some of a step's rows, whose contents mean nothing between steps."""
+    """Temporary tensors [rows, vocab] for some of a step's rows.
+
+    Their contents mean nothing between steps.
+    """
 
     logits: torch.Tensor
     """float32."""
@@ -27,13 +30,13 @@ class Tile:
 
 
 class Workspace:
-    """Logits of all rows of a step, and what is computed of them for a tile of rows at a time: on a CPU few, elsewhere all."""
+    """The logits of a step, and temporary tensors for one tile of its rows: a few rows on a CPU, else all."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
-        """For steps of up to so many rows."""
+        """Allocates memory for steps of up to `rows` rows."""
         tile = rows
         if device.type == "cpu":
-            # Of one row only one core could count.
+            # At least one row per thread: a single row's histogram is built by one core.
             tile = min(rows, max(torch.get_num_threads(), _CACHE_BYTES // (vocab * _PER_TILE_ELEMENT)))
         self._logits = torch.empty((rows, vocab), device=device)
         self._weights = torch.empty((tile, vocab), device=device)
@@ -43,15 +46,18 @@ class Workspace:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there is room for."""
+        """Largest number of rows in a step."""
         return self._logits.shape[0]
 
     def logits(self, rows: int) -> torch.Tensor:
-        """float32 [rows, vocab]."""
+        """Returns a buffer for the logits of a step, float32 [rows, vocab]."""
         return self._logits[:rows]
 
     def tiles(self, rows: int) -> Iterator[tuple[slice, Tile]]:
-        """The rows in tiles, each with its memory, which the next one has too; but for its logits."""
+        """Yields the rows in tiles, each with its tensors.
+
+        All tiles share their memory, except the logits.
+        """
         tile = self._weights.shape[0]
         for start in range(0, rows, tile):
             part = slice(start, min(start + tile, rows))
@@ -70,4 +76,4 @@ class Workspace:
 
 _PER_TILE_ELEMENT = _FLOAT32 + _INT32 + 2 * _INT64
 WORKSPACE_BYTES = _FLOAT32 + _PER_TILE_ELEMENT
-"""Of each element of [rows, vocab], at most."""
+"""Upper bound on the workspace, in bytes per element of [rows, vocab]."""
