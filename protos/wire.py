@@ -12,7 +12,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # Raised whenever a message changes its meaning in a way that an older peer would misread. Exchanged at connect
 # (Register, Describe, the first message of Connect); unequal revisions are refused with SCHEMA_MISMATCH.
-SCHEMA_REVISION: Final = 3
+SCHEMA_REVISION: Final = 4
 
 # Longest message either end accepts. A prompt of a million token ids is about 3 MB.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
@@ -20,9 +20,6 @@ MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 # Bytes, roughly, beyond which what is left to say goes into another message of a stream. Below the 4 MiB that gRPC's clients take unless
 # told otherwise, whatever is added last.
 FULL_MESSAGE_BYTES: Final = 1024 * 1024
-
-# Largest StructuredOutput, and largest text in one: what workers compile, and so what a request may carry through the queue.
-MAX_GRAMMAR_BYTES: Final = 256 * 1024
 
 # Largest piece of a streamed file.
 FILE_CHUNK_BYTES: Final = 512 * 1024

@@ -19,6 +19,7 @@ from protos.errors import (
 )
 from protos.logs import bind_request, get_logger
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from protos.validation import check_fields
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
@@ -27,7 +28,7 @@ from scheduler_svc.convert.events import event_to_proto, events_to_proto, pieces
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
-from scheduler_svc.convert.requests import check_salt, pool_submission_from_proto, submission_from_proto
+from scheduler_svc.convert.requests import pool_submission_from_proto, submission_from_proto
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, FinishReason
@@ -259,7 +260,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._check_model("")
             if request.lora_name:
                 raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
-            check_salt(request.cache_salt)
+            check_fields(request)
             prompt = tuple(request.prompt_token_ids)
             pinned = await self._pins.pin(prompt, cache_salt=request.cache_salt, ttl_s=request.ttl_s)
         except TriptychError as error:

@@ -8,18 +8,13 @@ from functools import partial
 from typing import Protocol
 
 from protos.errors import Aborted, InvalidArgument, TriptychError
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, FinishReason, Request
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.workers.engine_protocol import EngineProtocol, Prefixes
 
-# asyncio's timers need a finite bound.
-MAX_TTL_S = 30 * 24 * 3600.0
-
-_GREEDY = SamplingParams(
-    temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=1,
-    stop_token_ids=frozenset(), ignore_eos=True, logprobs=None,
-)  # fmt: skip
+_GREEDY = Sampling(common_pb2.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +89,9 @@ class PinService:
         """Pins the whole chunks of `prompt` for `ttl_s` seconds on the replica that has cached most of them.
 
         Raises:
-            InvalidArgument: the time is out of range, or the prompt has nothing to pin.
             Overloaded: the pins of the replica would be too many or hold more than their share of memory.
             TriptychError: computing the prefix failed.
         """
-        if not 0 < ttl_s <= MAX_TTL_S:
-            raise InvalidArgument(
-                f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s:g}", param="ttl_s"
-            )
-        if not prompt:
-            raise InvalidArgument(
-                "the prefix is empty; send at least one chunk of tokens", param="prompt_token_ids"
-            )
         pin_id = secrets.token_hex(8)
         # Check before hashing the prompt.
         self._prefixes.check(
@@ -113,7 +99,6 @@ class PinService:
                 request_id=pin_id,
                 prompt_token_ids=prompt,
                 sampling=_GREEDY,
-                max_tokens=None,
                 cache_salt=cache_salt,
             )
         )
@@ -130,7 +115,6 @@ class PinService:
                 request_id=probe.request_id,
                 prompt_token_ids=tuple(probe.token_ids),
                 sampling=_GREEDY,
-                max_tokens=1,
                 cache_salt=cache_salt,
             )
             self._deployment.engine.submit(submission, sink)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.requests.request import Event, FinishReason, Logprobs
+from scheduler_svc.requests.request import Event, FinishReason
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -40,7 +40,9 @@ def pieces_of(event: Event | tuple[str, int]) -> Iterator[Event | tuple[str, int
         yield event
         return
     entries = event.prompt_logprobs
-    many = max(1, FULL_MESSAGE_BYTES // _logprobs_weight(max(entries, key=lambda entry: len(entry.top))))
+    many = max(
+        1, FULL_MESSAGE_BYTES // _logprobs_weight(max(entries, key=lambda entry: len(entry.top_token_ids)))
+    )
     for start in range(0, len(entries), many):
         yield replace(event, prompt_logprobs=entries[start : start + many], first=event.first and not start)
 
@@ -53,8 +55,8 @@ def _weight(event: Event | tuple[str, int]) -> int:
     return _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids) + told
 
 
-def _logprobs_weight(entry: Logprobs) -> int:
-    return _LOGPROBS_BYTES + _TOP_BYTES * len(entry.top)
+def _logprobs_weight(entry: common_pb2.TokenLogprobs) -> int:
+    return _LOGPROBS_BYTES + _TOP_BYTES * len(entry.top_token_ids)
 
 
 def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEvent:
@@ -65,26 +67,17 @@ def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEven
         request_id=event.request_id,
         sequence=event.sequence,
         token_ids=event.token_ids,
-        logprobs=[_logprobs_to_proto(entry) for entry in event.logprobs],
+        logprobs=event.logprobs,
         finish_reason=_FINISH_REASONS[event.finish_reason],
         stop_token_id=event.stop_token_id,
         error=event.error.to_proto() if event.error else None,
-        prompt_logprobs=[_logprobs_to_proto(entry) for entry in event.prompt_logprobs],
+        prompt_logprobs=event.prompt_logprobs,
     )
     if event.first:
         message.prompt.num_tokens = event.num_prompt_tokens
         message.prompt.num_cached_tokens = event.num_cached_tokens
         message.prompt.queue_ms = event.queue_s * 1000
     return message
-
-
-def _logprobs_to_proto(entry: Logprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top_token_ids=[token for token, _ in entry.top],
-        top_logprobs=[logprob for _, logprob in entry.top],
-    )
 
 
 def pooled_to_proto(event: Event) -> inference_pb2.PoolResponse:

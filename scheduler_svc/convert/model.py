@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import file_chunks
-from scheduler_svc.convert.plans import groups_from_proto, limits_from_proto
-from scheduler_svc.convert.requests import pool_tasks_from_proto
-from scheduler_svc.requests.request import PoolTask
+from scheduler_svc.convert.configuration import groups_from_proto, limits_from_proto
 from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
 
 
@@ -24,7 +22,7 @@ class ModelDescription:
     dtype: str
     eos_token_ids: frozenset[int]
     """Tokens that end a sequence."""
-    pool_tasks: frozenset[PoolTask]
+    pool_tasks: frozenset[int]
     """The tasks that a pooling model's results serve; empty for a generating model."""
     pooled_size: int
     """Values of one pooling result; 0 for a generating model."""
@@ -73,7 +71,7 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
             max_model_len=model.max_model_len,
             dtype=model.dtype,
             eos_token_ids=frozenset(model.eos_token_ids),
-            pool_tasks=pool_tasks_from_proto(message),
+            pool_tasks=frozenset(message.pool_tasks),
             pooled_size=model.pooled_size,
             message=model,
         ),

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from protos.errors import InvalidArgument, Overloaded
+from protos.limits import MAX_SEQUENCES
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ServedModel, Submission
-from scheduler_svc.requests.sequence_group import MAX_SEQUENCES, SEQUENCES_PER_SLOT
+from scheduler_svc.requests.sequence_group import SEQUENCES_PER_SLOT
 
 
 class Capacity:

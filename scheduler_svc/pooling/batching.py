@@ -7,10 +7,10 @@ chosen shape has rows for. No request waits for a batch to fill.
 
 from collections.abc import Callable, Iterator, Sequence
 
+from protos.steps import PoolShape
 from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.requests.request import Request
-from scheduler_svc.shapes.pool_shapes import PoolShape
 
 
 def choose_batch(waiting: int, batches: Sequence[int]) -> int:

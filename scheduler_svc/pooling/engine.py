@@ -7,6 +7,7 @@ ends. The requests of a lost replica wait again.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from protos.errors import (
     ContextExceeded,
@@ -16,6 +17,9 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
+from protos.steps import PoolShape
+from protos.triptych.v1 import common_pb2
+from protos.validation import check_ids
 from scheduler_svc.dispatch.live_requests import LiveRequests
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory
 from scheduler_svc.dispatch.totals import Totals
@@ -23,9 +27,11 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
-from scheduler_svc.requests.request import Event, FinishReason, Pooling, PoolTask, Request, RequestState, Sink
-from scheduler_svc.requests.sampling import NOTHING_SAMPLED
-from scheduler_svc.shapes.pool_shapes import PoolShape, listed
+from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState, Sink
+from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.shapes.pool_shapes import listed
+
+_NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class PoolSubmission:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    pooling: Pooling
+    pooling: common_pb2.PoolingParams
     priority: int = 0
     tenant: str = ""
 
@@ -45,7 +51,7 @@ class PooledModel:
 
     vocab_size: int
     """Token ids are below this."""
-    tasks: frozenset[PoolTask]
+    tasks: frozenset[int]
     """The tasks that the model's results serve."""
     size: int
     """Values of one result."""
@@ -168,7 +174,7 @@ class PoolEngine:
             request_id=submission.request_id,
             token_ids=list(submission.prompt_token_ids),
             num_prompt_tokens=count,
-            sampling=NOTHING_SAMPLED,
+            sampling=_NO_SAMPLING,
             arrival=next(self._arrivals),
             arrival_s=self._clock(),
             sink=sink,
@@ -283,14 +289,9 @@ class PoolEngine:
     def _check(self, submission: PoolSubmission, model: PooledModel, queue: PoolQueue) -> None:
         task = submission.pooling.task
         if task not in model.tasks:
-            served = ", ".join(sorted(one.value for one in model.tasks))
-            raise Unsupported(f"this model serves {served}, not {task.value}", param="task")
-        for token in submission.prompt_token_ids:
-            if token >= model.vocab_size:
-                raise InvalidArgument(
-                    f"token id {token} is not in the vocabulary of {model.vocab_size} tokens",
-                    param="prompt_token_ids",
-                )
+            served = ", ".join(sorted(map(_task_name, model.tasks)))
+            raise Unsupported(f"this model serves {served}, not {_task_name(task)}", param="task")
+        check_ids("prompt_token_ids", submission.prompt_token_ids, model.vocab_size)
         count = len(submission.prompt_token_ids)
         if queue.fit(count) is None:
             raise ContextExceeded(
@@ -328,3 +329,7 @@ def _totals_of(scheduler: PoolScheduler) -> Totals:
         counts["triptych:pool_tokens", name] = tokens
         counts["triptych:pool_padding_tokens", name] = batches * shape.batch * shape.prompt_len - tokens
     return Totals(counts)
+
+
+def _task_name(task: int) -> str:
+    return common_pb2.PoolTask.Name(common_pb2.PoolTask.ValueType(task)).removeprefix("POOL_TASK_").lower()

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protos.errors import Internal, TriptychError
-from scheduler_svc.replica.step_plan import Admission, Pool, SlotOutput, StepPlan, StepResult
+from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState
-from scheduler_svc.shapes.pool_shapes import PoolShape
 
 
 class PoolOwner(Protocol):
@@ -162,8 +161,8 @@ def _admission(slot: int, request: Request) -> Admission:
         request_id=request.request_id,
         token_ids=tuple(request.token_ids),
         num_prompt_tokens=len(request.token_ids),
-        num_computed=0,
-        sampling=request.sampling,
-        block_ids=(),
+        num_computed_tokens=0,
+        sampling=request.sampling.params,
+        blocks={},
         pooling=request.pooling,
     )

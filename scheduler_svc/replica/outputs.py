@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from protos.errors import Internal, TriptychError, Unavailable
+from protos.steps import Decode, Prefill, SlotOutput, StepResult, slots_of
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.step_plan import Decode, Pool, Prefill, SlotOutput, StepResult
 from scheduler_svc.replica.steps_in_flight import InFlight
-from scheduler_svc.requests.request import Event, FinishReason, Logprobs, Request
+from scheduler_svc.requests.request import Event, FinishReason, Request
 
 
 class Outputs:
@@ -60,7 +61,7 @@ class Outputs:
     # ---- faults ----
 
     def _apply_failure(self, step: InFlight, error: TriptychError) -> None:
-        for request, slot in zip(step.requests, _slots_of(step.plan.work), strict=True):
+        for request, slot in zip(step.requests, slots_of(step.plan.work), strict=True):
             if slot not in step.left:
                 self._slots.finish(request, Event(request.request_id, error=error))
         # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left its slot.
@@ -144,7 +145,9 @@ class Outputs:
             output = SlotOutput(chunk.slot, (result.token_ids[0],))
         self._accept(request, output, result)
 
-    def _send_prompt_logprobs(self, request: Request, start: int, logprobs: Sequence[Logprobs]) -> None:
+    def _send_prompt_logprobs(
+        self, request: Request, start: int, logprobs: Sequence[common_pb2.TokenLogprobs]
+    ) -> None:
         """Sends the entries of a chunk that begins at ``start``, unless an earlier admission has sent them."""
         sent = request.delivery.num_prompt_logprobs
         new = tuple(logprobs[max(0, sent - start) :])
@@ -229,13 +232,3 @@ def _append(request: Request, output: SlotOutput) -> Event:
         if finish is not None:
             break
     return Event(request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token)
-
-
-def _slots_of(work: Prefill | Decode | Pool | None) -> Sequence[int]:
-    match work:
-        case Prefill():
-            return (work.slot,)
-        case Decode() | Pool():
-            return work.slots
-        case None:
-            return ()

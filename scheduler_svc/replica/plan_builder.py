@@ -3,14 +3,16 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from protos.wire import MAX_MESSAGE_BYTES
 from scheduler_svc.kv.copies import PendingCopy
-from scheduler_svc.replica.step_plan import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from scheduler_svc.requests.request import Request
-from scheduler_svc.requests.sampling import BYTES_PER_ID
 
 MAX_ADMITTED_BYTES: Final = MAX_MESSAGE_BYTES // 2
 """Byte budget for admissions in one plan; the rest of the message is more than enough for everything else."""
+
+_BYTES_PER_ID = 4
+"""Bytes of a token id in a message, at most: ids are below 2**28."""
 
 
 class PlanBuilder:
@@ -96,7 +98,7 @@ class PlanBuilder:
 
 def _num_bytes(request: Request) -> int:
     """Returns an upper estimate of an admission's size on the wire."""
-    return BYTES_PER_ID * len(request.token_ids) + request.sampling.weight
+    return _BYTES_PER_ID * len(request.token_ids) + request.sampling.num_bytes
 
 
 def _block_copy(copy: PendingCopy) -> BlockCopy:
@@ -110,8 +112,11 @@ def _admission(request: Request) -> Admission:
         request_id=request.request_id,
         token_ids=tuple(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
-        num_computed=request.kv.num_computed,
-        sampling=request.sampling,
-        block_ids=tuple(tuple(block.block_id for block in table.blocks) for table in request.kv.tables),
+        num_computed_tokens=request.kv.num_computed,
+        sampling=request.sampling.params,
+        blocks={
+            group_id: tuple([block.block_id for block in table.blocks])
+            for group_id, table in enumerate(request.kv.tables)
+        },
         sequence=request.sequence,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from protos.errors import Internal
+from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
@@ -19,7 +20,6 @@ from scheduler_svc.replica.plan_builder import PlanBuilder
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.replica.steps_in_flight import InFlight, StepsInFlight
 from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.errors import Internal
+from protos.steps import Decode, StepPlan, StepResult
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.replica.step_plan import Decode, StepPlan, StepResult
 from scheduler_svc.requests.request import Request
 
 

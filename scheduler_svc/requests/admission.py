@@ -1,12 +1,12 @@
 """Requests on their way in: what is asked for, whether the model can do it, and what the scheduler makes of it."""
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
+from protos.validation import check_ids, check_token_ids, requested_features
 from scheduler_svc.requests.request import Request, SequenceGroup, Sink
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.requests.sequence_group import Resumed, SequenceSink, sequence_id, unfinished
 
 
@@ -25,14 +25,18 @@ class Submission:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    max_tokens: int | None = None
+    sampling: Sampling
     n: int = 1
     resumed: tuple[Resumed, ...] = ()
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
-    sampling_fields: frozenset[str] = frozenset()
+
+    @property
+    def max_tokens(self) -> int | None:
+        """New tokens that the client asked for; None for as many as the context has room for."""
+        params = self.sampling.params
+        return params.max_tokens if params.HasField("max_tokens") else None
 
     @property
     def sequences(self) -> dict[int, tuple[int, ...]]:
@@ -82,15 +86,18 @@ def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
         InvalidArgument, ContextExceeded, Unsupported: if it can never be served.
         Unavailable: if it was accepted once and the workers that are left have too little memory for the rest of it.
     """
-    sampling = submission.sampling
-    if unserved := sorted(submission.sampling_fields - model.sampling_fields):
+    sampling, params = submission.sampling, submission.sampling.params
+    if unserved := sorted(requested_features(params) - model.sampling_fields):
         raise Unsupported(
-            f"{unserved[0]} is not supported by the running workers; leave it out", param=unserved[0]
+            f"{unserved[0]} is not supported by the running workers; omit it", param=unserved[0]
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(sampling, name) or 0) > model.max_logprobs:
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count > model.max_logprobs:
             raise InvalidArgument(f"{name} must be at most {model.max_logprobs}", param=name)
-    _check_tokens(submission, model)
+    check_ids("prompt_token_ids", submission.prompt_token_ids, model.vocab_size)
+    for received in submission.sequences.values():
+        check_ids("resumed", received, model.vocab_size)
+    check_token_ids(params, model.vocab_size)
     asked_or_room = _within_context(submission, model)
     if sampling.min_tokens > asked_or_room:
         raise InvalidArgument(
@@ -100,24 +107,6 @@ def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
     if len(submission.complete(asked_or_room)) == len(submission.sequences):
         raise InvalidArgument(f"all of max_tokens={asked_or_room} were received already", param="resumed")
     return _within_memory(submission, asked_or_room, most_tokens)
-
-
-def _check_tokens(submission: Submission, model: ServedModel) -> None:
-    sampling = submission.sampling
-    named: list[tuple[str, Iterable[int]]] = [
-        ("prompt_token_ids", submission.prompt_token_ids),
-        *(("resumed", received) for received in submission.sequences.values()),
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("logit_bias", [token for token, _ in sampling.logit_bias]),
-        ("allowed_token_ids", sampling.allowed_token_ids),
-        ("bad_words", itertools.chain.from_iterable(sampling.bad_words)),
-    ]
-    for param, token_ids in named:
-        largest = max(token_ids, default=0)
-        if largest >= model.vocab_size:
-            raise InvalidArgument(
-                f"token id {largest} is not in the vocabulary of {model.vocab_size} tokens", param=param
-            )
 
 
 def _within_context(submission: Submission, model: ServedModel) -> int:
@@ -185,8 +174,8 @@ def requests_of(
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
     complete = submission.complete(max_tokens)
     # One object for all but the first: the prompt is computed once, and told of once.
-    first = replace(submission.sampling, max_tokens=max_tokens)
-    others = replace(first, prompt_logprobs=None)
+    first = submission.sampling.changed(max_tokens=max_tokens)
+    others = first.changed(prompt_logprobs=None) if submission.n > 1 else first
     requests: list[Request] = []
     for sequence, received in submission.sequences.items():
         if sequence in complete:
@@ -215,7 +204,7 @@ def requests_of(
     return requests
 
 
-def _stop_ids(sampling: SamplingParams, model: ServedModel) -> frozenset[int]:
+def _stop_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
     """Tokens that end a sequence. Where a grammar is through nothing else can follow, so it overrules ``ignore_eos``."""
     if sampling.ignore_eos and sampling.grammar is None:
         return sampling.stop_token_ids

@@ -6,8 +6,9 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Protocol
 
 from protos.errors import TriptychError
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
 
 
 class RequestState(enum.Enum):
@@ -31,36 +32,6 @@ class FinishReason(enum.Enum):
     ABORT = enum.auto()
 
 
-class PoolTask(enum.Enum):
-    """The purpose of a pooling model's result."""
-
-    EMBED = "embed"
-    CLASSIFY = "classify"
-    SCORE = "score"
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """How a pooling request's result is post-processed."""
-
-    task: PoolTask
-    """The purpose of the result."""
-    normalize: bool | None = None
-    """Whether an embedding is scaled to length 1; None for the model's default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log-probabilities of one token."""
-
-    logprob: float
-    """Natural logarithm of the sampled token's probability."""
-    rank: int
-    """Rank of the sampled token in the vocabulary, from 1."""
-    top: tuple[tuple[int, float], ...]
-    """The most likely tokens with their log-probabilities, best first."""
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """What is new about a request, for its client."""
@@ -68,7 +39,7 @@ class Event:
     request_id: str
     token_ids: tuple[int, ...] = ()
     """New tokens."""
-    logprobs: tuple[Logprobs, ...] = ()
+    logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     """One entry per new token if the client asked for them, else empty."""
     finish_reason: FinishReason | None = None
     """Set in the last event of a sequence."""
@@ -87,7 +58,7 @@ class Event:
     """Result of a pooling request, row-major."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
-    prompt_logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     """Entries of the next prompt tokens, if the client asked for them. The prompt's first token has none. All entries
     come before the first generated token, in order, each once."""
 
@@ -157,7 +128,7 @@ class Request:
     token_ids: list[int]
     """Prompt and output."""
     num_prompt_tokens: int
-    sampling: SamplingParams
+    sampling: Sampling
     """Validated parameters."""
     arrival: int
     """Order of arrival; unique."""
@@ -177,7 +148,7 @@ class Request:
     """The tenant to charge for the tokens served."""
     cache_salt: InitVar[str] = ""
     """Requests with different salts never share KV."""
-    pooling: Pooling | None = None
+    pooling: common_pb2.PoolingParams | None = None
     """Set for pooling models, which generate nothing."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
@@ -199,7 +170,7 @@ class Request:
 
     def __post_init__(self, cache_salt: str) -> None:
         # The log-probabilities of a prompt come with its computation, so no part of it may be a prefix hit.
-        reuse_prefix = self.sampling.prompt_logprobs is None
+        reuse_prefix = not self.sampling.reports_prompt
         self.kv = SequenceKv(self.token_ids, cache_salt, reuse_prefix)
 
     @property

@@ -10,10 +10,6 @@ from dataclasses import dataclass, replace
 
 from scheduler_svc.requests.request import Event, SequenceGroup
 
-MAX_SEQUENCES = 128
-"""Most sequences of one request, as in OpenAI's API (vLLM: ``VLLM_MAX_N_SEQUENCES``, 16384). Each costs the scheduler
-as much as a request."""
-
 SEQUENCES_PER_SLOT = 16
 """Most sequences of one request for each slot of the deployment: a client occupies all slots that many times over."""
 

@@ -1,28 +1,15 @@
 """Static shapes of pooling models: each has a fixed number of rows and of tokens per row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from protos.errors import ConfigurationRefused
+from protos.steps import PoolShape
 
 # The default shapes: prompt lengths grow by _FACTOR from the shortest up to the model's context. For each length,
 # batches grow by the same factor as long as they hold at most _TOKENS_PER_BATCH tokens.
 _FACTOR = 4
 _SHORTEST_PROMPT = 64
 _TOKENS_PER_BATCH = 1024
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class PoolShape:
-    """One compiled graph of a pooling model."""
-
-    prompt_len: int
-    """Tokens per row; shorter prompts are padded."""
-    batch: int
-    """Rows; missing rows are padded."""
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.prompt_len}"
 
 
 def default_shapes(max_context: int, max_batch: int) -> tuple[PoolShape, ...]:

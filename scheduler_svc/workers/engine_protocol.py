@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protos.errors import TriptychError
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.load import Load, ReplicaMemory
 from scheduler_svc.dispatch.prefix_control import KvChange
 from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.pooling.engine import PoolSubmission
-from scheduler_svc.replica.step_plan import StepPlan, StepResult
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, Sink
 from scheduler_svc.requests.sampling import Grammar

@@ -6,8 +6,8 @@ from functools import partial
 
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.triptych.v1 import worker_pb2
+from scheduler_svc.convert.configuration import configure_to_proto
 from scheduler_svc.convert.model import WorkerDescription
-from scheduler_svc.convert.plans import configure_to_proto
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache

@@ -8,7 +8,7 @@ from structlog.typing import FilteringBoundLogger
 
 from protos.errors import Internal, Overloaded, TriptychError, from_rpc_error
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.convert.sampling import grammar_to_proto
+from scheduler_svc.convert.configuration import grammar_to_proto
 from scheduler_svc.requests.sampling import Grammar
 
 # Compiling itself takes seconds at most; the rest is time behind other grammars.

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from functools import partial
 
 from protos.logs import get_logger
+from protos.steps import PoolShape
+from scheduler_svc.convert.configuration import configure_pool_to_proto
 from scheduler_svc.convert.model import ModelDescription, WorkerDescription
-from scheduler_svc.convert.plans import configure_pool_to_proto
 from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.settings import Settings
-from scheduler_svc.shapes.pool_shapes import PoolShape, shapes_of
+from scheduler_svc.shapes.pool_shapes import shapes_of
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.generating import make_order
 

@@ -9,9 +9,9 @@ import grpc.aio
 from structlog.typing import FilteringBoundLogger
 
 from protos.errors import Unavailable
+from protos.step_messages import plan_to_proto, result_from_proto
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.convert.plans import plan_to_proto, result_from_proto
-from scheduler_svc.replica.step_plan import StepPlan, StepResult
 from scheduler_svc.workers.engine_protocol import StepScheduler
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]

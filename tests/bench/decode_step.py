@@ -21,13 +21,13 @@ import torch
 from safetensors import safe_open
 
 from protos.errors import ConfigurationRefused
+from protos.steps import Prefill
 from tests.bench.support.report import report
 from tests.bench.support.step_parts import StepParts, TimedModel
 from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.plans.geometry import AttentionLayer
-from worker_svc.plans.step_plan import PrefillWork
 from worker_svc.vllm_adapter import startup
 
 BUCKETS: Final = (1, 8, 16, 32)
@@ -95,7 +95,7 @@ class StepBench:
 
     def prefill(self) -> Measured:
         """A prompt of one chunk. It is admitted, and leaves, off the clock."""
-        work = PrefillWork(0, 0, CHUNK, sample=True)
+        work = Prefill(0, 0, CHUNK, sample=True)
 
         def admit() -> None:
             self._harness.run(admit=[self._harness.admit(0, _prompt(0))])

@@ -24,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from protos.steps import Decode, Prefill, StepPlan, StepResult
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
@@ -31,10 +33,9 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.admission import ServedModel, Submission
 from scheduler_svc.requests.request import Event, FinishReason
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
 from tests.bench.support.report import report
@@ -62,10 +63,9 @@ class Arrival:
     num_tokens: int
 
 
-def sampling(max_tokens: int) -> SamplingParams:
+def sampling(max_tokens: int) -> Sampling:
     """Greedy, up to exactly that many tokens."""
-    return SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens,
-                          stop_token_ids=frozenset(), ignore_eos=True, logprobs=None)  # fmt: skip
+    return Sampling(common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
@@ -83,7 +83,7 @@ def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
         prompt = [*(dice.choice(systems) if dice.random() < 0.2 else ()), *itertools.islice(fresh, own)]
         num_tokens = min(int(16 * dice.paretovariate(1.3)), 400)
         arrivals.append(Arrival(now, Submission(
-            request_id=f"request-{index}", prompt_token_ids=tuple(prompt), sampling=sampling(num_tokens), max_tokens=num_tokens,
+            request_id=f"request-{index}", prompt_token_ids=tuple(prompt), sampling=sampling(num_tokens),
             priority=dice.choices((0, 1, 2), (1, 8, 1))[0], tenant=f"tenant-{min(int(dice.paretovariate(1.0)), 8)}",
         ), num_tokens))  # fmt: skip
     return arrivals

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
+from protos.steps import Admission, Decode, Prefill, StepPlan
 from tests.bench.support.report import report
+from tests.support.sampling_params import sampling_params
 from worker_svc.execution.worker import Worker
 from worker_svc.plans.geometry import Geometry
-from worker_svc.plans.step_plan import Admission, DecodeWork, Plan, PrefillWork, Sampling
 from worker_svc.settings import Settings
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
@@ -77,22 +78,24 @@ def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], st
             known = tuple(range(100, 100 + context))
             for slot in range(batch):
                 ids = range(1 + slot * width, 1 + (slot + 1) * width)
-                admission = Admission(slot, known, context - 1, Sampling(temperature=0.0), {0: tuple(ids)})
+                admission = Admission(
+                    slot, known, context - 1, sampling_params(temperature=0.0), {0: tuple(ids)}
+                )
                 worker.execute(
-                    Plan(
-                        number := number + 1, admit=[admission], work=PrefillWork(slot, context - 1, 1, True)
+                    StepPlan(
+                        number := number + 1, admit=[admission], work=Prefill(slot, context - 1, 1, True)
                     )
                 )
             taken = []
             for step in range(steps):
-                plan = Plan(
-                    number := number + 1, work=DecodeWork(range(batch), [context + step] * batch, batch)
+                plan = StepPlan(
+                    number := number + 1, work=Decode(range(batch), [context + step] * batch, batch)
                 )
                 started = time.perf_counter()
                 worker.execute(plan)
                 taken.append(time.perf_counter() - started)
             times[f"b{batch}_c{context}"] = statistics.median(taken[2:]) * 1e3
-            worker.execute(Plan(number := number + 1, release=list(range(batch))))
+            worker.execute(StepPlan(number := number + 1, release=list(range(batch))))
     return times
 
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
+from protos.steps import Decode, Prefill, StepPlan
 from scheduler_svc.requests.request import Event
 from tests.bench.support.report import report
 from tests.support.scheduler.local_replica import LocalReplica

@@ -23,10 +23,10 @@ from tests.bench.gpu_decode import model_folder
 from tests.bench.support.constrained import measured as constrained_measured
 from tests.bench.support.constrained import measured_on_words
 from tests.bench.support.report import report
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
 from worker_svc.model_files.demo_models import FetchError, fetch
-from worker_svc.plans.step_plan import Sampling
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.engine import VllmModel
 
@@ -70,7 +70,7 @@ def requests_of(**fields: float) -> Case:
 
     def fill(harness: Harness) -> None:
         for slot in range(BATCH):
-            sampling = Sampling(seed=slot, **fields)  # type: ignore[arg-type]
+            sampling = sampling_params(seed=slot, **fields)  # type: ignore[arg-type]
             harness.run(admit=[harness.admit(slot, _prompt(slot), sampling, computed=CONTEXT - 1)])
 
     return fill

@@ -25,6 +25,8 @@ from typing import Final, Protocol
 
 import structlog
 
+from protos.steps import Decode, Prefill, StepResult
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
@@ -32,9 +34,8 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import Decode, Prefill, StepResult
 from scheduler_svc.requests.admission import ServedModel, Submission
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
@@ -126,11 +127,8 @@ class OurScheduler:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         """Queues a request."""
-        sampling = SamplingParams(
-            temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens, stop_token_ids=frozenset(),
-            ignore_eos=True, logprobs=None,
-        )  # fmt: skip
-        self._engine.submit(Submission(request_id, tuple(prompt), sampling, max_tokens), self._sink)
+        sampling = Sampling(common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        self._engine.submit(Submission(request_id, tuple(prompt), sampling), self._sink)
 
     def step(self) -> Step:
         """One step, as a replica's driver takes it."""

@@ -1,37 +1,18 @@
 """Between protocol messages and the worker's own types: the only module that knows both."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from protos.errors import InvalidArgument, TriptychError
+from protos.limits import MAX_LOGPROBS, SAMPLING
 from protos.logs import get_logger
+from protos.step_messages import shape_from_proto, shape_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
 from worker_svc.execution.worker import Ready, Worker
-from worker_svc.grammars.spec import Spec
 from worker_svc.model_files.loader import display_name
-from worker_svc.plans.geometry import Geometry, GroupKind, PoolGeometry, PoolShape
+from worker_svc.plans.geometry import Geometry, GroupKind, PoolGeometry
 from worker_svc.plans.phases import Phase
-from worker_svc.plans.step_plan import (
-    Admission,
-    BlockCopy,
-    DecodeWork,
-    Growth,
-    Logprobs,
-    Output,
-    Plan,
-    PoolWork,
-    PrefillWork,
-    Sampling,
-)
-from worker_svc.sampling.logprobs import NUM_TOP
 
-# Fields of SamplingParams that change what is sampled here. Those that only say when to stop are the scheduler's.
-_SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
-)  # fmt: skip
-# Of them, what a model's authors may recommend.
+# Parameters that a model's authors may recommend.
 _RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Rows and tokens beyond which a static graph is a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
@@ -91,7 +72,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         if pooling
         else [common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE],
         sampling_fields=_sampling_fields(worker),
-        max_logprobs=NUM_TOP,
+        max_logprobs=MAX_LOGPROBS,
         max_lease_steps=1 if pooling else _MAX_LEASE,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
     )
@@ -100,27 +81,8 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
 def _sampling_fields(worker: Worker) -> tuple[str, ...]:
     if worker.description.pooling:
         return ()
-    return (*_SAMPLING_FIELDS, "structured_output") if worker.grammars else _SAMPLING_FIELDS
-
-
-def spec_from_proto(structured: common_pb2.StructuredOutput) -> Spec:
-    """What an output must match; unchecked.
-
-    Raises:
-        InvalidArgument: if it says nothing.
-    """
-    match structured.WhichOneof("spec"):
-        case "json_object":
-            return Spec("json_object")
-        case "choice":
-            return Spec("choice", json.dumps(list(structured.choice.values)))
-        case "json_schema" | "regex" | "grammar" | "structural_tag" as kind:
-            return Spec(kind, getattr(structured, kind))
-        case _:
-            raise InvalidArgument(
-                "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag",
-                param="structured_output",
-            )
+    supported = sorted(name for name, bounds in SAMPLING.items() if bounds.sampled)
+    return tuple(name for name in supported if name != "structured_output" or worker.grammars)
 
 
 def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
@@ -137,7 +99,7 @@ def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingPar
 def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry | PoolGeometry:
     """The sizes that a scheduler asks for; unchecked."""
     if request.pool_shapes:
-        return PoolGeometry(tuple(PoolShape(shape.batch, shape.query_len) for shape in request.pool_shapes))
+        return PoolGeometry(tuple(map(shape_from_proto, request.pool_shapes)))
     return Geometry(
         max_model_len=request.max_model_len,
         max_num_seqs=request.max_num_seqs,
@@ -160,12 +122,7 @@ def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
     """The last event of a Configure stream."""
     geometry = ready.geometry
     if isinstance(geometry, PoolGeometry):
-        graphs = [
-            common_pb2.GraphSignature(
-                kind=common_pb2.GRAPH_KIND_POOL, batch=shape.batch, query_len=shape.prompt_len
-            )
-            for shape in geometry.shapes
-        ]
+        graphs = [shape_to_proto(shape) for shape in geometry.shapes]
         return worker_pb2.ConfigureEvent(
             ready=worker_pb2.ConfigureReady(graphs=graphs, phase_seconds=dict(ready.phase_seconds.items()))
         )
@@ -181,133 +138,4 @@ def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
             graphs=[prefill, *decode],
             phase_seconds=dict(ready.phase_seconds.items()),
         )
-    )
-
-
-def plan_from_proto(plan: worker_pb2.StepPlan) -> Plan:
-    """One step; unchecked against the worker's state."""
-    work: PrefillWork | DecodeWork | PoolWork | None = None
-    match plan.WhichOneof("work"):
-        case "prefill":
-            prefill = plan.prefill
-            work = PrefillWork(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
-        case "decode":
-            decode = plan.decode
-            work = DecodeWork(
-                tuple(decode.slots), tuple(decode.positions), decode.bucket, max(1, decode.lease_steps)
-            )
-        case "pool":
-            shape = plan.pool.shape
-            work = PoolWork(tuple(plan.pool.slots), PoolShape(shape.batch, shape.query_len))
-        case _:
-            pass
-    return Plan(
-        step=plan.step,
-        release=tuple(plan.release),
-        copies=tuple(
-            BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
-            for copy in plan.copies
-        ),
-        admit=tuple(_admission_from_proto(request) for request in plan.admit),
-        grow=tuple(Growth(growth.slot, growth.group_id, tuple(growth.block_ids)) for growth in plan.grow),
-        work=work,
-    )
-
-
-def result_to_proto(
-    plan: Plan, outputs: Sequence[Output], execute_us: int, *, lease_index: int = 0, last: bool = True
-) -> worker_pb2.StepResult:
-    """A step that went well; in the compact form if one token for each slot of the plan's work is all there is to say."""
-    step = plan.step
-    if is_compact(plan, outputs):
-        tokens = [output.token_ids[0] for output in outputs]
-        return worker_pb2.StepResult(
-            step=step, lease_index=lease_index, last=last, token_ids=tokens, execute_us=execute_us
-        )
-    return worker_pb2.StepResult(
-        step=step,
-        lease_index=lease_index,
-        last=last,
-        outputs=[
-            worker_pb2.SlotOutput(
-                slot=output.slot,
-                token_ids=output.token_ids,
-                logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.logprobs],
-                error=output.error.to_proto() if output.error else None,
-                pooled=output.pooled,
-                prompt_logprobs=[_logprobs_to_proto(logprobs) for logprobs in output.prompt_logprobs],
-            )
-            for output in outputs
-        ],
-        execute_us=execute_us,
-    )
-
-
-def failure_to_proto(
-    step: int, error: TriptychError, execute_us: int, *, lease_index: int = 0
-) -> worker_pb2.StepResult:
-    """A step that failed as a whole; nothing more is run of its plan."""
-    return worker_pb2.StepResult(
-        step=step, lease_index=lease_index, last=True, error=error.to_proto(), execute_us=execute_us
-    )
-
-
-def is_compact(plan: Plan, outputs: Sequence[Output]) -> bool:
-    """Whether one token for each slot of the plan's work, in its order, is all that came of it."""
-    if plan.work is None or isinstance(plan.work, PoolWork):
-        return False
-    slots = (plan.work.slot,) if isinstance(plan.work, PrefillWork) else plan.work.slots
-    return len(outputs) == len(slots) and all(
-        output.slot == slot
-        and len(output.token_ids) == 1
-        and not (output.logprobs or output.prompt_logprobs)
-        and output.error is None
-        for slot, output in zip(slots, outputs, strict=True)
-    )
-
-
-def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
-    sampling = request.sampling
-    return Admission(
-        slot=request.slot,
-        token_ids=tuple(request.token_ids),
-        num_computed_tokens=request.num_computed_tokens,
-        sampling=Sampling(
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            logprobs=min(sampling.logprobs, NUM_TOP) if sampling.HasField("logprobs") else None,
-            prompt_logprobs=min(sampling.prompt_logprobs, NUM_TOP)
-            if sampling.HasField("prompt_logprobs")
-            else None,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty
-            if sampling.HasField("repetition_penalty")
-            else 1.0,
-            logit_bias=dict(sampling.logit_bias),
-            allowed_token_ids=tuple(sampling.allowed_token_ids),
-            bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=tuple(sampling.stop_token_ids),
-        ),
-        blocks={blocks.group_id: tuple(blocks.block_ids) for blocks in request.blocks},
-        request_id=request.request_id,
-        sequence=request.sequence,
-        num_prompt_tokens=request.num_prompt_tokens or None,
-        structured=spec_from_proto(sampling.structured_output)
-        if sampling.HasField("structured_output")
-        else None,
-        normalize=request.pooling.normalize if request.pooling.HasField("normalize") else None,
-    )
-
-
-def _logprobs_to_proto(logprobs: Logprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        logprob=logprobs.logprob,
-        rank=logprobs.rank,
-        top_token_ids=logprobs.top_token_ids,
-        top_logprobs=logprobs.top_logprobs,
     )

@@ -7,14 +7,16 @@ from typing import Any
 
 from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
 from protos.logs import get_logger
+from protos.step_messages import is_compact, plan_from_proto, result_to_proto
+from protos.steps import Decode, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.execution.worker import Ready, Worker
+from worker_svc.grammars.spec import spec_of
 from worker_svc.model_files import loader
 from worker_svc.plans.phases import Phase
-from worker_svc.plans.step_plan import DecodeWork, Plan
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -129,7 +131,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise Unsupported(
                     "structured_output is not supported for this model", param="structured_output"
                 )
-            memory = await grammars.prepare(convert.spec_from_proto(request.structured_output))
+            memory = await grammars.prepare(spec_of(request.structured_output))
         except TriptychError as error:
             await abort(context, error)
         except Exception as error:  # noqa: BLE001 - a fault of one grammar is that call's answer
@@ -175,23 +177,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """One plan, on the model's thread: a step, or those that it leases until ``newer`` says that another plan is there."""
         index, started = 0, time.perf_counter()
         try:
-            plan = convert.plan_from_proto(message)
+            plan = plan_from_proto(message)
             while True:
                 outputs = self._worker.execute(plan)
                 work = plan.work
-                on = isinstance(work, DecodeWork) and index + 1 < work.lease and not newer()
+                on = isinstance(work, Decode) and index + 1 < work.lease and not newer()
                 # Whoever has more to say than one token a slot is waited for.
-                on = on and convert.is_compact(plan, outputs)
-                emit(
-                    convert.result_to_proto(
-                        plan, outputs, _elapsed_us(started), lease_index=index, last=not on
-                    )
+                on = on and is_compact(plan, outputs)
+                result = StepResult(
+                    plan.step,
+                    outputs=outputs,
+                    last=not on,
+                    lease_index=index,
+                    execute_us=_elapsed_us(started),
                 )
+                emit(result_to_proto(plan, result))
                 if not on:
                     return
                 self._thread.progressed()
-                assert isinstance(work, DecodeWork)
-                plan = Plan(plan.step, work=work.next())
+                assert isinstance(work, Decode)
+                plan = StepPlan(plan.step, work=work.next())
                 index, started = index + 1, time.perf_counter()
         except Exception as error:  # noqa: BLE001 - a fault of one step is that step's answer
             self._log.exception("step_failed", step=message.step)
@@ -200,7 +205,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 if isinstance(error, TriptychError)
                 else Internal(f"the step failed: {_one_line(error)}")
             )
-            emit(convert.failure_to_proto(message.step, known, _elapsed_us(started), lease_index=index))
+            failure = StepResult(
+                message.step, error=known, lease_index=index, execute_us=_elapsed_us(started)
+            )
+            emit(result_to_proto(StepPlan(message.step), failure))
 
 
 class _Plans:

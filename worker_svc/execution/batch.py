@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from protos.errors import Internal
+from protos.steps import Admission, Decode, Growth, Prefill
 from worker_svc.devices.base import AttentionInput, InPlaceInput, StepInput
 from worker_svc.plans.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
-from worker_svc.plans.step_plan import Admission, DecodeWork, Growth, PrefillWork
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
 
 
@@ -108,13 +108,13 @@ class Batch:
         self._check_grant(growth, self._num_computed[growth.slot])
         self._append(growth)
 
-    def check(self, work: PrefillWork | DecodeWork) -> None:
+    def check(self, work: Prefill | Decode) -> None:
         """Refuses work that contradicts the state of its slots.
 
         Raises:
             Internal: naming the first slot that does not match.
         """
-        if isinstance(work, PrefillWork):
+        if isinstance(work, Prefill):
             slot, end = work.slot, work.start + work.num_tokens
             self._check_known(slot)
             known, computed = self._num_known[slot], self._num_computed[slot]
@@ -143,7 +143,7 @@ class Batch:
                 )
             self._check_blocks(slot, known)
 
-    def prefill_inputs(self, work: PrefillWork | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+    def prefill_inputs(self, work: Prefill | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the static-shaped tensors of a prefill step; ``None`` makes a step of padding only.
 
         Returns:
@@ -203,7 +203,7 @@ class Batch:
         """Returns the slot's tokens at positions `start` to `end`, int64 [end - start]; empty if ``end <= start``."""
         return self._tokens[slot, start : max(start, end)]
 
-    def advance_prefill(self, work: PrefillWork, token: torch.Tensor | None) -> None:
+    def advance_prefill(self, work: Prefill, token: torch.Tensor | None) -> None:
         """Records a computed chunk and the token sampled after it, int64 [1], if there is one."""
         end = work.start + work.num_tokens
         self._num_computed[work.slot] = end

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from protos.steps import SlotOutput, StepPlan
 from worker_svc.plans.geometry import Geometry, PoolGeometry
 from worker_svc.plans.phases import Phases
-from worker_svc.plans.step_plan import Output, Plan
 
 G = TypeVar("G")
 
@@ -57,7 +57,7 @@ class Engine(Protocol[G]):
         """
         ...
 
-    def execute(self, plan: Plan) -> list[Output]:
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Runs one step.
 
         Raises:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.execution.compilation import Compilation
 from worker_svc.execution.memory_budget import MemoryBudget
@@ -15,7 +16,6 @@ from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.plans.model_description import ModelDescription
 from worker_svc.plans.phases import Phases
-from worker_svc.plans.step_plan import Output, Plan
 from worker_svc.sampling.state import SamplingVocabulary
 
 
@@ -133,7 +133,7 @@ class GenerationEngine:
         runner.graphs.finish()
         self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
 
-    def execute(self, plan: Plan) -> list[Output]:
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Runs one step; see :meth:`Runner.execute`."""
         if self._runner is None:
             raise Internal("the worker is not configured")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.steps import BlockCopy
 from worker_svc.devices.base import Device
 from worker_svc.plans.geometry import Geometry, KvGroup
-from worker_svc.plans.step_plan import BlockCopy
 
 
 class KvCache:
@@ -74,7 +74,7 @@ class KvCache:
         """Copies whole blocks, in order. Only the kernels know the layout within a block."""
         for copy in copies:
             for caches in self._tensors[copy.group_id]:
-                self._device.copy_block(caches, copy.source, copy.target)
+                self._device.copy_block(caches, copy.source_block, copy.target_block)
 
 
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from protos.steps import Admission, Prefill
+from protos.triptych.v1 import common_pb2
 from worker_svc.execution.batch import Batch
 from worker_svc.plans.geometry import Geometry
-from worker_svc.plans.step_plan import Admission, Logprobs, PrefillWork
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
 
 
@@ -32,14 +33,14 @@ class PromptLogprobs:
 
     def admit(self, request: Admission) -> None:
         """Notes what a request asked for."""
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.HasField("prompt_logprobs"):
             self._wanted[request.slot] = request.sampling.prompt_logprobs, request.prompt_len
 
     def release(self, slot: int) -> None:
         """Forgets a slot; it may be free."""
         self._wanted.pop(slot, None)
 
-    def compute(self, work: PrefillWork, hidden: torch.Tensor) -> Sequence[Logprobs]:
+    def compute(self, work: Prefill, hidden: torch.Tensor) -> Sequence[common_pb2.TokenLogprobs]:
         """Returns the log-probabilities of prompt tokens ``start + 1`` to ``start + num_tokens``.
 
         The chunk is split into pieces of as many rows as the largest bucket, since there is memory for that many
@@ -58,7 +59,7 @@ class PromptLogprobs:
         )
         targets = torch.zeros(chunk, dtype=torch.int64, device=found.device)
         targets[: len(found)] = found
-        logprobs: list[Logprobs] = []
+        logprobs: list[common_pb2.TokenLogprobs] = []
         for start in range(0, len(found), rows):
             piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
             wanted = min(start + rows, len(found)) - start

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from protos.errors import Internal, TriptychError
+from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan
 from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.decode_steps import DecodeStep, captured_step, make_sampler, plain_step
@@ -15,11 +16,11 @@ from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.prompt_logprobs import PromptLogprobs
 from worker_svc.execution.token_selection import TokenSelector
 from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions, Graphs, Signature
 from worker_svc.plans.geometry import Geometry, KvGroup
 from worker_svc.plans.phases import Progress
-from worker_svc.plans.step_plan import Admission, DecodeWork, Output, Plan, PoolWork, PrefillWork
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
 
@@ -136,7 +137,7 @@ class Runner:
         progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> list[Output]:
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Runs one step.
 
         A request whose admission is refused fails alone; the rest of the plan runs without its slot.
@@ -150,23 +151,23 @@ class Runner:
         for slot in plan.release:
             self._release(slot)
         self.cache.copy(plan.copies)
-        refused: dict[int, Output] = {}
+        refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
             try:
                 self._admit(request)
             except TriptychError as error:
-                refused[request.slot] = Output(request.slot, (), error=error)
+                refused[request.slot] = SlotOutput(request.slot, (), error=error)
         for growth in plan.grow:
             if growth.slot not in refused:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
-        if isinstance(plan.work, PoolWork):
+        if isinstance(plan.work, Pool):
             raise Internal("the plan pools prompts, but this model generates tokens")
         work = _drop_slots(plan.work, refused)
         if work is None:
             return list(refused.values())
         self._batch.check(work)
-        outputs = self._prefill(work) if isinstance(work, PrefillWork) else self._decode(work)
+        outputs = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
         return [*refused.values(), *outputs]
 
     def reset(self) -> None:
@@ -190,13 +191,13 @@ class Runner:
         self._batch.admit(request)
         try:
             self._prompt_logprobs.admit(request)
-            if request.structured is not None:
+            if request.sampling.HasField("structured_output"):
                 if self._constraints is None:
                     raise Internal(
                         "the plan admits a request with a grammar, but this worker has no grammar compiler"
                     )
                 output = request.token_ids[request.prompt_len :]
-                self._constraints.admit(request.slot, request.structured, output)
+                self._constraints.admit(request.slot, spec_of(request.sampling.structured_output), output)
             for group_id, block_ids in request.blocks.items():
                 tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
                 hit = math.ceil(request.num_computed_tokens / tokens)
@@ -205,13 +206,13 @@ class Runner:
             self._release(request.slot)
             raise
 
-    def _prefill(self, work: PrefillWork) -> list[Output]:
+    def _prefill(self, work: Prefill) -> list[SlotOutput]:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         hidden = self._prefill_hidden(tokens, positions, inputs)
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
-            return [Output(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
+            return [SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits = self._model.logits(hidden[last])
         rows = torch.tensor([work.slot], device=self._device.torch_device)
@@ -231,7 +232,7 @@ class Runner:
         (hidden,) = self._captured_prefill(tokens, positions, *_tensors_of(inputs))
         return hidden
 
-    def _decode(self, work: DecodeWork) -> list[Output]:
+    def _decode(self, work: Decode) -> list[SlotOutput]:
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
         logits, positions, *tokens = step.forward(rows)
@@ -241,7 +242,7 @@ class Runner:
         self._batch.advance_decode(work.slots)
         return list(self._selector.outputs(work.slots, selection, step.compute_logprobs))
 
-    def _rows_of(self, work: DecodeWork) -> torch.Tensor:
+    def _rows_of(self, work: Decode) -> torch.Tensor:
         """Returns the slots of a step's rows, int64 [bucket]. Consecutive steps with the same slots share a tensor."""
         padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
         slots = [*work.slots, *padding]
@@ -327,13 +328,11 @@ def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
     return [tensor for step in inputs for tensor in tensors_of(step)]
 
 
-def _drop_slots(
-    work: PrefillWork | DecodeWork | None, slots: Collection[int]
-) -> PrefillWork | DecodeWork | None:
+def _drop_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
     """Returns the step's work without some slots; ``None`` if nothing is left. A decode step keeps its bucket."""
-    if isinstance(work, PrefillWork):
+    if isinstance(work, Prefill):
         return None if work.slot in slots else work
-    if not isinstance(work, DecodeWork) or not slots:
+    if not isinstance(work, Decode) or not slots:
         return work
     left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
     if not left:

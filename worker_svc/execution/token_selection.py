@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import InvalidArgument
+from protos.steps import SlotOutput
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, Constraints
-from worker_svc.plans.step_plan import Output
 from worker_svc.sampling.logprobs import unpack_logprobs
 from worker_svc.sampling.sampler import sample
 from worker_svc.sampling.state import Needs, SamplingBatch
@@ -121,7 +121,7 @@ class TokenSelector:
 
     def outputs(
         self, slots: Sequence[int], selection: Selection, compute_logprobs: ComputeLogprobs
-    ) -> Iterator[Output]:
+    ) -> Iterator[SlotOutput]:
         """Yields each slot's output. Call it after the batch has the selected tokens.
 
         Tokens that a grammar forces behind the selected ones are appended to the batch here.
@@ -143,9 +143,9 @@ class TokenSelector:
                     "no token is left to sample: allowed_token_ids, bad_words and logit_bias exclude all of them"
                 )
             if error is not None:
-                yield Output(slot, (), error=error)
+                yield SlotOutput(slot, (), error=error)
                 continue
             forced = choice.forced.get(slot, ()) if choice else ()
             if forced:
                 self._batch.append(slot, forced)
-            yield Output(slot, (token, *forced), () if entry is None else (entry,))
+            yield SlotOutput(slot, (token, *forced), () if entry is None else (entry,))

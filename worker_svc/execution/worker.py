@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from protos.errors import Internal
 from protos.logs import get_logger
+from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.execution.compilation import Compilation, graph_options
 from worker_svc.execution.engine import Engine
@@ -23,7 +24,6 @@ from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
 from worker_svc.plans.model_description import ModelDescription
 from worker_svc.plans.phases import Phase, PhaseProgress, Phases
-from worker_svc.plans.step_plan import Output, Plan
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
 
@@ -163,7 +163,7 @@ class Worker:
         self._ready = Ready(started, engine.bytes_per_block, phases.seconds)
         return self._ready
 
-    def execute(self, plan: Plan) -> list[Output]:
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Runs one step; see :meth:`Engine.execute`.
 
         Raises:

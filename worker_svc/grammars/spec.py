@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from protos.wire import MAX_GRAMMAR_BYTES
+from protos.errors import InvalidArgument
+from protos.limits import MAX_GRAMMAR_BYTES
+from protos.triptych.v1 import common_pb2
+from protos.validation import EMPTY_CONSTRAINT
 from worker_svc.grammars.lowering.json_schema import SchemaBudget, lower_schema
 from worker_svc.grammars.lowering.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE
 from worker_svc.grammars.lowering.refusals import refusal
@@ -47,6 +50,23 @@ class Spec:
     def key(self) -> bytes:
         """Digest that identifies the spec."""
         return hashlib.sha256(f"{self.kind}\0{self.text}".encode(errors="surrogatepass")).digest()
+
+
+def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
+    """Reads a constraint; the caller checks it.
+
+    Raises:
+        InvalidArgument: if it is empty.
+    """
+    match structured.WhichOneof("spec"):
+        case "json_object":
+            return Spec("json_object")
+        case "choice":
+            return Spec("choice", json.dumps(list(structured.choice.values)))
+        case "json_schema" | "regex" | "grammar" | "structural_tag" as kind:
+            return Spec(kind, getattr(structured, kind))
+        case _:
+            raise InvalidArgument(EMPTY_CONSTRAINT, param="structured_output")
 
 
 def check_size(spec: Spec) -> None:

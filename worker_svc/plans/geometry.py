@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.steps import PoolShape
 
 # Padded rows and padded chunk tokens read and write this block of every group; it is never allocated.
 NULL_BLOCK = 0
@@ -236,16 +237,6 @@ class Geometry:
                     f"{count} blocks of KV group {group.group_id} cannot hold one sequence of {self.max_model_len} tokens;"
                     f" at least {least} are needed"
                 )
-
-
-@dataclass(frozen=True)
-class PoolShape:
-    """One static shape of a pooling model."""
-
-    batch: int
-    """Rows."""
-    prompt_len: int
-    """Tokens of a row."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.plans.geometry import Geometry, PoolGeometry
 from worker_svc.plans.model_description import ModelDescription
 from worker_svc.plans.phases import Phases
-from worker_svc.plans.step_plan import Output, Plan
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
 
 
@@ -77,7 +77,7 @@ class PoolingEngine:
             phases.finish("warm_up")
         return geometry
 
-    def execute(self, plan: Plan) -> list[Output]:
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Runs one step; see :meth:`PoolRunner.execute`."""
         if self._runner is None:
             raise Internal("the worker is not configured")

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import torch
 
 from protos.errors import Internal
+from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
 from worker_svc.devices.base import Device, RowsInput
-from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.geometry import PoolGeometry
 from worker_svc.plans.model_description import PoolingDescription
 from worker_svc.plans.phases import Progress
-from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork
 from worker_svc.pooling.pooler import normalize_rows, pool_rows
 
 
@@ -62,7 +62,7 @@ class PoolRunner:
         progress(len(self._shapes), len(self._shapes), "done")
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> list[Output]:
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Runs one step. A request fails alone if its admission is refused or its result is not finite.
 
         Returns:
@@ -73,13 +73,13 @@ class PoolRunner:
         """
         for slot in plan.release:
             self._slots.pop(slot, None)
-        refused: dict[int, Output] = {}
+        refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
             if (error := self._admit(request)) is not None:
-                refused[request.slot] = Output(request.slot, (), error=error)
+                refused[request.slot] = SlotOutput(request.slot, (), error=error)
         if plan.work is None:
             return list(refused.values())
-        if not isinstance(plan.work, PoolWork):
+        if not isinstance(plan.work, Pool):
             raise Internal("the plan generates tokens, but this is a pooling model")
         requests = self._requests_of(plan.work, refused)
         rows = self._embed(requests, plan.work.shape) if requests else []
@@ -101,7 +101,7 @@ class PoolRunner:
         self._slots[request.slot] = request
         return None
 
-    def _requests_of(self, work: PoolWork, refused: Mapping[int, Output]) -> list[Admission]:
+    def _requests_of(self, work: Pool, refused: Mapping[int, SlotOutput]) -> list[Admission]:
         """Returns the admitted requests of a step, checked against its shape."""
         shape = work.shape
         if shape not in self._shapes or len(work.slots) > shape.batch:
@@ -142,14 +142,19 @@ class PoolRunner:
         if not requests:
             return []
         default = self._description.normalize
-        choices = [default if request.normalize is None else request.normalize for request in requests]
+        choices = [
+            request.pooling.normalize
+            if request.pooling and request.pooling.HasField("normalize")
+            else default
+            for request in requests
+        ]
         normalize = torch.tensor(choices, device=device)[:, None]
         raw = raw[: len(requests)]
         rows: list[list[float]] = torch.where(normalize, normalize_rows(raw), raw).tolist()
         return rows
 
 
-def _output(slot: int, row: Sequence[float]) -> Output:
+def _output(slot: int, row: Sequence[float]) -> SlotOutput:
     if not torch.isfinite(torch.tensor(row)).all():
-        return Output(slot, (), error=Internal("the model's result for this request is not finite"))
-    return Output(slot, (), pooled=row)
+        return SlotOutput(slot, (), error=Internal("the model's result for this request is not finite"))
+    return SlotOutput(slot, (), pooled=row)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_svc.plans.step_plan import Logprobs
+from protos.triptych.v1 import common_pb2
 
 NUM_TOP = 20
 """Most probable tokens found for each row: as many as any client can ask for, so all steps have one shape."""
@@ -29,7 +29,9 @@ def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor
     return torch.cat([(own - total).double(), rank.double(), ids.double(), (values - total).double()], dim=-1)
 
 
-def unpack_logprobs(rows: torch.Tensor, counts: Sequence[int | None]) -> list[Logprobs | None]:
+def unpack_logprobs(
+    rows: torch.Tensor, counts: Sequence[int | None]
+) -> list[common_pb2.TokenLogprobs | None]:
     """Converts rows of `compute_logprobs` to the form in which results carry them.
 
     Args:
@@ -37,12 +39,19 @@ def unpack_logprobs(rows: torch.Tensor, counts: Sequence[int | None]) -> list[Lo
         counts: how many of the most probable tokens each of the first rows asked for; `None` for no
             log-probabilities.
     """
-    unpacked: list[Logprobs | None] = []
+    unpacked: list[common_pb2.TokenLogprobs | None] = []
     for count, (logprob, rank, *top) in zip(counts, rows[: len(counts)].tolist(), strict=True):
         if count is None:
             unpacked.append(None)
             continue
         half = len(top) // 2
         count = min(count, half)  # noqa: PLW2901 - a small vocabulary has fewer
-        unpacked.append(Logprobs(logprob, int(rank), list(map(int, top[:count])), top[half : half + count]))
+        unpacked.append(
+            common_pb2.TokenLogprobs(
+                logprob=logprob,
+                rank=int(rank),
+                top_token_ids=list(map(int, top[:count])),
+                top_logprobs=top[half : half + count],
+            )
+        )
     return unpacked

@@ -11,16 +11,21 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from protos.errors import InvalidArgument
-from worker_svc.plans.step_plan import Admission, Sampling
+from protos.limits import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIASES
+from protos.steps import Admission
+from protos.triptych.v1 import common_pb2
 from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.filters import FEW
 from worker_svc.sampling.workspace import Workspace
 
 # What one request may have; tables are as wide. No less than what a scheduler lets through (scheduler_svc/convert/sampling.py): bans are
 # bad words and, while min_tokens holds, its stop_token_ids and the model's end tokens.
-MAX_BIASES = 1024
+MAX_BIASES = MAX_LOGIT_BIASES
 MAX_BANS = 1024
-MAX_BAN_TOKENS = 32
+MAX_BAN_TOKENS = MAX_BAD_WORD_TOKENS
+
+# Dividing logits by less overflows float32. vLLM raises temperatures below 0.01 to that; we serve them as they are down to this one.
+_GREEDY_BELOW = 1e-5
 
 FOREVER = torch.iinfo(torch.int64).max
 _NARROWEST = 16
@@ -89,7 +94,7 @@ class SamplingBatch:
 
     needs: Needs
     logprobs: Sequence[int | None]
-    """Of the real rows; see ``Sampling.logprobs``."""
+    """Of the real rows; see ``common_pb2.SamplingParams.logprobs``."""
 
     @property
     def reports(self) -> bool:
@@ -204,7 +209,7 @@ class SamplingState:
         for name, ids in (
             ("logit_bias", sampling.logit_bias),
             ("allowed_token_ids", sampling.allowed_token_ids),
-            ("bad_words", [token for word in sampling.bad_words for token in word]),
+            ("bad_words", [token for word in sampling.bad_words for token in word.token_ids]),
             ("stop_token_ids", sampling.stop_token_ids),
         ):
             beyond = next((token for token in ids if not 0 <= token < size), None)
@@ -215,7 +220,7 @@ class SamplingState:
                 f"logit_bias has {len(sampling.logit_bias)} tokens, at most {MAX_BIASES} are served; use allowed_token_ids to keep few",
                 param="logit_bias",
             )
-        if any(not 1 <= len(word) <= MAX_BAN_TOKENS for word in sampling.bad_words):
+        if any(not 1 <= len(word.token_ids) <= MAX_BAN_TOKENS for word in sampling.bad_words):
             raise InvalidArgument(f"bad_words must have 1 to {MAX_BAN_TOKENS} tokens each", param="bad_words")
         if len(self._bans(request)) > MAX_BANS:
             name = "bad_words" if len(sampling.bad_words) > MAX_BANS // 2 else "stop_token_ids"
@@ -228,18 +233,18 @@ class SamplingState:
         """Takes over a request's parameters, which :meth:`check` has let through, and counts what it has sampled before."""
         slot, sampling = request.slot, request.sampling
         self._last_slots = None
-        self.temperature[slot] = sampling.temperature
-        self.top_p[slot] = sampling.top_p
+        self.temperature[slot] = _temperature(sampling)
+        self.top_p[slot] = _top_p(sampling)
         self.top_k[slot] = min(sampling.top_k, self.vocabulary.size) or self.vocabulary.size
         self.min_p[slot] = (
             sampling.min_p or 0.0
         )  # thresholds are compared as bits, and -0.0 has one more than 0.0
         self.seed[slot] = sequence_seed(sampling.seed, request.sequence)
         self.prompt_len[slot] = request.prompt_len
-        self.repetition[slot] = sampling.repetition_penalty
+        self.repetition[slot] = _repetition_penalty(sampling)
         self.frequency[slot] = sampling.frequency_penalty
         self.presence[slot] = sampling.presence_penalty
-        self._logprobs[slot] = sampling.logprobs
+        self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
         bans = self._bans(request)
         needs = self._needs[slot] = self._interned(self._needs_of(sampling, bans))
         self._banned_until[slot] = max((until for _, until in bans), default=0)
@@ -320,10 +325,12 @@ class SamplingState:
     def _interned(self, needs: Needs) -> Needs:
         return self._known_needs.setdefault(needs, needs)
 
-    def _needs_of(self, sampling: Sampling, bans: Sequence[tuple[Sequence[int], int]]) -> Needs:
-        random = sampling.temperature > 0
+    def _needs_of(
+        self, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
+    ) -> Needs:
+        random = _temperature(sampling) > 0
         penalties = (
-            sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
+            sampling.presence_penalty or sampling.frequency_penalty or _repetition_penalty(sampling) != 1
         )
         top_k = Reach.NONE
         if random and 0 < sampling.top_k < self.vocabulary.size:
@@ -333,7 +340,7 @@ class SamplingState:
             greedy=not random,
             min_p=random and sampling.min_p > 0,
             top_k=top_k,
-            top_p=(top_k or Reach.ALL) if random and sampling.top_p < 1 else Reach.NONE,
+            top_p=(top_k or Reach.ALL) if random and _top_p(sampling) < 1 else Reach.NONE,
             masks=bool(sampling.allowed_token_ids),
             bans=min(_width(len(bans)), MAX_BANS),
             ban_prefix=max((len(word) - 1 for word, _ in bans), default=0),
@@ -344,7 +351,7 @@ class SamplingState:
     def _bans(self, request: Admission) -> list[tuple[Sequence[int], int]]:
         """Token sequences that must not come, each with the position from which on it may."""
         sampling = request.sampling
-        bans: list[tuple[Sequence[int], int]] = [(word, FOREVER) for word in sampling.bad_words]
+        bans: list[tuple[Sequence[int], int]] = [(word.token_ids, FOREVER) for word in sampling.bad_words]
         until = request.prompt_len + sampling.min_tokens
         if len(request.token_ids) < until:
             ends = dict.fromkeys((*self.vocabulary.end_tokens, *sampling.stop_token_ids))
@@ -360,7 +367,7 @@ class SamplingState:
         words = (bits.view(-1, 32).long() << torch.arange(32)).sum(dim=-1)
         self.allowed[slot] = words.to(torch.int32).to(self.allowed.device)
 
-    def _set_biases(self, slot: int, sampling: Sampling) -> None:
+    def _set_biases(self, slot: int, sampling: common_pb2.SamplingParams) -> None:
         count = len(sampling.logit_bias)
         self.bias_ids[slot] = 0
         self.bias_values[slot] = 0
@@ -381,6 +388,20 @@ class SamplingState:
         self.ban_prefix[slot, :count] = torch.tensor(prefixes).to(self.ban_prefix)
         lengths = torch.tensor([len(word) - 1 for word, _ in bans])
         self.ban_prefix_len[slot, :count] = lengths.to(self.ban_prefix_len)
+
+
+def _temperature(sampling: common_pb2.SamplingParams) -> float:
+    if not sampling.HasField("temperature"):
+        return 1.0
+    return sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
+
+
+def _top_p(sampling: common_pb2.SamplingParams) -> float:
+    return sampling.top_p if sampling.HasField("top_p") else 1.0
+
+
+def _repetition_penalty(sampling: common_pb2.SamplingParams) -> float:
+    return sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
 
 
 def _width(entries: int) -> int:

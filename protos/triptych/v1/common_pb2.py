@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos.triptych.v1 import bounds_pb2 as triptych_dot_v1_dot_bounds__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/common.proto\x12\x0btriptych.v1\"x\n\x05\x45rror\x12$\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x16.triptych.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\r\n\x05param\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\"\xec\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x18\n\x10presence_penalty\x18\n \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12-\n\tbad_words\x18\x0f \x03(\x0b\x32\x1a.triptych.v1.TokenSequence\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x07\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x08\x88\x01\x01\x12=\n\x11structured_output\x18\x12 \x01(\x0b\x32\x1d.triptych.v1.StructuredOutputH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x14\n\x12_structured_output\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xae\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x14.triptych.v1.ChoicesH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x42\x06\n\x04spec\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc0\x02\n\tModelInfo\x12\x13\n\x0bserved_name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x08 \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\t \x01(\t\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12)\n\npool_tasks\x18\x0b \x03(\x0e\x32\x15.triptych.v1.PoolTask\x12\x13\n\x0bpooled_size\x18\x0c \x01(\r\"5\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x80\x01\n\x07KvGroup\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.triptych.v1.KvGroupKind\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x05 \x01(\x04\"Z\n\rPoolingParams\x12#\n\x04task\x18\x01 \x01(\x0e\x32\x15.triptych.v1.PoolTask\x12\x16\n\tnormalize\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_normalize\"m\n\x0eGraphSignature\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.triptych.v1.GraphKind\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\x11\n\tquery_len\x18\x03 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x04 \x01(\r*\xe3\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12\x1a\n\x16\x45RROR_CODE_UNSUPPORTED\x10\x02\x12\x1f\n\x1b\x45RROR_CODE_CONTEXT_EXCEEDED\x10\x03\x12\x18\n\x14\x45RROR_CODE_NOT_FOUND\x10\x04\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x05\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x06\x12\x1e\n\x1a\x45RROR_CODE_SCHEMA_MISMATCH\x10\x07\x12\x16\n\x12\x45RROR_CODE_ABORTED\x10\x08\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\t\x12\x1c\n\x18\x45RROR_CODE_CONFIGURATION\x10\n\x12\x1c\n\x18\x45RROR_CODE_UNIMPLEMENTED\x10\x0b*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x87\x01\n\x0bKvGroupKind\x12\x1d\n\x19KV_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12KV_GROUP_KIND_FULL\x10\x01\x12!\n\x1dKV_GROUP_KIND_IN_PLACE_WINDOW\x10\x02\x12\x1e\n\x1aKV_GROUP_KIND_PAGED_WINDOW\x10\x03*k\n\tGraphKind\x12\x1a\n\x16GRAPH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12GRAPH_KIND_PREFILL\x10\x01\x12\x15\n\x11GRAPH_KIND_DECODE\x10\x02\x12\x13\n\x0fGRAPH_KIND_POOL\x10\x03*g\n\x08PoolTask\x12\x19\n\x15POOL_TASK_UNSPECIFIED\x10\x00\x12\x13\n\x0fPOOL_TASK_EMBED\x10\x01\x12\x16\n\x12POOL_TASK_CLASSIFY\x10\x02\x12\x13\n\x0fPOOL_TASK_SCORE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/common.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/bounds.proto\"x\n\x05\x45rror\x12$\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x16.triptych.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\r\n\x05param\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\"\xb6\x08\n\x0eSamplingParams\x12\x32\n\x0btemperature\x18\x01 \x01(\x02\x42\x18\x8a\xb5\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00Y@@\x01H\x00\x88\x01\x01\x12.\n\x05top_p\x18\x02 \x01(\x02\x42\x1a\x8a\xb5\x18\x16\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?\x18\x01@\x01H\x01\x88\x01\x01\x12$\n\x05top_k\x18\x03 \x01(\rB\x10\x8a\xb5\x18\x0c@\x01J\x08\x00\x00\x00\x00\x00\x00\x00\x00H\x02\x88\x01\x01\x12,\n\x05min_p\x18\x04 \x01(\x02\x42\x18\x8a\xb5\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?@\x01H\x03\x88\x01\x01\x12\x19\n\x04seed\x18\x05 \x01(\x04\x42\x06\x8a\xb5\x18\x02@\x01H\x04\x88\x01\x01\x12&\n\nmax_tokens\x18\x06 \x01(\rB\r\x8a\xb5\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x05\x88\x01\x01\x12\x1a\n\nmin_tokens\x18\x07 \x01(\rB\x06\x8a\xb5\x18\x02@\x01\x12!\n\x0estop_token_ids\x18\x08 \x03(\rB\t\x8a\xb5\x18\x05 \x80\x02\x38\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12<\n\x10presence_penalty\x18\n \x01(\x02\x42\"\x8a\xb5\x18\x1e\t\x00\x00\x00\x00\x00\x00\x00\xc0\x11\x00\x00\x00\x00\x00\x00\x00@@\x01J\x08\x00\x00\x00\x00\x00\x00\x00\x00\x12=\n\x11\x66requency_penalty\x18\x0b \x01(\x02\x42\"\x8a\xb5\x18\x1e\t\x00\x00\x00\x00\x00\x00\x00\xc0\x11\x00\x00\x00\x00\x00\x00\x00@@\x01J\x08\x00\x00\x00\x00\x00\x00\x00\x00\x12\x45\n\x12repetition_penalty\x18\x0c \x01(\x02\x42$\x8a\xb5\x18 \t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00$@\x18\x01@\x01J\x08\x00\x00\x00\x00\x00\x00\xf0?H\x06\x88\x01\x01\x12]\n\nlogit_bias\x18\r \x03(\x0b\x32*.triptych.v1.SamplingParams.LogitBiasEntryB\x1d\x8a\xb5\x18\x19\t\x00\x00\x00\x00\x00\x00Y\xc0\x11\x00\x00\x00\x00\x00\x00Y@ \x80\x08\x38\x01@\x01\x12\'\n\x11\x61llowed_token_ids\x18\x0e \x03(\rB\x0c\x8a\xb5\x18\x08 \x80\x80 8\x01@\x01\x12\x38\n\tbad_words\x18\x0f \x03(\x0b\x32\x1a.triptych.v1.TokenSequenceB\t\x8a\xb5\x18\x05 \x80\x04@\x01\x12\x1d\n\x08logprobs\x18\x10 \x01(\rB\x06\x8a\xb5\x18\x02@\x01H\x07\x88\x01\x01\x12$\n\x0fprompt_logprobs\x18\x11 \x01(\rB\x06\x8a\xb5\x18\x02@\x01H\x08\x88\x01\x01\x12\x45\n\x11structured_output\x18\x12 \x01(\x0b\x32\x1d.triptych.v1.StructuredOutputB\x06\x8a\xb5\x18\x02@\x01H\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x14\n\x12_structured_output\".\n\rTokenSequence\x12\x1d\n\ttoken_ids\x18\x01 \x03(\rB\n\x8a\xb5\x18\x06  (\x01\x38\x01\"\xae\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x14.triptych.v1.ChoicesH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x42\x06\n\x04spec\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc0\x02\n\tModelInfo\x12\x13\n\x0bserved_name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x08 \x01(\x04\x12\x18\n\x10tokenizer_sha256\x18\t \x01(\t\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12)\n\npool_tasks\x18\x0b \x03(\x0e\x32\x15.triptych.v1.PoolTask\x12\x13\n\x0bpooled_size\x18\x0c \x01(\r\"5\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x80\x01\n\x07KvGroup\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12&\n\x04kind\x18\x02 \x01(\x0e\x32\x18.triptych.v1.KvGroupKind\x12\x0e\n\x06window\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x17\n\x0f\x62ytes_per_token\x18\x05 \x01(\x04\"Z\n\rPoolingParams\x12#\n\x04task\x18\x01 \x01(\x0e\x32\x15.triptych.v1.PoolTask\x12\x16\n\tnormalize\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_normalize\"^\n\x0eGraphSignature\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.triptych.v1.GraphKind\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\x11\n\tquery_len\x18\x03 \x01(\rJ\x04\x08\x04\x10\x05*\xe3\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_CODE_INVALID_ARGUMENT\x10\x01\x12\x1a\n\x16\x45RROR_CODE_UNSUPPORTED\x10\x02\x12\x1f\n\x1b\x45RROR_CODE_CONTEXT_EXCEEDED\x10\x03\x12\x18\n\x14\x45RROR_CODE_NOT_FOUND\x10\x04\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x05\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x06\x12\x1e\n\x1a\x45RROR_CODE_SCHEMA_MISMATCH\x10\x07\x12\x16\n\x12\x45RROR_CODE_ABORTED\x10\x08\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\t\x12\x1c\n\x18\x45RROR_CODE_CONFIGURATION\x10\n\x12\x1c\n\x18\x45RROR_CODE_UNIMPLEMENTED\x10\x0b*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x87\x01\n\x0bKvGroupKind\x12\x1d\n\x19KV_GROUP_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12KV_GROUP_KIND_FULL\x10\x01\x12!\n\x1dKV_GROUP_KIND_IN_PLACE_WINDOW\x10\x02\x12\x1e\n\x1aKV_GROUP_KIND_PAGED_WINDOW\x10\x03*k\n\tGraphKind\x12\x1a\n\x16GRAPH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12GRAPH_KIND_PREFILL\x10\x01\x12\x15\n\x11GRAPH_KIND_DECODE\x10\x02\x12\x13\n\x0fGRAPH_KIND_POOL\x10\x03*g\n\x08PoolTask\x12\x19\n\x15POOL_TASK_UNSPECIFIED\x10\x00\x12\x13\n\x0fPOOL_TASK_EMBED\x10\x01\x12\x16\n\x12POOL_TASK_CLASSIFY\x10\x02\x12\x13\n\x0fPOOL_TASK_SCORE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,38 +34,74 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORCODE']._serialized_start=1960
-  _globals['_ERRORCODE']._serialized_end=2315
-  _globals['_FINISHREASON']._serialized_start=2317
-  _globals['_FINISHREASON']._serialized_end=2437
-  _globals['_KVGROUPKIND']._serialized_start=2440
-  _globals['_KVGROUPKIND']._serialized_end=2575
-  _globals['_GRAPHKIND']._serialized_start=2577
-  _globals['_GRAPHKIND']._serialized_end=2684
-  _globals['_POOLTASK']._serialized_start=2686
-  _globals['_POOLTASK']._serialized_end=2789
-  _globals['_ERROR']._serialized_start=41
-  _globals['_ERROR']._serialized_end=161
-  _globals['_SAMPLINGPARAMS']._serialized_start=164
-  _globals['_SAMPLINGPARAMS']._serialized_end=912
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=716
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=764
-  _globals['_TOKENSEQUENCE']._serialized_start=914
-  _globals['_TOKENSEQUENCE']._serialized_end=948
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=951
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1125
-  _globals['_CHOICES']._serialized_start=1127
-  _globals['_CHOICES']._serialized_end=1152
-  _globals['_TOKENLOGPROBS']._serialized_start=1154
-  _globals['_TOKENLOGPROBS']._serialized_end=1245
-  _globals['_MODELINFO']._serialized_start=1248
-  _globals['_MODELINFO']._serialized_end=1568
-  _globals['_FILECHUNK']._serialized_start=1570
-  _globals['_FILECHUNK']._serialized_end=1623
-  _globals['_KVGROUP']._serialized_start=1626
-  _globals['_KVGROUP']._serialized_end=1754
-  _globals['_POOLINGPARAMS']._serialized_start=1756
-  _globals['_POOLINGPARAMS']._serialized_end=1846
-  _globals['_GRAPHSIGNATURE']._serialized_start=1848
-  _globals['_GRAPHSIGNATURE']._serialized_end=1957
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._serialized_options = b'\212\265\030\024\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000Y@@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._serialized_options = b'\212\265\030\026\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000\360?\030\001@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._serialized_options = b'\212\265\030\014@\001J\010\000\000\000\000\000\000\000\000'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_p']._serialized_options = b'\212\265\030\024\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000\360?@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['seed']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['seed']._serialized_options = b'\212\265\030\002@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['max_tokens']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['max_tokens']._serialized_options = b'\212\265\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_tokens']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_tokens']._serialized_options = b'\212\265\030\002@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\212\265\030\005 \200\0028\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['presence_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['presence_penalty']._serialized_options = b'\212\265\030\036\t\000\000\000\000\000\000\000\300\021\000\000\000\000\000\000\000@@\001J\010\000\000\000\000\000\000\000\000'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['frequency_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['frequency_penalty']._serialized_options = b'\212\265\030\036\t\000\000\000\000\000\000\000\300\021\000\000\000\000\000\000\000@@\001J\010\000\000\000\000\000\000\000\000'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['repetition_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['repetition_penalty']._serialized_options = b'\212\265\030 \t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000$@\030\001@\001J\010\000\000\000\000\000\000\360?'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logit_bias']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logit_bias']._serialized_options = b'\212\265\030\031\t\000\000\000\000\000\000Y\300\021\000\000\000\000\000\000Y@ \200\0108\001@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._serialized_options = b'\212\265\030\010 \200\200 8\001@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['bad_words']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['bad_words']._serialized_options = b'\212\265\030\005 \200\004@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logprobs']._serialized_options = b'\212\265\030\002@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._serialized_options = b'\212\265\030\002@\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['structured_output']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['structured_output']._serialized_options = b'\212\265\030\002@\001'
+  _globals['_TOKENSEQUENCE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_TOKENSEQUENCE'].fields_by_name['token_ids']._serialized_options = b'\212\265\030\006  (\0018\001'
+  _globals['_ERRORCODE']._serialized_start=2313
+  _globals['_ERRORCODE']._serialized_end=2668
+  _globals['_FINISHREASON']._serialized_start=2670
+  _globals['_FINISHREASON']._serialized_end=2790
+  _globals['_KVGROUPKIND']._serialized_start=2793
+  _globals['_KVGROUPKIND']._serialized_end=2928
+  _globals['_GRAPHKIND']._serialized_start=2930
+  _globals['_GRAPHKIND']._serialized_end=3037
+  _globals['_POOLTASK']._serialized_start=3039
+  _globals['_POOLTASK']._serialized_end=3142
+  _globals['_ERROR']._serialized_start=67
+  _globals['_ERROR']._serialized_end=187
+  _globals['_SAMPLINGPARAMS']._serialized_start=190
+  _globals['_SAMPLINGPARAMS']._serialized_end=1268
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1072
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1120
+  _globals['_TOKENSEQUENCE']._serialized_start=1270
+  _globals['_TOKENSEQUENCE']._serialized_end=1316
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1319
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1493
+  _globals['_CHOICES']._serialized_start=1495
+  _globals['_CHOICES']._serialized_end=1520
+  _globals['_TOKENLOGPROBS']._serialized_start=1522
+  _globals['_TOKENLOGPROBS']._serialized_end=1613
+  _globals['_MODELINFO']._serialized_start=1616
+  _globals['_MODELINFO']._serialized_end=1936
+  _globals['_FILECHUNK']._serialized_start=1938
+  _globals['_FILECHUNK']._serialized_end=1991
+  _globals['_KVGROUP']._serialized_start=1994
+  _globals['_KVGROUP']._serialized_end=2122
+  _globals['_POOLINGPARAMS']._serialized_start=2124
+  _globals['_POOLINGPARAMS']._serialized_end=2214
+  _globals['_GRAPHSIGNATURE']._serialized_start=2216
+  _globals['_GRAPHSIGNATURE']._serialized_end=2310
 # @@protoc_insertion_point(module_scope)

@@ -119,10 +119,12 @@ class ResumedSequence(_message.Message):
     sequence: _builtins.int
     """0 .. n-1."""
     finished: _builtins.bool
-    """The sequence has ended: nothing more is wanted of it. At least one must be left."""
+    """The client has the sequence's last event and wants nothing more of it. At least one sequence must not be finished."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens so far: generation continues behind them and they are not sent again. They count against max_tokens and min_tokens."""
+        """The tokens that the client has. Generation continues behind them and they are not sent again. They count against max_tokens and
+        min_tokens. If they already end the sequence (an end token, max_tokens), the scheduler answers with its last event at once.
+        """
 
     def __init__(
         self,
@@ -726,7 +728,7 @@ class PinPrefixRequest(_message.Message):
     cache_salt: _builtins.str
     lora_name: _builtins.str
     ttl_s: _builtins.float
-    """How long, seconds; more than 0."""
+    """How long to keep the prefix, seconds. At most 30 days."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(

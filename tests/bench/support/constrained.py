@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from protos.steps import Prefill
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.grammar_harness import Constrained, compiler, tokenizer
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import Device
@@ -22,7 +24,6 @@ from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
-from worker_svc.plans.step_plan import PrefillWork, Sampling
 from worker_svc.vllm_adapter.engine import VllmModel
 
 BATCH: Final = 32
@@ -70,10 +71,10 @@ CASES: Final = (
 def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], grammar: Spec) -> list[float]:
     """Seconds of each of so many decode steps of a batch; the batch is prefilled before and freed afterwards."""
     for slot in range(BATCH):
-        sampling = Sampling(temperature=case.temperature, seed=slot)
+        sampling = sampling_params(temperature=case.temperature, seed=slot)
         spec = grammar if slot < case.constrained else None
         admission = harness.admit(slot, prompt, sampling, structured=spec, num_prompt_tokens=len(prompt))
-        harness.run(admit=[admission], work=PrefillWork(slot, 0, len(prompt), sample=True))
+        harness.run(admit=[admission], work=Prefill(slot, 0, len(prompt), sample=True))
         harness.lengths[slot] = len(prompt)
     slots = range(BATCH)
     taken = []
@@ -110,7 +111,7 @@ def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
     for seed in range(4 if quick else 16):
         before = harness.num_chunks + harness.num_decodes
         ((output, error),) = harness.generate_constrained(
-            [_PROMPT], [spec], [Sampling(temperature=1.0, seed=seed)], 120
+            [_PROMPT], [spec], [sampling_params(temperature=1.0, seed=seed)], 120
         )
         assert error is None
         tokens += len(output)

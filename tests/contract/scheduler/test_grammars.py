@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unsupported, abort
+from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2, worker_pb2
-from protos.wire import MAX_GRAMMAR_BYTES, Context
+from protos.wire import Context
 from scheduler_svc.requests.sampling import Grammar
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.running_scheduler import (

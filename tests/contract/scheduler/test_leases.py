@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from protos.errors import Unavailable
+from protos.steps import Decode, Prefill, StepPlan
 from protos.triptych.v1 import inference_pb2, registry_pb2
-from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
 from scheduler_svc.workers.step_loop import StepLoop
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.running_scheduler import (

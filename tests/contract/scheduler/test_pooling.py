@@ -228,8 +228,8 @@ async def test_a_prompt_that_fits_no_shape_is_refused_with_their_list() -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "text"),
     [
-        (pool_request([]), InvalidArgument, "the prompt is empty"),
-        (pool_request([97]), InvalidArgument, "not in the vocabulary of 97"),
+        (pool_request([]), InvalidArgument, "prompt_token_ids is empty"),
+        (pool_request([97]), InvalidArgument, "this model's ids end at 96"),
         (pool_request(model="other"), NotFound, "not served here"),
         (inference_pb2.PoolRequest(prompt_token_ids=[1], task=common_pb2.POOL_TASK_SCORE), Unsupported, "serves embed, not score"),
         (inference_pb2.PoolRequest(prompt_token_ids=[1], task=9), InvalidArgument, "task 9 is not known"),  # type: ignore[arg-type]

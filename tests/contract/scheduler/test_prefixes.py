@@ -147,7 +147,7 @@ async def test_more_than_their_share_is_refused_to_pins() -> None:
     ("request_", "error", "text"),
     [
         (pin_request([5, 6, 7]), InvalidArgument, "shorter than one prefill chunk"),
-        (pin_request([]), InvalidArgument, "the prefix is empty"),
+        (pin_request([]), InvalidArgument, "prompt_token_ids is empty"),
         (pin_request(ttl_s=0), InvalidArgument, "ttl_s must be above 0"),
         (pin_request(ttl_s=float("nan")), InvalidArgument, "ttl_s must be above 0"),
         (pin_request(ttl_s=1e9), InvalidArgument, "at most"),

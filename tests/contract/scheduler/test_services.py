@@ -140,12 +140,12 @@ async def test_the_end_of_a_call_and_an_abort_both_free_the_request(how: str) ->
 @pytest.mark.parametrize(
     ("request_", "error", "text"),
     [
-        (inference_pb2.GenerateRequest(), InvalidArgument, "the prompt is empty"),
+        (inference_pb2.GenerateRequest(), InvalidArgument, "prompt_token_ids is empty"),
         (generate_request(max_tokens=0), InvalidArgument, "max_tokens must be at least 1"),
         (generate_request(temperature=-1), InvalidArgument, "temperature must be between 0 and 100, not -1"),
         (generate_request(temperature=float("nan")), InvalidArgument, "temperature"),
         (generate_request(top_p=0), InvalidArgument, "top_p must be above 0"),
-        (generate_request(top_p=1.5), InvalidArgument, "top_p must be between 0 and 1, not 1.5"),
+        (generate_request(top_p=1.5), InvalidArgument, "top_p must be above 0 and at most 1, not 1.5"),
         (generate_request(top_k=5), Unsupported, "top_k is not supported"),
         (generate_request(frequency_penalty=1), Unsupported, "frequency_penalty is not supported"),
         (generate_request(repetition_penalty=1.2), Unsupported, "repetition_penalty is not supported"),

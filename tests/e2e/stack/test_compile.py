@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.graphs.compile_cache import CompileCache
-from worker_svc.plans.step_plan import Sampling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -152,7 +152,7 @@ def test_generated_code_says_what_the_kernels_say(
         harness = Harness(
             model, max_model_len=64, max_num_seqs=3, chunk=32, block_size=32, decode_buckets=(3,), level=level
         )
-        said.append(harness.generate(prompts, 8, Sampling(temperature=0.0, logprobs=1)))
+        said.append(harness.generate(prompts, 8, sampling_params(temperature=0.0, logprobs=1)))
         assert harness.runner.graphs.num_late == 0
     for kernels, code in zip(*said, strict=True):
         assert tokens_of(kernels) == tokens_of(code)

@@ -7,12 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 
+from tests.support.sampling_params import sampling_params
 from tests.support.tiny_models import write
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.plans.geometry import GroupKind
-from worker_svc.plans.step_plan import Sampling
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter.configuration import Dtype
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 LENGTHS = (5, 100, 200)
 BUCKETS = (1, 2, 4, 8, 16, 32)
-REPORTED = Sampling(temperature=0.0, logprobs=5)
+REPORTED = sampling_params(temperature=0.0, logprobs=5)
 # Of each model what the two modes are most likely to differ in; all of them with TRIPTYCH_GRAPHS_FULL=1.
 QUICK = [
     ("smollm2", "bfloat16", "paged"),

@@ -8,12 +8,12 @@ import torch
 
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
+from tests.support.sampling_params import sampling_params
 from tests.support.worker import parity_process as parity_peer
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.parity_process import Job, differences
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.plans.geometry import GroupKind
-from worker_svc.plans.step_plan import Sampling
 from worker_svc.settings import Backend
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) 
 
 def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
     """In bfloat16 the chosen tokens' log-probabilities are the reference's, on average within 0.05."""
-    greedy = Sampling(temperature=0.0, logprobs=0)
+    greedy = sampling_params(temperature=0.0, logprobs=0)
     results = Harness(load(smollm2, "bfloat16")).generate(prompts, NUM_TOKENS, greedy)
     reference = open_reference(smollm2, torch.bfloat16)
     differences = []

@@ -10,17 +10,18 @@ import torch
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from protos.errors import ConfigurationRefused
+from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
+from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.harness import load
 from worker_svc.devices import open_device
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.geometry import PoolGeometry
 from worker_svc.plans.model_description import PoolingDescription
-from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork, Sampling
 from worker_svc.pooling.pool_runner import PoolRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-SHAPES = (PoolShape(1, 64), PoolShape(8, 64), PoolShape(4, 256), PoolShape(20, 256))
+SHAPES = (PoolShape(64, 1), PoolShape(64, 8), PoolShape(256, 4), PoolShape(256, 20))
 WORDS = [
     "the",
     "quick",
@@ -95,16 +96,17 @@ def runner(folder: Path) -> PoolRunner:
 
 def pooled(
     runner: PoolRunner, prompts: list[list[int]], shape: PoolShape, *, normalize: bool | None = None
-) -> list[Output]:
+) -> list[SlotOutput]:
     """One step: these prompts in slots 0, 1, ... of this shape."""
     runner.reset()
     admit = [
-        Admission(slot, prompt, 0, Sampling(), {}, normalize=normalize) for slot, prompt in enumerate(prompts)
+        Admission(slot, prompt, 0, sampling_params(), {}, pooling=pooling_params(normalize))
+        for slot, prompt in enumerate(prompts)
     ]
-    return runner.execute(Plan(1, admit=admit, work=PoolWork(range(len(prompts)), shape)))
+    return runner.execute(StepPlan(1, admit=admit, work=Pool(range(len(prompts)), shape)))
 
 
-def values(outputs: list[Output]) -> torch.Tensor:
+def values(outputs: list[SlotOutput]) -> torch.Tensor:
     assert [output.error for output in outputs] == [None] * len(outputs)
     return torch.tensor([output.pooled for output in outputs])
 
@@ -179,7 +181,7 @@ def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
     model = load(tmp_path, "float32")
     assert model.description.layers == ()
     assert model.description.pooling == PoolingDescription("LAST", normalize=False, size=64)
-    shape = PoolShape(3, 16)
+    shape = PoolShape(16, 3)
     runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((shape,)))
     prompts = [[5, 6, 7], [9] * 16]
     with torch.inference_mode():

@@ -12,7 +12,6 @@ import pytest
 
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
-from scheduler_svc.requests.request import Logprobs
 from tests.e2e.conftest import running_stack
 from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
@@ -34,7 +33,7 @@ class Answer:
     """What a request gave: tokens, their log-probabilities to the last bit, and how much of its prompt was cached."""
 
     tokens: list[int]
-    logprobs: list[Logprobs]
+    logprobs: list[common_pb2.TokenLogprobs]
     cached: int
 
 

@@ -1,14 +1,16 @@
-"""Sampling on a real model: reproducible whatever the neighbours, and log-probabilities that are those of transformers."""
+"""common_pb2.SamplingParams on a real model: reproducible whatever the neighbours, and log-probabilities that are those of transformers."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from protos.steps import Admission, Prefill
+from protos.triptych.v1 import common_pb2
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
-from worker_svc.plans.step_plan import Admission, PrefillWork, Sampling
 
 pytestmark = [
     pytest.mark.e2e,
@@ -18,11 +20,11 @@ pytestmark = [
 
 NUM_TOKENS = 24
 SAMPLINGS = [
-    Sampling(seed=1, temperature=1.0),
-    Sampling(seed=2, temperature=0.9, top_p=0.9, top_k=40, min_p=0.02),
-    Sampling(seed=3, presence_penalty=0.8, frequency_penalty=0.4, repetition_penalty=1.2),
-    Sampling(temperature=0.0, repetition_penalty=1.3),
-    Sampling(seed=5, temperature=1.3, top_p=0.8, min_tokens=20, logit_bias={28: -5.0}),
+    sampling_params(seed=1, temperature=1.0),
+    sampling_params(seed=2, temperature=0.9, top_p=0.9, top_k=40, min_p=0.02),
+    sampling_params(seed=3, presence_penalty=0.8, frequency_penalty=0.4, repetition_penalty=1.2),
+    sampling_params(temperature=0.0, repetition_penalty=1.3),
+    sampling_params(seed=5, temperature=1.3, top_p=0.8, min_tokens=20, logit_bias={28: -5.0}),
 ]
 
 
@@ -37,7 +39,7 @@ def prompts(reference: Reference) -> list[list[int]]:
 
 
 def _resumed(
-    harness: Harness, prompt: list[int], output: list[int], sampling: Sampling, slot: int
+    harness: Harness, prompt: list[int], output: list[int], sampling: common_pb2.SamplingParams, slot: int
 ) -> list[int]:
     """The rest of a request that comes back with what it has sampled."""
     known = [*prompt, *output]
@@ -46,7 +48,7 @@ def _resumed(
     outputs = []
     for start in range(0, len(known), harness.geometry.chunk):
         count = min(harness.geometry.chunk, len(known) - start)
-        work = PrefillWork(slot, start, count, start + count == len(known))
+        work = Prefill(slot, start, count, start + count == len(known))
         outputs, admit = harness.run(admit=admit, work=work), []
     harness.lengths[slot] = len(known)
     rest = tokens_of(outputs)
@@ -78,7 +80,7 @@ def test_prompt_log_probabilities_are_the_reference_s(
     prompt = max(prompts, key=len)
     prompt = (prompt * (300 // len(prompt) + 1))[:300]
     harness = Harness(load(smollm2, "float32"), max_num_seqs=2, decode_buckets=(1, 2))
-    output = harness.prefill(0, prompt, Sampling(temperature=0.0, prompt_logprobs=3, logprobs=0))
+    output = harness.prefill(0, prompt, sampling_params(temperature=0.0, prompt_logprobs=3, logprobs=0))
     expected = reference.logprobs(prompt[:1], [*prompt[1:], 0])
     assert len(output.prompt_logprobs) == len(prompt) - 1
     for index, entry in enumerate(output.prompt_logprobs):

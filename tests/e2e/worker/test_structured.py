@@ -7,15 +7,16 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
+from tests.support.sampling_params import constrained, sampling_params
 from tests.support.worker.grammar_harness import END, Constrained, compiler, text_of, tokenizer
 from tests.support.worker.structured_cases import GRAMMARS, REGEXES, schema
 from worker_svc.grammars.spec import Spec
-from worker_svc.plans.step_plan import Sampling
 
 pytestmark = [
     pytest.mark.e2e,
@@ -34,13 +35,15 @@ def harness() -> Constrained:
 
 
 def outputs(
-    harness: Constrained, specs: Sequence[Spec], prompt: str, max_tokens: int, **options: float
+    harness: Constrained, specs: Sequence[Spec], prompt: str, max_tokens: int, **options: Any
 ) -> list[tuple[str, bool]]:
     """The text of each request and whether it is finished, in batches of up to 32."""
     results = []
     for start in range(0, len(specs), 32):
         some = specs[start : start + 32]
-        sampling = [Sampling(temperature=1.0, seed=start + index, **options) for index in range(len(some))]  # type: ignore[arg-type]
+        sampling = [
+            sampling_params(temperature=1.0, seed=start + index, **options) for index in range(len(some))
+        ]
         generated = harness.generate_constrained([prompt] * len(some), some, sampling, max_tokens)
         for spec, (tokens, error) in zip(some, generated, strict=True):
             assert error is None, (spec, error, text_of(tokens))
@@ -117,9 +120,9 @@ def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> 
     spec = Spec("json_schema", json.dumps(schema(1)))
     rare = Spec("choice", json.dumps(["𒀀𒀁𒀂𒀃🙂", "𒀀𒀁𒀂𒀃🙃"]))
     sampling = [
-        Sampling(temperature=1.0, seed=5),
-        Sampling(temperature=1.0, seed=6),
-        Sampling(temperature=1.0, seed=7),
+        sampling_params(temperature=1.0, seed=5),
+        sampling_params(temperature=1.0, seed=6),
+        sampling_params(temperature=1.0, seed=7),
     ]
     specs = [spec, None, rare]
     together = harness.generate_constrained(["JSON: ", "Once", "A: "], specs, sampling, 100)
@@ -140,11 +143,11 @@ def test_grammars_and_other_parameters_hold_together(harness: Constrained) -> No
     """Penalties, biases, bans and a least length beside a grammar, and beside requests without one, which notice nothing."""
     letters, digits = Spec("regex", "[ab]{10}"), Spec("regex", "[0-9]{12}")
     comma = tokenizer().encode(",").ids[0]
-    plain = Sampling(temperature=1.0, seed=4, frequency_penalty=1.0, logit_bias={comma: -100.0})
+    plain = sampling_params(temperature=1.0, seed=4, frequency_penalty=1.0, logit_bias={comma: -100.0})
     sampling = [
-        Sampling(temperature=1.0, seed=1, presence_penalty=1.5, frequency_penalty=1.5, min_tokens=40),
+        sampling_params(temperature=1.0, seed=1, presence_penalty=1.5, frequency_penalty=1.5, min_tokens=40),
         plain,
-        Sampling(temperature=0.0, repetition_penalty=1.3, bad_words=(tokenizer().encode("12").ids,)),
+        sampling_params(temperature=0.0, repetition_penalty=1.3, bad_words=(tokenizer().encode("12").ids,)),
     ]
     results = harness.generate_constrained(
         ["Letters: ", "Once upon a time", "Digits: "], [letters, None, digits], sampling, 40
@@ -163,7 +166,7 @@ def test_what_a_grammar_and_a_list_of_tokens_exclude_together_fails_alone(harnes
     results = harness.generate_constrained(
         ["Letters: ", "Once"],
         [spec, None],
-        [Sampling(temperature=1.0, seed=1, allowed_token_ids=word), Sampling(temperature=0.0)],
+        [sampling_params(temperature=1.0, seed=1, allowed_token_ids=word), sampling_params(temperature=0.0)],
         20,
     )
     assert isinstance(results[0][1], InvalidArgument)
@@ -175,9 +178,12 @@ def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
     """An ambiguous grammar fails when it has cost enough, and the same is not compiled again; its neighbour notices nothing."""
     # Further along than anybody looks before it is used.
     ambiguous = Spec("grammar", 'root ::= [a-z ]{700} x\nx ::= x x x | [a-z ] | ""')
-    greedy = Sampling(temperature=0.0)
+    greedy = sampling_params(temperature=0.0)
     results = harness.generate_constrained(
-        ["a a a", "Once"], [ambiguous, None], [Sampling(temperature=1.0, seed=1, min_tokens=300), greedy], 300
+        ["a a a", "Once"],
+        [ambiguous, None],
+        [sampling_params(temperature=1.0, seed=1, min_tokens=300), greedy],
+        300,
     )
     assert isinstance(results[0][1], InvalidArgument)
     assert "ambiguous" in results[0][1].message
@@ -188,43 +194,37 @@ def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
 
 def test_a_grammar_that_is_not_compiled_is_asked_for(harness: Constrained) -> None:
     """The slot is refused with an error that passes, and is free again."""
-    from dataclasses import replace
-
     from protos.errors import Unavailable
-    from worker_svc.plans.step_plan import PrefillWork
+    from protos.steps import Prefill
 
     unknown = Spec("regex", "never compiled")
-    admission = replace(harness.admit(0, [1, 2, 3]), structured=unknown, num_prompt_tokens=3)
-    (output,) = harness.run(admit=[admission], work=PrefillWork(0, 0, 3, sample=True))
+    sampling = constrained(sampling_params(temperature=0), "regex", "never compiled")
+    admission = harness.admit(0, [1, 2, 3], sampling, num_prompt_tokens=3)
+    (output,) = harness.run(admit=[admission], work=Prefill(0, 0, 3, sample=True))
     assert isinstance(output.error, Unavailable)
     compiler().submit(unknown).result()
-    (output,) = harness.run(admit=[admission], work=PrefillWork(0, 0, 3, sample=True))
+    (output,) = harness.run(admit=[admission], work=Prefill(0, 0, 3, sample=True))
     assert output.error is None
     harness.release([0])
 
 
 def test_a_matcher_taken_up_again_goes_on_as_before(harness: Constrained) -> None:
     """After a preemption the tokens so far are replayed: the rest of the output is the same."""
-    from dataclasses import replace
-
-    from worker_svc.plans.step_plan import PrefillWork
+    from protos.steps import Prefill
 
     spec = Spec("regex", "[a-z]{40}")
     compiler().submit(spec).result()
-    sampling = Sampling(temperature=1.0, seed=11)
+    sampling = sampling_params(temperature=1.0, seed=11)
     ((tokens, _),) = harness.generate_constrained(["word: "], [spec], [sampling], 60)
     prompt = [5, 6, 7]
-    again = replace(harness.admit(0, prompt + tokens[:9], sampling), structured=spec, num_prompt_tokens=3)
-    (output,) = harness.run(admit=[again], work=PrefillWork(0, 0, 12, sample=True))
+    sampling = constrained(sampling, "regex", "[a-z]{40}")
+    again = harness.admit(0, prompt + tokens[:9], sampling, num_prompt_tokens=3)
+    (output,) = harness.run(admit=[again], work=Prefill(0, 0, 12, sample=True))
     assert output.error is None
     allowed = text_of([*tokens[:9], *output.token_ids])
     assert re.fullmatch("[a-z]{1,40}", allowed)
     harness.release([0])
-    wrong = replace(
-        harness.admit(0, [*prompt, 5, 6], sampling),
-        structured=Spec("regex", "[a-z]{40}"),
-        num_prompt_tokens=3,
-    )
-    (output,) = harness.run(admit=[wrong], work=PrefillWork(0, 0, 5, sample=True))
+    wrong = harness.admit(0, [*prompt, 5, 6], sampling, num_prompt_tokens=3)
+    (output,) = harness.run(admit=[wrong], work=Prefill(0, 0, 5, sample=True))
     assert isinstance(output.error, InvalidArgument)
     harness.release([])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
+from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import FinishReason
 from scheduler_svc.requests.sampling import Grammar
 from tests.support.property_settings import machine
@@ -21,13 +21,15 @@ from tests.support.scheduler.factories import (
     SimulatedDevice,
     expected_tokens,
     make_geometry,
+    make_grammar,
     make_rig,
     make_submission,
+    with_grammar,
 )
 
 pytestmark = pytest.mark.property
 
-GRAMMARS = (Grammar(b"a"), Grammar(b"b"), None, None)
+GRAMMARS = (make_grammar("a"), make_grammar("b"), None, None)
 NAMES = ("one", "two")
 
 
@@ -99,7 +101,11 @@ class GrammarMachine(RuleBasedStateMachine):
         plan = scheduler.step()
         if plan is None:
             return False
-        lost = {one.slot for one in plan.admit if one.sampling.grammar is not None} if evicted else set()
+        lost = (
+            {one.slot for one in plan.admit if one.sampling.HasField("structured_output")}
+            if evicted
+            else set()
+        )
         if not lost:
             scheduler.update(device.run(plan))
             return True
@@ -131,7 +137,9 @@ class GrammarMachine(RuleBasedStateMachine):
             prompt, request_id=name, max_tokens=max_tokens, n=n, priority=priority, tenant=tenant
         )
         self.wanted[name] = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
-        self.rig.submit(replace(plain, sampling=replace(plain.sampling, grammar=grammar)))
+        self.rig.submit(
+            plain if grammar is None else replace(plain, sampling=with_grammar(plain.sampling, grammar))
+        )
 
     @rule(name=st.sampled_from(NAMES), steps=st.integers(1, 4), evicted=st.sampled_from([False, False, True]))
     def step(self, name: str, steps: int, evicted: bool) -> None:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from protos.errors import ContextExceeded
+from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica, PoolSubmission
-from scheduler_svc.replica.step_plan import Pool, SlotOutput, StepPlan, StepResult
-from scheduler_svc.requests.request import FinishReason, Pooling, PoolTask
-from scheduler_svc.shapes.pool_shapes import PoolShape
+from scheduler_svc.requests.request import FinishReason
 from tests.support.scheduler.factories import ListSink
 
 pytestmark = pytest.mark.property
@@ -32,7 +32,7 @@ class Machine(RuleBasedStateMachine):
         self.engine = PoolEngine(
             max_waiting=1000, max_waiting_tokens=100_000, clock=lambda: self.now, make_order=PriorityFairOrder
         )
-        self.model = PooledModel(100, frozenset({PoolTask.EMBED}), 1)
+        self.model = PooledModel(100, frozenset({common_pb2.POOL_TASK_EMBED}), 1)
         self.engine.serve(self.model, tuple(shapes))
         self.sinks: dict[str, ListSink] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -46,7 +46,9 @@ class Machine(RuleBasedStateMachine):
         self.count += 1
         name, prompt = f"r{self.count}", tuple(range(1, 1 + length))
         sink = ListSink()
-        submission = PoolSubmission(name, prompt, Pooling(PoolTask.EMBED), priority, tenant)
+        submission = PoolSubmission(
+            name, prompt, common_pb2.PoolingParams(task=common_pb2.POOL_TASK_EMBED), priority, tenant
+        )
         if length > self.shapes[-1].prompt_len:
             with pytest.raises(ContextExceeded):
                 self.engine.submit_pooling(submission, sink)

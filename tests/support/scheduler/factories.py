@@ -4,7 +4,11 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from protos.limits import SAMPLING
+from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID, BlockPool
@@ -13,12 +17,12 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.admission import ServedModel, Submission
 from scheduler_svc.requests.request import Event, Request
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Grammar, Sampling
 from scheduler_svc.requests.sequence_group import Resumed
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from tests.support.sampling_params import sampling_params
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)
@@ -58,19 +62,26 @@ def make_geometry(
     return Geometry(max_model_len, max_num_seqs, chunk, block_size, buckets)
 
 
-def make_sampling(
-    *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False, min_tokens: int = 0,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:  # fmt: skip
-    return SamplingParams(
-        temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens,
-        stop_token_ids=frozenset(stop_token_ids), ignore_eos=ignore_eos, logprobs=None, min_tokens=min_tokens,
-        prompt_logprobs=prompt_logprobs,
-    )  # fmt: skip
+def make_sampling(*, max_tokens: int = 8, **fields: Any) -> Sampling:
+    """Returns greedy parameters by default, since tests of the scheduler sample nothing; ``fields`` are the message's."""
+    return Sampling(sampling_params(max_tokens=max_tokens, **fields))
+
+
+def make_grammar(text: str) -> Grammar:
+    """Returns a grammar; each text makes another one."""
+    return Grammar(common_pb2.StructuredOutput(regex=text).SerializeToString(deterministic=True))
+
+
+def with_grammar(sampling: Sampling, grammar: Grammar) -> Sampling:
+    """Returns a copy whose output must match ``grammar``."""
+    params = common_pb2.SamplingParams()
+    params.CopyFrom(sampling.params)
+    params.structured_output.ParseFromString(grammar.serialized)
+    return Sampling(params)
 
 
 def make_request(
-    prompt: Sequence[int] = (5, 6, 7), *, request_id: str | None = None, sampling: SamplingParams | None = None,
+    prompt: Sequence[int] = (5, 6, 7), *, request_id: str | None = None, sampling: Sampling | None = None,
     priority: int = 0, tenant: str = "", arrival_s: float = 0.0, cache_salt: str = "",
 ) -> Request:  # fmt: skip
     arrival = next(_ARRIVALS)
@@ -90,16 +101,16 @@ def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:
 
 def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
-    cache_salt: str = "", resumed: Sequence[int] = (), fields: frozenset[str] = frozenset(),
-    stop_token_ids: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: SamplingParams | None = None,
-    resumed_sequences: Sequence[Resumed] = (),
+    cache_salt: str = "", resumed: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: Sampling | None = None,
+    resumed_sequences: Sequence[Resumed] = (), **fields: Any,
 ) -> Submission:  # fmt: skip
+    """Returns a valid request; ``fields`` are those of its sampling parameters."""
     if resumed:
         resumed_sequences = (Resumed(0, tuple(resumed)),)
+    sampling = (sampling or make_sampling(**fields)).changed(max_tokens=max_tokens)
     return Submission(
-        request_id=request_id, prompt_token_ids=tuple(prompt), max_tokens=max_tokens, priority=priority, tenant=tenant,
-        sampling=sampling or make_sampling(stop_token_ids=stop_token_ids), cache_salt=cache_salt,
-        n=n, resumed=tuple(resumed_sequences), sampling_fields=fields,
+        request_id=request_id, prompt_token_ids=tuple(prompt), priority=priority, tenant=tenant, sampling=sampling,
+        cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences),
     )  # fmt: skip
 
 
@@ -203,11 +214,11 @@ class SimulatedDevice:
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
         assert 0 <= admission.slot < self.geometry.max_num_seqs
-        assert admission.num_computed < len(admission.token_ids)
-        tables = [list(table) for table in admission.block_ids]
-        state = _Slot(admission, list(admission.token_ids), admission.num_computed, tables)
+        assert admission.num_computed_tokens < len(admission.token_ids)
+        tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
+        state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables)
         self.slots[admission.slot] = state
-        written = -(-admission.num_computed // self.geometry.block_size)
+        written = -(-admission.num_computed_tokens // self.geometry.block_size)
         for group, table in enumerate(tables):
             for block in table[written:]:
                 self.memory.pop((group, block), None)
@@ -375,8 +386,6 @@ def make_rig(
         clock=lambda: rig.now,
         order=order or PriorityFairOrder(),
     )
-    rig.engine.model = ServedModel(
-        rig.geometry.max_model_len, 97, frozenset({"temperature"}), 5, frozenset({EOS})
-    )
+    rig.engine.model = ServedModel(rig.geometry.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
     rig.start()
     return rig

@@ -3,22 +3,22 @@
 import time
 from collections.abc import Callable, Sequence
 
+from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.convert.plans import plan_to_proto, result_from_proto
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import StepPlan
 from scheduler_svc.requests.admission import ServedModel, Submission
 from scheduler_svc.requests.request import Sink
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.geometry import Geometry as SchedulerGeometry
 from scheduler_svc.shapes.geometry import GroupKind as SchedulerKind
 from scheduler_svc.shapes.geometry import KvGroup
-from worker_svc.api import convert as worker_convert
+from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
@@ -54,7 +54,11 @@ class LocalReplica:
             max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()
         )
         self.engine.model = ServedModel(
-            max_model_len, model.description.vocab_size, frozenset({"logprobs"}), 5, frozenset()
+            max_model_len,
+            model.description.vocab_size,
+            frozenset({"logprobs", "temperature"}),
+            5,
+            frozenset(),
         )
         kv = KvCache(geometry, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
         interleave = Interleave(decode_steps_per_chunk)
@@ -67,11 +71,10 @@ class LocalReplica:
     ) -> None:
         """Queues a greedy request for exactly ``num_tokens`` tokens."""
         self._count += 1
-        sampling = SamplingParams(
-            temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=num_tokens,
-            stop_token_ids=frozenset(), ignore_eos=True, logprobs=logprobs,
-        )  # fmt: skip
-        self.engine.submit(Submission(f"r{self._count}", tuple(prompt), sampling, num_tokens), sink)
+        sampling = Sampling(
+            sampling_params(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
+        )
+        self.engine.submit(Submission(f"r{self._count}", tuple(prompt), sampling), sink)
 
     def step(self, ran: Callable[[StepPlan, float], None] = lambda _plan, _seconds: None) -> bool:
         """One step; False if there was nothing to do. ``ran`` is told the plan and how long the device took, before its tokens leave."""
@@ -80,8 +83,8 @@ class LocalReplica:
             return False
         message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
         started = time.perf_counter()
-        received = worker_convert.plan_from_proto(message)
-        result = worker_convert.result_to_proto(received, self.runner.execute(received), 0)
+        received = plan_from_proto(message)
+        result = result_to_proto(received, StepResult(received.step, outputs=self.runner.execute(received)))
         ran(plan, time.perf_counter() - started)
         self.scheduler.update(result_from_proto(result))
         return True

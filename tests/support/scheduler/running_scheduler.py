@@ -10,6 +10,8 @@ import pytest
 
 from protos.errors import TriptychError, abort, from_rpc_error
 from protos.server import Server
+from protos.step_messages import plan_from_proto
+from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import (
     common_pb2,
     inference_pb2,
@@ -22,14 +24,13 @@ from protos.triptych.v1 import (
 from protos.wire import SCHEMA_REVISION, Context, open_channel
 from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
-from scheduler_svc.convert.plans import groups_from_proto
+from scheduler_svc.convert.configuration import groups_from_proto
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.replica.step_plan import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.geometry import Geometry
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.generating import make_engine
-from tests.support.scheduler.factories import EOS, SimulatedDevice, make_sampling, next_leased
+from tests.support.scheduler.factories import EOS, SimulatedDevice, next_leased
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
 
@@ -155,35 +156,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 self.heard.put_nowait(plan)
         finally:
             plans.put_nowait(None)
-
-
-def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
-    """Reads a plan as a worker does."""
-    work: Prefill | Decode | None = None
-    if message.HasField("prefill"):
-        work = Prefill(
-            message.prefill.slot, message.prefill.start, message.prefill.num_tokens, message.prefill.sample
-        )
-    elif message.HasField("decode"):
-        work = Decode(
-            tuple(message.decode.slots), tuple(message.decode.positions), message.decode.bucket,
-            message.decode.lease_steps,
-        )  # fmt: skip
-    return StepPlan(
-        message.step,
-        work,
-        release=tuple(message.release),
-        copies=tuple(
-            BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
-            for copy in message.copies
-        ),
-        admit=tuple(
-            Admission(new.slot, new.request_id, tuple(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens,
-                      make_sampling(), tuple(tuple(blocks.block_ids) for blocks in new.blocks), sequence=new.sequence)
-            for new in message.admit
-        ),
-        grow=tuple(Growth(new.slot, new.group_id, tuple(new.block_ids)) for new in message.grow),
-    )  # fmt: skip
 
 
 @dataclass

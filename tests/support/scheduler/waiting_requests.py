@@ -5,13 +5,11 @@ import itertools
 from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.requests.request import Event, Request
-from scheduler_svc.requests.sampling import SamplingParams
+from scheduler_svc.requests.sampling import Sampling
+from tests.support.sampling_params import sampling_params
 
 _ARRIVALS = itertools.count()
-_SAMPLING = SamplingParams(
-    temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=8, stop_token_ids=frozenset(),
-    ignore_eos=False, logprobs=None,
-)  # fmt: skip
+_SAMPLING = Sampling(sampling_params(max_tokens=8))
 
 
 class _NoSink:

@@ -1,20 +1,21 @@
 """Constrained generation without a stack: a runner on SmolLM2 whose requests have grammars."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import tokenizers
 import torch
 
 from protos.errors import TriptychError
+from protos.steps import Decode, Prefill, SlotOutput
+from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import constrained
 from tests.support.worker.harness import Harness, load
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.model_files.demo_models import default_cache_dir
-from worker_svc.plans.step_plan import DecodeWork, Output, PrefillWork, Sampling
 
 SMOLLM2 = default_cache_dir() / "smollm2"
 VOCAB, END = 49152, 2
@@ -61,7 +62,7 @@ class Constrained(Harness):
         self,
         prompts: Sequence[str],
         specs: Sequence[Spec | None],
-        sampling: Sequence[Sampling],
+        sampling: Sequence[common_pb2.SamplingParams],
         max_tokens: int,
     ) -> list[tuple[list[int], TriptychError | None]]:
         """Output tokens of each request, up to its end token or ``max_tokens``, and why it failed, if it did."""
@@ -76,7 +77,7 @@ class Constrained(Harness):
         """Of each slot that runs, its tokens that are not computed."""
         ended: list[int] = []
 
-        def take(results: Sequence[Output]) -> None:
+        def take(results: Sequence[SlotOutput]) -> None:
             for result in results:
                 slot = result.slot
                 if result.error is not None:
@@ -91,12 +92,11 @@ class Constrained(Harness):
 
         for slot, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
             ids = tokenizer().encode(prompt).ids
-            admission = replace(
-                self.admit(slot, ids, sampling[slot]), structured=spec, num_prompt_tokens=len(ids)
-            )
+            params = constrained(sampling[slot], spec.kind, spec.text) if spec else sampling[slot]
+            admission = self.admit(slot, ids, params, num_prompt_tokens=len(ids))
             assert len(ids) <= self.geometry.chunk
             self.num_chunks += 1
-            take(self.run(admit=[admission], work=PrefillWork(slot, 0, len(ids), sample=True)))
+            take(self.run(admit=[admission], work=Prefill(slot, 0, len(ids), sample=True)))
             self.lengths[slot] = len(ids)
         while open_:
             jumped = [slot for slot, left in open_.items() if left > 1]
@@ -106,7 +106,7 @@ class Constrained(Harness):
                 assert left <= self.geometry.chunk
                 self.num_chunks += 1
                 self.lengths[slot] += left
-                take(self.run(work=PrefillWork(slot, start, left, sample=True)))
+                take(self.run(work=Prefill(slot, start, left, sample=True)))
                 continue
             slots = sorted(open_)
             self.num_decodes += 1
@@ -114,6 +114,6 @@ class Constrained(Harness):
             positions = [self.lengths[slot] for slot in slots]
             for slot in slots:
                 self.lengths[slot] += 1
-            take(self.run(work=DecodeWork(slots, positions, bucket)))
+            take(self.run(work=Decode(slots, positions, bucket)))
         self.release(range(count))
         return list(zip(outputs, errors, strict=True))

@@ -8,29 +8,22 @@ from typing import Any
 
 import torch
 
+from protos.steps import Admission, Decode, Growth, Prefill, SlotOutput, StepPlan
+from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import sampling_params
 from worker_svc.devices import Device, DeviceName, open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
-from worker_svc.plans.step_plan import (
-    Admission,
-    DecodeWork,
-    Growth,
-    Logprobs,
-    Output,
-    Plan,
-    PrefillWork,
-    Sampling,
-)
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.engine import VllmModel
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = sampling_params(temperature=0.0)
 FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
 """Whether to run the long form of the tests on real models: every model, type and mode instead of those most likely to differ."""
 _MODELS: dict[tuple[Path, Dtype, bool], VllmModel] = {}
@@ -107,16 +100,16 @@ class Harness:
         self.lengths: dict[int, int] = {}
         """Computed tokens by slot."""
 
-    def run(self, **fields: object) -> list[Output]:
+    def run(self, **fields: object) -> list[SlotOutput]:
         """Executes one plan."""
         self._step += 1
-        return self.runner.execute(Plan(self._step, **fields))  # type: ignore[arg-type]
+        return self.runner.execute(StepPlan(self._step, **fields))  # type: ignore[arg-type]
 
     def admit(
         self,
         slot: int,
         token_ids: Sequence[int],
-        sampling: Sampling = GREEDY,
+        sampling: common_pb2.SamplingParams = GREEDY,
         computed: int = 0,
         **fields: Any,
     ) -> Admission:
@@ -132,27 +125,29 @@ class Harness:
         }
         return Admission(slot, token_ids, computed, sampling, blocks, **fields)
 
-    def prefill(self, slot: int, token_ids: Sequence[int], sampling: Sampling = GREEDY) -> Output:
+    def prefill(
+        self, slot: int, token_ids: Sequence[int], sampling: common_pb2.SamplingParams = GREEDY
+    ) -> SlotOutput:
         """Admits a request and runs all of its chunks; returns the first sampled token, with what all of them say of the prompt."""
         admission = [self.admit(slot, token_ids, sampling)]
         chunk = self.geometry.chunk
-        outputs: list[Output] = []
-        told: list[Logprobs] = []
+        outputs: list[SlotOutput] = []
+        told: list[common_pb2.TokenLogprobs] = []
         for start in range(0, len(token_ids), chunk):
             count = min(chunk, len(token_ids) - start)
             last = start + count == len(token_ids)
-            outputs = self.run(admit=admission, work=PrefillWork(slot, start, count, last))
+            outputs = self.run(admit=admission, work=Prefill(slot, start, count, last))
             admission = []
             told += [entry for each in outputs for entry in each.prompt_logprobs]
         self.lengths[slot] = len(token_ids)
         (output,) = outputs
         return replace(output, prompt_logprobs=told)
 
-    def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[Output]:
+    def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[SlotOutput]:
         """One token for each slot."""
         positions = [self.lengths[slot] for slot in slots]
         size = bucket or next(size for size in self.geometry.decode_buckets if size >= len(slots))
-        outputs = self.run(work=DecodeWork(slots, positions, size))
+        outputs = self.run(work=Decode(slots, positions, size))
         for slot in slots:
             self.lengths[slot] += 1
         return outputs
@@ -161,10 +156,10 @@ class Harness:
         self,
         prompts: Sequence[Sequence[int]],
         num_tokens: int,
-        sampling: Sampling | Sequence[Sampling] = GREEDY,
-    ) -> list[list[Output]]:
+        sampling: common_pb2.SamplingParams | Sequence[common_pb2.SamplingParams] = GREEDY,
+    ) -> list[list[SlotOutput]]:
         """``num_tokens`` new tokens for each prompt, all of them decoded in one batch; frees the slots."""
-        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        each = [sampling] * len(prompts) if isinstance(sampling, common_pb2.SamplingParams) else sampling
         results = [[self.prefill(slot, prompt, each[slot])] for slot, prompt in enumerate(prompts)]
         slots = range(len(prompts))
         for _ in range(num_tokens - 1):
@@ -179,7 +174,7 @@ class Harness:
         self._next_block = 1
 
 
-def tokens_of(outputs: Sequence[Output]) -> list[int]:
+def tokens_of(outputs: Sequence[SlotOutput]) -> list[int]:
     """All token ids, in order."""
     return [token for output in outputs for token in output.token_ids]
 

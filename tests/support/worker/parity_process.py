@@ -14,20 +14,21 @@ from pathlib import Path
 
 import torch
 
+from protos.steps import SlotOutput
 from tests.support.paths import ROOT
 from tests.support.reference import Reference
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.devices.rbln import RblnDevice
 from worker_svc.plans.geometry import GroupKind
-from worker_svc.plans.step_plan import Output, Sampling
 from worker_svc.settings import Backend
 
 BUCKETS = (1, 2, 4, 8)
 ROWS = {1: 1, 2: 1, 4: 3, 8: 5}
 """Real rows of each bucket's steps; but for the first one, some of every bucket are padding."""
 STEPS = 2
-REPORTED = Sampling(temperature=0.0, logprobs=20)
+REPORTED = sampling_params(temperature=0.0, logprobs=20)
 # Between float32 results of two orders of summation.
 TOLERANCE = 1e-3
 _ROOT = ROOT
@@ -70,7 +71,7 @@ def run(job: Job) -> list[Answer]:
         memory.fill_(torch.nan)
     # The row that padding reads, and those of slots that nobody has: some token of the vocabulary, whichever.
     harness.runner._batch._tokens.fill_(77)
-    outputs: dict[int, list[Output]] = {}
+    outputs: dict[int, list[SlotOutput]] = {}
     # Not side by side, so that rows and slots differ.
     slots = [slot % max(BUCKETS) for slot in range(1, 3 * len(job.prompts), 3)]
     for slot, prompt in zip(slots, job.prompts, strict=True):
@@ -123,7 +124,7 @@ def _open(job: Job) -> Device:
     )
 
 
-def _answer(outputs: Sequence[Output]) -> Answer:
+def _answer(outputs: Sequence[SlotOutput]) -> Answer:
     tokens = [token for output in outputs for token in output.token_ids]
     reports = [report for output in outputs for report in output.logprobs]
     top = [dict(zip(map(str, report.top_token_ids), report.top_logprobs, strict=True)) for report in reports]

@@ -1,12 +1,13 @@
-"""Sampling without a model: slots filled with requests, tokens drawn of given logits, and what they should be by the definitions."""
+"""common_pb2.SamplingParams without a model: slots filled with requests, tokens drawn of given logits, and what they should be by the definitions."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from worker_svc.plans.step_plan import Admission, Sampling
+from protos.steps import Admission
+from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import changed
 from worker_svc.sampling.sampler import sample
 from worker_svc.sampling.state import SamplingState, SamplingVocabulary
 
@@ -14,7 +15,11 @@ LONGEST = 64
 
 
 def request(
-    slot: int, sampling: Sampling, prompt: Sequence[int] = (0,), output: Sequence[int] = (), sequence: int = 0
+    slot: int,
+    sampling: common_pb2.SamplingParams,
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+    sequence: int = 0,
 ) -> Admission:
     """A request that has sampled ``output`` already."""
     return Admission(
@@ -70,14 +75,14 @@ def choose(
 
 def draw_many(
     logits: torch.Tensor,
-    sampling: Sampling,
+    sampling: common_pb2.SamplingParams,
     count: int,
     prompt: Sequence[int] = (0,),
     output: Sequence[int] = (),
 ) -> torch.Tensor:
     """The same draw under seeds 0 .. count - 1, int64 [count]; ``logits`` are [vocab]."""
     slots = min(count, 500)
-    each = [request(slot, replace(sampling, seed=slot), prompt, output) for slot in range(slots)]
+    each = [request(slot, changed(sampling, seed=slot), prompt, output) for slot in range(slots)]
     state = make_state(each, logits.shape[0])
     lengths = [len(prompt) + len(output)] * slots
     drawn = [choose(state, logits.expand(slots, -1), lengths)]
@@ -107,7 +112,7 @@ def chi_square_p(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 def expected_logits(
     logits: torch.Tensor,
-    sampling: Sampling,
+    sampling: common_pb2.SamplingParams,
     prompt: Sequence[int],
     output: Sequence[int],
     ends: Sequence[int] = (),
@@ -117,7 +122,7 @@ def expected_logits(
     for token in range(len(found)):
         if sampling.allowed_token_ids and token not in sampling.allowed_token_ids:
             found[token] = -math.inf
-    for word in sampling.bad_words:
+    for word in (each.token_ids for each in sampling.bad_words):
         begun = len(word) - 1
         if begun <= len(output) and list(output[len(output) - begun :]) == list(word[:-1]):
             found[word[-1]] = -math.inf
@@ -139,7 +144,7 @@ def expected_logits(
     return found
 
 
-def expected_probabilities(logits: Sequence[float], sampling: Sampling) -> torch.Tensor:
+def expected_probabilities(logits: Sequence[float], sampling: common_pb2.SamplingParams) -> torch.Tensor:
     """What one row is drawn from, float64 [vocab], by the definitions: temperature, ``min_p``, ``top_k``, ``top_p``."""
     scaled = torch.tensor(logits, dtype=torch.float64) / sampling.temperature
     weights = scaled.softmax(-1)

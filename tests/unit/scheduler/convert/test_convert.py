@@ -1,23 +1,23 @@
 """Between protocol and domain: what arrives is complete and safe, what leaves says what was meant."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from protos.errors import Internal
+from protos.step_messages import plan_to_proto
+from protos.steps import Admission, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.convert.events import event_to_proto, events_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.model import description_from_proto, files_to_proto
-from scheduler_svc.convert.plans import plan_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
-from scheduler_svc.replica.step_plan import Admission, Decode, Growth, StepPlan
-from scheduler_svc.requests.request import Event, FinishReason, Logprobs
+from scheduler_svc.requests.request import Event, FinishReason
 from scheduler_svc.workers import model_files
 from scheduler_svc.workers.model_files import FileReceiver, describe_served
+from tests.support.sampling_params import token_logprobs
 
 
 def request(**sampling: object) -> inference_pb2.GenerateRequest:
@@ -25,27 +25,32 @@ def request(**sampling: object) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=parameters)
 
 
-def test_what_a_client_leaves_open_is_filled_once() -> None:
-    """Temperature 1, no filters, an id and a seed of the scheduler's own."""
+def test_the_scheduler_fills_in_an_id_and_a_seed() -> None:
+    """Two requests without either get different ones; everything else stays unset."""
     one, two = submission_from_proto(request()), submission_from_proto(request())
-    assert (one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) == (1.0, 1.0, 0)
     assert one.request_id != two.request_id
-    assert one.sampling.seed != two.sampling.seed
-    assert one.sampling_fields == frozenset()
+    assert one.sampling.params.seed != two.sampling.params.seed
+    assert [field.name for field, _ in one.sampling.params.ListFields()] == ["seed"]
 
 
-@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 0.0])
-def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
-    """Logits divided by next to nothing are infinite."""
-    assert submission_from_proto(request(temperature=temperature)).sampling.temperature == 0
+def test_a_seed_of_zero_is_kept() -> None:
+    """An explicit zero differs from an absent field."""
+    assert submission_from_proto(request(seed=0)).sampling.params == common_pb2.SamplingParams(seed=0)
 
 
-def test_an_explicit_zero_is_not_a_default() -> None:
-    """Proto3's optional fields are told apart from absent ones."""
-    submission = submission_from_proto(request(temperature=0, seed=0))
-    assert submission.sampling.temperature == 0
-    assert submission.sampling.seed == 0
-    assert submission.sampling_fields == {"temperature", "seed"}
+def test_sampling_parameters_reach_the_worker_as_the_client_sent_them() -> None:
+    """Each field of the schema passes the scheduler unopened, new ones included."""
+    sent = common_pb2.SamplingParams(
+        temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[3, 5], ignore_eos=True,
+        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={4: 2.0}, allowed_token_ids=[1, 2],
+        bad_words=[common_pb2.TokenSequence(token_ids=[6, 7])], logprobs=3, prompt_logprobs=2,
+        structured_output=common_pb2.StructuredOutput(regex="a+"),
+    )  # fmt: skip
+    assert {field.name for field, _ in sent.ListFields()} == set(sent.DESCRIPTOR.fields_by_name)
+    submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=sent))
+    admission = Admission(0, (1, 2), 0, submission.sampling.params, {0: (3,)})
+    (told,) = plan_to_proto(StepPlan(1, admit=(admission,))).admit
+    assert told.sampling == sent
 
 
 def test_an_event_carries_prompt_statistics_only_once() -> None:
@@ -59,7 +64,7 @@ def test_an_event_carries_prompt_statistics_only_once() -> None:
 
 def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
     """All three survive."""
-    entry = Logprobs(-0.5, 2, ((7, -0.25), (5, -0.5)))
+    entry = token_logprobs(-0.5, 2, (7, -0.25), (5, -0.5))
     message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
     assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
     assert list(message.logprobs[0].top_token_ids) == [7, 5]
@@ -67,8 +72,11 @@ def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
 
 def test_a_step_of_many_events_is_several_messages() -> None:
     """Each is one that any client takes, however much one of the events says; nothing is lost, doubled or out of order."""
-    entry = Logprobs(-0.5, 70_000, tuple((150_000 + token, -0.25) for token in range(20)))
-    prompt = tuple(replace(entry, rank=rank) for rank in range(1, 9000))
+    entry = token_logprobs(-0.5, 70_000, *((150_000 + token, -0.25) for token in range(20)))
+    prompt = [
+        token_logprobs(-0.5, rank, *((150_000 + token, -0.25) for token in range(20)))
+        for rank in range(1, 9000)
+    ]
     events: list[Event | tuple[str, int]] = [(f"{'t' * 120}{number}", number) for number in range(9000)]
     events[4000:4000] = [
         Event("r", prompt_logprobs=prompt, first=True, num_prompt_tokens=9000),
@@ -85,33 +93,6 @@ def test_a_step_of_many_events_is_several_messages() -> None:
     assert of_r == list(range(4000, 4000 + len(of_r)))
     assert told[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
     assert len(list(events_to_proto(events[:3]))) == 1
-
-
-def test_every_sampling_field_reaches_the_worker() -> None:
-    """Whatever the schema has, a worker is told as it was sent; a field that is added and forgotten on the way is found here."""
-    sent = common_pb2.SamplingParams(
-        temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[3, 5], ignore_eos=True,
-        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={4: 2.0}, allowed_token_ids=[1, 2],
-        bad_words=[common_pb2.TokenSequence(token_ids=[6, 7])], logprobs=3, prompt_logprobs=2,
-        structured_output=common_pb2.StructuredOutput(regex="a+"),
-    )  # fmt: skip
-    assert {field.name for field, _ in sent.ListFields()} == set(sent.DESCRIPTOR.fields_by_name)
-    submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=sent))
-    admission = Admission(0, "r", (1, 2), 2, 0, submission.sampling, ((3,),))
-    # What the client asked for at most is made exact where the request is admitted.
-    (told,) = plan_to_proto(StepPlan(1, None, admit=(admission,))).admit
-    told.sampling.max_tokens = sent.max_tokens
-    assert told.sampling == sent
-
-
-def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
-    """Deltas: no token ids, no tables."""
-    plan = StepPlan(3, Decode((0, 2), (9, 4), 4), release=(1,), grow=(Growth(2, 0, (8,)),))
-    message = plan_to_proto(plan)
-    assert message.WhichOneof("work") == "decode"
-    assert list(message.decode.slots) == [0, 2]
-    assert message.ByteSize() < 40
-    assert message == worker_pb2.StepPlan.FromString(message.SerializeToString())
 
 
 def make_keys(count: int) -> tuple[bytes, ...]:

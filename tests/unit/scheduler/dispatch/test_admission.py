@@ -1,5 +1,7 @@
 """What the engine refuses, with which error and which words."""
 
+from dataclasses import replace
+
 import pytest
 
 from protos.errors import (
@@ -26,12 +28,12 @@ from tests.support.scheduler.factories import (
 @pytest.mark.parametrize(
     ("submission", "error", "message"),
     [
-        (make_submission([97]), InvalidArgument, "token id 97 is not in the vocabulary of 97"),
+        (make_submission([97]), InvalidArgument, "token id 97; this model's ids end at 96"),
         (make_submission([5], resumed=[500]), InvalidArgument, "token id 500"),
         (make_submission([5] * 64), ContextExceeded, "the prompt has 64 tokens and the context holds 64"),
         (make_submission([5] * 60, max_tokens=5), ContextExceeded, "ask for at most 4"),
         (make_submission(max_tokens=2, resumed=[5, 6]), InvalidArgument, "all of max_tokens=2 were received"),
-        (make_submission(fields=frozenset({"temperature", "min_p"})), Unsupported, "min_p is not supported"),
+        (make_submission(min_p=0.5), Unsupported, "min_p is not supported"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(
@@ -39,6 +41,8 @@ def test_a_request_that_cannot_be_served_is_refused(
 ) -> None:
     """At once, with a message that says what to change."""
     rig = make_rig()
+    assert rig.engine.model is not None
+    rig.engine.model = replace(rig.engine.model, sampling_fields=frozenset({"temperature"}))
     with pytest.raises(error, match=message):
         rig.submit(submission)
     assert rig.step() is None

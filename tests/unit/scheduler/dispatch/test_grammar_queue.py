@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import InvalidArgument, Overloaded, Unavailable
+from protos.steps import SlotOutput, StepResult
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import SlotOutput, StepResult
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import FinishReason, RequestState
 from scheduler_svc.requests.sampling import Grammar
@@ -19,17 +19,19 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
+    make_grammar,
     make_rig,
     make_sampling,
     make_submission,
+    with_grammar,
 )
 
-A, B = Grammar(b"a"), Grammar(b"b")
+A, B = make_grammar("a"), make_grammar("b")
 
 
 def constrained(request_id: str, grammar: Grammar = A, prompt: Sequence[int] = (5, 6, 7)) -> Submission:
     plain = make_submission(prompt, request_id=request_id)
-    return replace(plain, sampling=replace(plain.sampling, grammar=grammar))
+    return replace(plain, sampling=with_grammar(plain.sampling, grammar))
 
 
 def asked(rig: Rig, name: str = "replica-0") -> list[Grammar]:
@@ -202,7 +204,7 @@ def test_a_grammar_overrules_min_tokens_for_the_models_end_tokens_alone(models_o
         rig.engine.model = replace(model, eos_token_ids=frozenset({whole[3]}))
     asked(rig)
     sampling = make_sampling(stop_token_ids=[] if models_own else [whole[3]], min_tokens=6)
-    sink = rig.submit(make_submission(sampling=replace(sampling, grammar=A)))
+    sink = rig.submit(make_submission(sampling=with_grammar(sampling, A)))
     rig.engine.grammar_compiled("replica-0", A)
     rig.run()
     assert sink.tokens == (whole[:4] if models_own else whole)

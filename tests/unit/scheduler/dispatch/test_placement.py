@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from protos.errors import Internal
+from protos.steps import StepResult
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.step_plan import StepResult
 from scheduler_svc.shapes.geometry import Geometry
 from tests.support.scheduler.factories import (
     FULL,

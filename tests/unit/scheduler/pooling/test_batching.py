@@ -2,9 +2,9 @@
 
 import pytest
 
+from protos.steps import PoolShape
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.pooling.batching import PoolQueue, choose_batch
-from scheduler_svc.shapes.pool_shapes import PoolShape
 from tests.support.scheduler.factories import make_request
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from protos.errors import Internal
-from scheduler_svc.replica.step_plan import Decode, StepPlan, StepResult
+from protos.steps import Decode, StepPlan, StepResult
 from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
 
 BLOCK = 8

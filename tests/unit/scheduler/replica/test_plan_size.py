@@ -5,35 +5,36 @@ from dataclasses import replace
 
 import pytest
 
+from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from protos.step_messages import plan_to_proto
+from protos.steps import StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import MAX_MESSAGE_BYTES
-from scheduler_svc.convert.plans import plan_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
-from scheduler_svc.convert.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from scheduler_svc.replica.plan_builder import MAX_ADMITTED_BYTES
-from scheduler_svc.replica.step_plan import StepPlan
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.sampling import BYTES_PER_ID, Grammar
+from scheduler_svc.requests.sampling import Sampling
 from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,
     make_geometry,
+    make_grammar,
     make_rig,
     make_sampling,
     make_submission,
+    with_grammar,
 )
 
 VOCABULARY = 262_144
 PROMPT = tuple(range(20, 51))
 # Of these a plan takes three.
-HEAVY = Grammar(b"x" * (MAX_ADMITTED_BYTES * 3 // 10))
+HEAVY = make_grammar("x" * (MAX_ADMITTED_BYTES * 3 // 10))
 
 
 def roomy(slots: int = 32) -> Rig:
     rig = make_rig(make_geometry(max_num_seqs=slots, buckets=(slots,)), num_blocks=600)
     assert rig.engine.model is not None
-    fields = frozenset({"temperature", "allowed_token_ids", "bad_words"})
-    rig.engine.model = replace(rig.engine.model, vocab_size=VOCABULARY, sampling_fields=fields)
+    rig.engine.model = replace(rig.engine.model, vocab_size=VOCABULARY)
     return rig
 
 
@@ -43,7 +44,7 @@ def heavy(request_id: str, prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, pri
         request_id=request_id,
         n=n,
         priority=priority,
-        sampling=replace(make_sampling(), grammar=HEAVY),
+        sampling=with_grammar(make_sampling(), HEAVY),
     )
 
 
@@ -81,9 +82,9 @@ def test_sequences_of_a_request_share_one_object_of_parameters() -> None:
     rig = make_rig()
     rig.submit(make_submission(n=4, sampling=make_sampling(prompt_logprobs=0)))
     admitted = [admission for plan in rig.run() for admission in plan.admit]
-    assert admitted[0].sampling.prompt_logprobs == 0
+    assert admitted[0].sampling.HasField("prompt_logprobs")
     assert len({id(admission.sampling) for admission in admitted[1:]}) == 1
-    assert admitted[1].sampling.prompt_logprobs is None
+    assert not admitted[1].sampling.HasField("prompt_logprobs")
     told = plan_to_proto(StepPlan(1, None, admit=tuple(admitted))).admit
     assert [one.sampling.HasField("prompt_logprobs") for one in told] == [True, False, False, False]
 
@@ -92,24 +93,24 @@ def test_sequences_of_a_request_share_one_object_of_parameters() -> None:
     "sampling",
     [
         make_sampling(),
-        replace(make_sampling(), allowed_token_ids=tuple(range(150_000, 151_000))),
-        replace(make_sampling(), bad_words=((200_000,),) * 1000),
-        replace(make_sampling(), bad_words=(tuple(range(200_000, 200_256)),) * 30),
-        replace(make_sampling(), logit_bias=tuple((200_000 + token, 0.5) for token in range(1000))),
-        replace(make_sampling(stop_token_ids=range(200_000, 201_000)), seed=2**63 - 1),
-        replace(make_sampling(), grammar=Grammar(common_pb2.StructuredOutput(regex="é" * 5000).SerializeToString())),
+        make_sampling(allowed_token_ids=tuple(range(150_000, 151_000))),
+        make_sampling(bad_words=((200_000,),) * 1000),
+        make_sampling(bad_words=(tuple(range(200_000, 200_256)),) * 30),
+        make_sampling(logit_bias=dict.fromkeys(range(200_000, 201_000), 0.5)),
+        make_sampling(stop_token_ids=range(200_000, 201_000), seed=2**63 - 1),
+        with_grammar(make_sampling(), make_grammar("é" * 5000)),
     ],
 )  # fmt: skip
-def test_a_request_weighs_at_least_its_bytes_on_the_wire(sampling: object) -> None:
+def test_a_request_weighs_at_least_its_bytes_on_the_wire(sampling: Sampling) -> None:
     """And not many times as much."""
     rig = roomy()
-    submission = make_submission(range(200_000, 200_040), request_id="r" * 128, sampling=sampling)  # type: ignore[arg-type]
+    submission = make_submission(range(200_000, 200_040), request_id="r" * 128, sampling=sampling)
     rig.submit(submission)
     rig.engine.grammar_compiled("replica-0", submission.sampling.grammar or HEAVY)
     plan = rig.step()
     assert plan is not None
     size = plan_to_proto(plan).admit[0].ByteSize()
-    weight = submission.sampling.weight + BYTES_PER_ID * 40
+    weight = submission.sampling.num_bytes + 4 * 40
     assert size <= weight <= 3 * size + 600
 
 
@@ -127,8 +128,8 @@ def test_who_is_turned_away_comes_with_the_plans_after() -> None:
 def test_a_plan_takes_one_whatever_it_weighs() -> None:
     """Else it would never run."""
     rig = roomy()
-    grammar = Grammar(b"x" * (MAX_ADMITTED_BYTES + 1))
-    sink = rig.submit(make_submission(sampling=replace(make_sampling(), grammar=grammar)))
+    grammar = make_grammar("x" * (MAX_ADMITTED_BYTES + 1))
+    sink = rig.submit(make_submission(sampling=with_grammar(make_sampling(), grammar)))
     rig.engine.grammar_compiled("replica-0", grammar)
     rig.run()
     assert sink.tokens == expected_tokens((5, 6, 7), 8)

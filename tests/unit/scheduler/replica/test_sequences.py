@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument, Overloaded
+from protos.steps import Prefill, SlotOutput, StepResult
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.step_plan import Prefill, SlotOutput, StepResult
-from scheduler_svc.requests.request import Event, FinishReason, Logprobs, SequenceGroup
+from scheduler_svc.requests.request import Event, FinishReason, SequenceGroup
 from scheduler_svc.requests.sequence_group import Resumed
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from tests.support.sampling_params import token_logprobs
 from tests.support.scheduler.factories import (
     FULL,
     ListSink,
@@ -325,20 +326,20 @@ def test_what_is_said_of_the_prompt_is_said_once() -> None:
     """Only the sequence that computes the prompt is asked for its log-probabilities, and they come before its tokens."""
     rig = make_rig()
     sink = rig.submit(make_submission(PROMPT, n=2, sampling=make_sampling(prompt_logprobs=1)))
-    entries = tuple(Logprobs(-1.0, 1, ((5, -1.0),)) for _ in PROMPT[1:])
+    entries = tuple(token_logprobs(-1.0, 1, (5, -1.0)) for _ in PROMPT[1:])
     asked = []
     while True:
         rig.engine.dispatch()
         if (plan := rig.scheduler.step()) is None:
             break
-        asked += [(one.sequence, one.sampling.prompt_logprobs) for one in plan.admit]
+        asked += [(one.sequence, one.sampling.HasField("prompt_logprobs")) for one in plan.admit]
         result = rig.device.run(plan)
         work = plan.work
         if isinstance(work, Prefill) and work.start + work.num_tokens == len(PROMPT) - 1:
             result = StepResult(plan.step, outputs=(SlotOutput(work.slot, (), prompt_logprobs=entries),))
         rig.scheduler.update(result)
     assert [event.prompt_logprobs for event in sink.events if event.prompt_logprobs] == [entries]
-    assert asked == [(0, 1), (1, None)]
+    assert asked == [(0, True), (1, False)]
     assert sink.events[0] == Event(
         "r", first=True, num_prompt_tokens=31, prompt_logprobs=entries, queue_s=sink.events[0].queue_s
     )
@@ -351,7 +352,7 @@ def test_log_probabilities_of_a_prompt_are_told_once(preempted_at: int | None) -
     rig = make_rig(make_geometry(chunk=4, block_size=4))
     prompt = PROMPT[:9]
     sink = rig.submit(make_submission(prompt, sampling=make_sampling(prompt_logprobs=0), max_tokens=2))
-    entries = tuple(Logprobs(-1.0, position, ()) for position in range(1, len(prompt)))
+    entries = tuple(token_logprobs(-1.0, position) for position in range(1, len(prompt)))
     chunks, preempts = 0, preempted_at is not None
     while True:
         rig.engine.dispatch()

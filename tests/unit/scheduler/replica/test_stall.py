@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from scheduler_svc.replica.step_plan import Decode, Prefill, StepPlan
+from protos.steps import Decode, Prefill, StepPlan
 from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
 
 RUNNING, LONG = 16, 4000

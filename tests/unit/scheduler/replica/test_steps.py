@@ -3,7 +3,7 @@
 import pytest
 
 from protos.errors import Internal
-from scheduler_svc.replica.step_plan import Decode, Prefill, SlotOutput, StepPlan, StepResult
+from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event, FinishReason
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (

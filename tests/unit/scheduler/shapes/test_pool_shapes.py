@@ -1,6 +1,7 @@
 """Static shapes of pooling models."""
 
-from scheduler_svc.shapes.pool_shapes import PoolShape, default_shapes, listed, shapes_of
+from protos.steps import PoolShape
+from scheduler_svc.shapes.pool_shapes import default_shapes, listed, shapes_of
 
 
 def shape(batch: int, prompt_len: int) -> PoolShape:

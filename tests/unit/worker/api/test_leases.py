@@ -2,20 +2,20 @@
 
 from typing import cast
 
+from protos.steps import Decode, SlotOutput, StepPlan
 from protos.triptych.v1 import worker_pb2
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.execution.worker import Worker
-from worker_svc.plans.step_plan import DecodeWork, Output, Plan
 
 
 class StubWorker:
     """Answers each decode step with the positions that it ran at."""
 
-    def execute(self, plan: Plan) -> list[Output]:
-        assert isinstance(plan.work, DecodeWork)
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+        assert isinstance(plan.work, Decode)
         return [
-            Output(slot, (position,))
+            SlotOutput(slot, (position,))
             for slot, position in zip(plan.work.slots, plan.work.positions, strict=True)
         ]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.steps import BlockCopy
 from worker_svc.devices import DeviceOptions, gathered, in_place, open_device
 from worker_svc.devices.base import AttentionInput, AttentionShape, InPlaceInput
 from worker_svc.devices.rbln import RblnDevice
 from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup, group_layers
-from worker_svc.plans.step_plan import BlockCopy
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCK = 6, 2, 32, 16, 64
 

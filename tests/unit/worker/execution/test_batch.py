@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from protos.errors import Internal
+from protos.steps import Admission, Decode, Growth, Prefill
+from tests.support.sampling_params import sampling_params
 from worker_svc.devices.base import AttentionInput, InPlaceInput
 from worker_svc.execution.batch import Batch
 from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
-from worker_svc.plans.step_plan import Admission, DecodeWork, Growth, PrefillWork, Sampling
 from worker_svc.sampling.state import SamplingVocabulary
 
 LAYERS = [
@@ -40,7 +41,7 @@ def sliding() -> Batch:
 def sliding_request(slot: int, tokens: int, computed: int, block: int) -> Admission:
     """A request with paged blocks for the longest sequence, and one block that slides."""
     blocks = {0: range(1 + 4 * slot, 5 + 4 * slot), 1: [block]}
-    return Admission(slot, range(tokens), computed, Sampling(temperature=0.0), blocks)
+    return Admission(slot, range(tokens), computed, sampling_params(temperature=0.0), blocks)
 
 
 def paged(step: object) -> AttentionInput:
@@ -58,13 +59,13 @@ def in_place(step: object) -> InPlaceInput:
 def request(slot: int = 0, tokens: int = 10, computed: int = 0, blocks: int = 3) -> Admission:
     """A request with token ids 100, 101, …; blocks 1, 2, … in group 0 and 11, 12, … in group 1."""
     ids = {0: range(1, 1 + blocks), 1: range(11, 11 + blocks)}
-    return Admission(slot, range(100, 100 + tokens), computed, Sampling(temperature=0.0), ids)
+    return Admission(slot, range(100, 100 + tokens), computed, sampling_params(temperature=0.0), ids)
 
 
 def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     """The second chunk of 10 tokens has two real tokens; the six padding tokens are written to block 0."""
     batch.admit(request(computed=8))
-    work = PrefillWork(0, 8, 2, sample=True)
+    work = Prefill(0, 8, 2, sample=True)
     batch.check(work)
     tokens, positions, (full, window) = batch.prefill_inputs(work)
     assert tokens.tolist() == [108, 109, 0, 0, 0, 0, 0, 0]
@@ -79,8 +80,8 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
 def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     """Rows follow the plan's order; padded rows are one token in the null block."""
     batch.admit(request(slot=2, tokens=6, computed=5))
-    batch.admit(Admission(0, range(200, 205), 4, Sampling(), {0: [7, 8], 1: [17, 18]}))
-    batch.check(DecodeWork((2, 0), (5, 4), 4))
+    batch.admit(Admission(0, range(200, 205), 4, sampling_params(), {0: [7, 8], 1: [17, 18]}))
+    batch.check(Decode((2, 0), (5, 4), 4))
     rows = torch.tensor([2, 0, batch.padding_row, batch.padding_row])
     tokens, positions, (full, _) = batch.decode_inputs(rows)
     assert tokens.tolist() == [105, 204, 0, 0]
@@ -94,15 +95,15 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
 def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
     """A sampled token stays in the batch, so the next plan does not send it."""
     batch.admit(request(tokens=8))
-    work = PrefillWork(0, 0, 8, sample=True)
+    work = Prefill(0, 0, 8, sample=True)
     batch.check(work)
     batch.advance_prefill(work, torch.tensor([42]))
-    batch.check(DecodeWork((0,), (8,), 1))
+    batch.check(Decode((0,), (8,), 1))
     rows = torch.tensor([0])
     assert batch.decode_inputs(rows)[0].tolist() == [42]
     batch.advance_rows(rows, torch.tensor([43]))
     batch.advance_decode((0,))
-    batch.check(DecodeWork((0,), (9,), 1))
+    batch.check(Decode((0,), (9,), 1))
     assert batch.decode_inputs(rows)[0].tolist() == [43]
 
 
@@ -111,7 +112,7 @@ def test_growth_appends(batch: Batch) -> None:
     batch.admit(request(tokens=4, blocks=1))
     batch.grow(Growth(0, 0, (9,)))
     batch.grow(Growth(0, 0, (8,)))
-    _, _, (full, window) = batch.prefill_inputs(PrefillWork(0, 0, 4, sample=True))
+    _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
     assert paged(full).block_table[0, :4].tolist() == [1, 9, 8, 0]
     assert paged(window).block_table[0, :4].tolist() == [11, 0, 0, 0]
 
@@ -122,29 +123,29 @@ def test_a_released_slot_is_free(batch: Batch) -> None:
     batch.release(0)
     batch.release(0)
     with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.check(PrefillWork(0, 0, 8, sample=False))
+        batch.check(Prefill(0, 0, 8, sample=False))
     batch.admit(request(tokens=3, blocks=1))
-    _, _, (full, _) = batch.prefill_inputs(PrefillWork(0, 0, 3, sample=True))
+    _, _, (full, _) = batch.prefill_inputs(Prefill(0, 0, 3, sample=True))
     assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (PrefillWork(0, 0, 4, sample=False), "2 of 10 computed"),
-        (PrefillWork(0, 2, 9, sample=True), "2 of 10 computed"),
-        (PrefillWork(0, 2, 8, sample=False), "must sample slot 0 at its last known token"),
-        (PrefillWork(0, 2, 4, sample=True), "must sample slot 0 at its last known token"),
-        (PrefillWork(1, 0, 4, sample=False), "slot 1, which is free"),
-        (DecodeWork((0,), (2,), 1), "2 of 10 computed"),
-        (DecodeWork((0,), (9,), 1), "position 9"),
-        (DecodeWork((0,), (9,), 3), "bucket of 3"),
-        (DecodeWork((0, 0), (9, 9), 2), "do not match"),
-        (DecodeWork((7,), (0,), 1), "slot 7"),
+        (Prefill(0, 0, 4, sample=False), "2 of 10 computed"),
+        (Prefill(0, 2, 9, sample=True), "2 of 10 computed"),
+        (Prefill(0, 2, 8, sample=False), "must sample slot 0 at its last known token"),
+        (Prefill(0, 2, 4, sample=True), "must sample slot 0 at its last known token"),
+        (Prefill(1, 0, 4, sample=False), "slot 1, which is free"),
+        (Decode((0,), (2,), 1), "2 of 10 computed"),
+        (Decode((0,), (9,), 1), "position 9"),
+        (Decode((0,), (9,), 3), "bucket of 3"),
+        (Decode((0, 0), (9, 9), 2), "do not match"),
+        (Decode((7,), (0,), 1), "slot 7"),
     ],
 )
 def test_work_that_contradicts_the_state_is_refused(
-    batch: Batch, work: PrefillWork | DecodeWork, message: str
+    batch: Batch, work: Prefill | Decode, message: str
 ) -> None:
     """Scheduler and worker must agree on what is computed; the refusal says what the worker knows."""
     batch.admit(request(computed=2))
@@ -156,7 +157,7 @@ def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
     """Tokens without a block would overwrite another request's memory."""
     batch.admit(request(tokens=8, blocks=1))
     with pytest.raises(Internal, match="too few for 8 tokens"):
-        batch.check(PrefillWork(0, 0, 8, sample=True))
+        batch.check(Prefill(0, 0, 8, sample=True))
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,8 @@ def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
         (request(tokens=33), "33 tokens"),
         (request(tokens=4, computed=4), "at least one must be left"),
         (request(blocks=9), "its table holds 8"),
-        (Admission(0, (1,), 0, Sampling(), {0: (20,)}), "block 20 of KV group 0, which has 20"),
-        (Admission(0, (1,), 0, Sampling(), {2: (1,)}), "KV group 2"),
+        (Admission(0, (1,), 0, sampling_params(), {0: (20,)}), "block 20 of KV group 0, which has 20"),
+        (Admission(0, (1,), 0, sampling_params(), {2: (1,)}), "KV group 2"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(batch: Batch, admission: Admission, message: str) -> None:
@@ -179,11 +180,11 @@ def test_requests_that_do_not_fit_are_refused(batch: Batch, admission: Admission
 def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
     """A refused request leaves no state behind."""
     with pytest.raises(Internal, match="block 20"):
-        batch.admit(Admission(0, range(5), 0, Sampling(), {0: (1, 2), 1: (11, 20)}))
+        batch.admit(Admission(0, range(5), 0, sampling_params(), {0: (1, 2), 1: (11, 20)}))
     with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.check(PrefillWork(0, 0, 5, sample=True))
+        batch.check(Prefill(0, 0, 5, sample=True))
     batch.admit(request(tokens=4, blocks=1))
-    _, _, (full, window) = batch.prefill_inputs(PrefillWork(0, 0, 4, sample=True))
+    _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
     assert [paged(step).block_table[0].tolist() for step in (full, window)] == [
         [block, 0, 0, 0, 0, 0, 0, 0] for block in (1, 11)
     ]
@@ -193,8 +194,8 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
 def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -> None:
     """With 11 tokens computed the next query attends to positions 4 to 11, so block 0 is behind the window."""
     blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
-    batch.admit(Admission(0, range(20), computed, Sampling(), blocks))
-    _, _, (_, window) = batch.prefill_inputs(PrefillWork(0, computed, 4, sample=False))
+    batch.admit(Admission(0, range(20), computed, sampling_params(), blocks))
+    _, _, (_, window) = batch.prefill_inputs(Prefill(0, computed, 4, sample=False))
     assert paged(window).block_table[0].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]
 
 
@@ -212,7 +213,7 @@ def test_a_visible_null_block_is_refused(
 ) -> None:
     """Positions that a query attends to must lie in the request's own blocks."""
     with pytest.raises(Internal, match="null block"):
-        batch.admit(Admission(0, range(12), computed, Sampling(), blocks))
+        batch.admit(Admission(0, range(12), computed, sampling_params(), blocks))
 
 
 def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
@@ -220,7 +221,7 @@ def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
     sliding.admit(sliding_request(0, 5, 0, block=3))
     sliding.admit(sliding_request(1, 20, 16, block=2))
     for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
-        work = PrefillWork(slot, start, count, sample=True)
+        work = Prefill(slot, start, count, sample=True)
         sliding.check(work)
         _, _, (_, window) = sliding.prefill_inputs(work)
         step = in_place(window)
@@ -235,7 +236,7 @@ def test_decode_of_an_in_place_window(sliding: Batch) -> None:
     """Rows below and above the window's length count correctly; padded rows are empty and in the null block."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.admit(sliding_request(2, 31, 30, block=1))
-    work = DecodeWork((2, 0), (30, 3), 4)
+    work = Decode((2, 0), (30, 3), 4)
     sliding.check(work)
     rows = torch.tensor([2, 0, sliding.padding_row, sliding.padding_row])
     step = in_place(sliding.decode_inputs(rows)[2][1])
@@ -250,13 +251,13 @@ def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
     sliding.admit(sliding_request(0, 4, 3, block=3))
     with pytest.raises(Internal, match="would get 2 blocks of group 1; its table holds 1"):
         sliding.grow(Growth(0, 1, (2,)))
-    sliding.admit(Admission(1, range(4), 0, Sampling(), {0: (5,)}))
+    sliding.admit(Admission(1, range(4), 0, sampling_params(), {0: (5,)}))
     with pytest.raises(Internal, match="slot 1 has 0 blocks of group 1"):
-        sliding.check(PrefillWork(1, 0, 4, sample=True))
+        sliding.check(Prefill(1, 0, 4, sample=True))
     with pytest.raises(Internal, match="null block"):
         sliding.admit(sliding_request(2, 31, 30, block=0))
     sliding.grow(Growth(1, 1, (2,)))
-    sliding.check(PrefillWork(1, 0, 4, sample=True))
+    sliding.check(Prefill(1, 0, 4, sample=True))
 
 
 def test_a_taken_slot_is_not_admitted_again(batch: Batch) -> None:

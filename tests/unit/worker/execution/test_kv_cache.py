@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from protos.steps import BlockCopy
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, group_layers
-from worker_svc.plans.step_plan import BlockCopy
 
 BLOCK = 32
 

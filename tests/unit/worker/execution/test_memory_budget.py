@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
+from protos.steps import PoolShape
 from worker_svc.devices.cpu import CpuDevice
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory, working_bytes
 from worker_svc.model_files.checkpoint import Checkpoint
@@ -19,7 +20,6 @@ from worker_svc.plans.geometry import (
     GroupKind,
     KvGroup,
     PoolGeometry,
-    PoolShape,
     group_layers,
 )
 from worker_svc.plans.model_description import ModelSize
@@ -169,7 +169,7 @@ def test_unknown_free_memory_needs_a_setting() -> None:
 
 def test_pooling_needs_memory_for_its_largest_step() -> None:
     """A pooling model has no cache; its largest shape must fit."""
-    geometry = PoolGeometry((PoolShape(1, 4096), PoolShape(64, 512)))
+    geometry = PoolGeometry((PoolShape(4096, 1), PoolShape(512, 64)))
     make_budget(8 * GIB).check_pooling(geometry)
     make_budget(None).check_pooling(geometry)
     with pytest.raises(

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from protos.errors import Internal
+from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
+from tests.support.sampling_params import sampling_params
 from worker_svc.devices.cuda import CudaDevice
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
-from worker_svc.plans.step_plan import Admission, BlockCopy, DecodeWork, Growth, Plan, PrefillWork, Sampling
 from worker_svc.sampling.state import SamplingVocabulary
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = sampling_params(temperature=0.0)
 VOCABULARY = 64
 GROUPS = group_layers(
     [AttentionLayer(name, 2, 1, 16, window, torch.float32) for name, window in (("full", 0), ("window", 8))],
@@ -91,9 +92,9 @@ def cleared(runner: Runner, name: str) -> list[int]:
 
 def test_fresh_blocks_are_cleared(runner: Runner) -> None:
     """New requests and grown ones get zeroed blocks, paged and in place."""
-    runner.execute(Plan(1, admit=[request(0, [5, 6])]))
+    runner.execute(StepPlan(1, admit=[request(0, [5, 6])]))
     assert (cleared(runner, "full"), cleared(runner, "window")) == ([1], [1])
-    runner.execute(Plan(2, grow=[Growth(0, 0, (7,))]))
+    runner.execute(StepPlan(2, grow=[Growth(0, 0, (7,))]))
     assert (cleared(runner, "full"), cleared(runner, "window")) == ([1, 7], [1])
 
 
@@ -101,21 +102,21 @@ def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
     """Copies run in order and before admissions, so a request can resume from a window that the same plan saved."""
     runner.cache.by_layer()["window"][2] = 7
     admission = Admission(0, range(1, 21), 4, GREEDY, {0: (3, 4), 1: (1,)})
-    runner.execute(Plan(1, copies=[BlockCopy(1, 2, 4, 8), BlockCopy(1, 4, 1, 8)], admit=[admission]))
+    runner.execute(StepPlan(1, copies=[BlockCopy(1, 2, 4, 8), BlockCopy(1, 4, 1, 8)], admit=[admission]))
     assert (cleared(runner, "full"), cleared(runner, "window")) == ([4], [])
     assert (runner.cache.by_layer()["window"][1] == 7).all()
 
 
 def test_a_refused_admission_fails_alone(runner: Runner) -> None:
     """The other requests are admitted and their step runs without the refused request."""
-    runner.execute(Plan(1, admit=[request(0, [5])], work=PrefillWork(0, 0, 1, sample=True)))
+    runner.execute(StepPlan(1, admit=[request(0, [5])], work=Prefill(0, 0, 1, sample=True)))
     bad = request(1, [7], blocks=(9, 2))
     outputs = runner.execute(
-        Plan(
+        StepPlan(
             2,
             admit=[bad, request(2, [9, 10], computed=1)],
             grow=[Growth(1, 0, (6,)), Growth(0, 0, (5,))],
-            work=DecodeWork((0, 1, 2), (1, 0, 1), 4),
+            work=Decode((0, 1, 2), (1, 0, 1), 4),
         )
     )
     assert [(each.slot, list(each.token_ids)) for each in outputs] == [(1, []), (0, [7]), (2, [11])]
@@ -123,16 +124,16 @@ def test_a_refused_admission_fails_alone(runner: Runner) -> None:
     assert "block 9 of KV group 0" in outputs[0].error.message
     # The slot is free, and the blocks that the plan granted it are untouched.
     assert 6 not in cleared(runner, "full")
-    (again,) = runner.execute(Plan(3, admit=[request(1, [7])], work=PrefillWork(1, 0, 1, sample=True)))
+    (again,) = runner.execute(StepPlan(3, admit=[request(1, [7])], work=Prefill(1, 0, 1, sample=True)))
     assert (again.slot, list(again.token_ids), again.error) == (1, [8], None)
 
 
-@pytest.mark.parametrize("work", [PrefillWork(1, 0, 1, sample=True), DecodeWork((1,), (0,), 1), None])
+@pytest.mark.parametrize("work", [Prefill(1, 0, 1, sample=True), Decode((1,), (0,), 1), None])
 def test_a_step_for_a_refused_request_alone_does_nothing(
-    runner: Runner, work: PrefillWork | DecodeWork | None
+    runner: Runner, work: Prefill | Decode | None
 ) -> None:
     """The step reports the refusal and runs nothing."""
-    (output,) = runner.execute(Plan(1, admit=[request(1, range(40))], work=work))
+    (output,) = runner.execute(StepPlan(1, admit=[request(1, range(40))], work=work))
     assert output.slot == 1
     assert isinstance(output.error, Internal)
 
@@ -140,4 +141,4 @@ def test_a_step_for_a_refused_request_alone_does_nothing(
 def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -> None:
     """Scheduler and worker disagree, so the whole step fails."""
     with pytest.raises(Internal, match="prefills tokens 1 to 2"):
-        runner.execute(Plan(1, admit=[request(0, [5, 6])], work=PrefillWork(0, 1, 1, sample=True)))
+        runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 1, 1, sample=True)))

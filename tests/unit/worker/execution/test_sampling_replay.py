@@ -6,7 +6,6 @@ neighbours. Real models in bfloat16 are held to it in ``tests/e2e``.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,9 @@ import torch
 import xgrammar
 
 from protos.errors import Internal
+from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan
+from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import changed, constrained, sampling_params
 from tests.unit.worker.execution.test_runner import GROUPS, PlainDevice
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
@@ -23,7 +25,6 @@ from worker_svc.grammars.spec import Spec
 from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions
 from worker_svc.plans.geometry import Geometry
-from worker_svc.plans.step_plan import Admission, DecodeWork, Logprobs, Output, Plan, PrefillWork, Sampling
 from worker_svc.sampling.state import SamplingVocabulary
 
 VOCAB = 300
@@ -136,21 +137,21 @@ class Table(Constraints):
         self._count += 1
 
 
-PLAIN = Sampling(temperature=0.0)
-REQUESTS: list[tuple[Sampling, list[int], str]] = [
-    (Sampling(seed=1), [5, 6, 7], ""),
-    (Sampling(seed=2, temperature=1.4, top_k=40, top_p=0.9, min_p=0.02), [1] * 11, ""),
-    (Sampling(seed=3, presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.3), [9, 8, 8], ""),
+PLAIN = sampling_params(temperature=0.0)
+REQUESTS: list[tuple[common_pb2.SamplingParams, list[int], str]] = [
+    (sampling_params(seed=1), [5, 6, 7], ""),
+    (sampling_params(seed=2, temperature=1.4, top_k=40, top_p=0.9, min_p=0.02), [1] * 11, ""),
+    (sampling_params(seed=3, presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.3), [9, 8, 8], ""),
     (PLAIN, [4, 4], ""),
-    (Sampling(seed=5, logit_bias={4: 3.0, 9: -9.0}, bad_words=((4,), (7, 9)), min_tokens=6, logprobs=2), list(range(20)), ""),
-    (Sampling(seed=6, allowed_token_ids=tuple(range(0, VOCAB, 3)), frequency_penalty=2.0, top_p=0.8), [2, 3], ""),
-    (Sampling(temperature=0.0, repetition_penalty=1.8, logprobs=1), [33, 34], ""),
-    (Sampling(seed=8, temperature=0.7, top_p=0.5, logprobs=0), [44], ""),
+    (sampling_params(seed=5, logit_bias={4: 3.0, 9: -9.0}, bad_words=((4,), (7, 9)), min_tokens=6, logprobs=2), list(range(20)), ""),
+    (sampling_params(seed=6, allowed_token_ids=tuple(range(0, VOCAB, 3)), frequency_penalty=2.0, top_p=0.8), [2, 3], ""),
+    (sampling_params(temperature=0.0, repetition_penalty=1.8, logprobs=1), [33, 34], ""),
+    (sampling_params(seed=8, temperature=0.7, top_p=0.5, logprobs=0), [44], ""),
     # Under grammars, which refuse most of what is drawn first: drawn again, or masked first where there are filters.
-    (Sampling(seed=9, logprobs=3), [51], "7 0 3 6"),
-    (Sampling(temperature=0.0, logprobs=3), [52], "40 39 1"),
-    (Sampling(seed=11, top_k=9, logit_bias={8: 2.0}, logprobs=1), [53], "5 4 3 2 1 0"),
-    (Sampling(seed=12, presence_penalty=2.0, min_tokens=4), [54], "30 0"),
+    (sampling_params(seed=9, logprobs=3), [51], "7 0 3 6"),
+    (sampling_params(temperature=0.0, logprobs=3), [52], "40 39 1"),
+    (sampling_params(seed=11, top_k=9, logit_bias={8: 2.0}, logprobs=1), [53], "5 4 3 2 1 0"),
+    (sampling_params(seed=12, presence_penalty=2.0, min_tokens=4), [54], "30 0"),
 ]  # fmt: skip
 
 
@@ -168,23 +169,23 @@ class Worker:
             self.runner.graphs.has = lambda signature: True  # type: ignore[method-assign]  # noqa: ARG005 - its name
         self.runner.warm_up(lambda *_: None)
         self.slots: dict[int, int] = {}
-        self.told: dict[int, list[Logprobs]] = {}
+        self.told: dict[int, list[common_pb2.TokenLogprobs]] = {}
         """Of each request, what was said of its tokens here."""
         self.step = 0
 
-    def run(self, **fields: Any) -> list[Output]:
+    def run(self, **fields: Any) -> list[SlotOutput]:
         self.step += 1
-        return self.runner.execute(Plan(self.step, **fields))
+        return self.runner.execute(StepPlan(self.step, **fields))
 
     def admit(self, index: int, known: list[int], slot: int) -> None:
         """Prefills what is known and appends the token that follows."""
         self.slots[index] = slot
         sampling, prompt, grammar = REQUESTS[index]
         admit = [admission(slot, known, sampling, grammar, prompt=len(prompt))]
-        outputs: list[Output] = []
+        outputs: list[SlotOutput] = []
         for start in range(0, len(known), SIZES.chunk):
             count = min(SIZES.chunk, len(known) - start)
-            outputs = self.run(admit=admit, work=PrefillWork(slot, start, count, start + count == len(known)))
+            outputs = self.run(admit=admit, work=Prefill(slot, start, count, start + count == len(known)))
             admit = []
         self._take({index: known}, outputs)
 
@@ -193,9 +194,9 @@ class Worker:
         slots = [self.slots[index] for index in known]
         bucket = next(size for size in SIZES.decode_buckets if size >= len(slots))
         positions = [len(each) - 1 for each in known.values()]
-        self._take(known, self.run(work=DecodeWork(tuple(slots), tuple(positions), bucket)))
+        self._take(known, self.run(work=Decode(tuple(slots), tuple(positions), bucket)))
 
-    def _take(self, known: dict[int, list[int]], outputs: list[Output]) -> None:
+    def _take(self, known: dict[int, list[int]], outputs: list[SlotOutput]) -> None:
         for (index, each), output in zip(known.items(), outputs, strict=True):
             each.extend(output.token_ids)
             self.told.setdefault(index, []).extend(output.logprobs)
@@ -205,16 +206,20 @@ class Worker:
 
 
 def admission(
-    slot: int, known: Sequence[int], sampling: Sampling, grammar: str = "", *, prompt: int | None = None
+    slot: int,
+    known: Sequence[int],
+    sampling: common_pb2.SamplingParams,
+    grammar: str = "",
+    *,
+    prompt: int | None = None,
 ) -> Admission:
     """A request with blocks of its slot."""
     return Admission(
-        slot, tuple(known), 0, sampling, {0: (1 + 2 * slot, 2 + 2 * slot), 1: (1 + slot,)}, num_prompt_tokens=prompt,
-        structured=Spec("regex", grammar) if grammar else None,
+        slot, tuple(known), 0, constrained(sampling, "regex", grammar) if grammar else sampling, {0: (1 + 2 * slot, 2 + 2 * slot), 1: (1 + slot,)}, num_prompt_tokens=prompt,
     )  # fmt: skip
 
 
-def alone(index: int) -> tuple[list[int], list[Logprobs]]:
+def alone(index: int) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
     """All tokens of a request that has a worker to itself, and what is said of those that were sampled."""
     worker, known = Worker(), list(REQUESTS[index][1])
     worker.admit(index, known, 0)
@@ -223,7 +228,9 @@ def alone(index: int) -> tuple[list[int], list[Logprobs]]:
     return known, worker.told[index]
 
 
-def assert_same(found: Sequence[Logprobs], expected: Sequence[Logprobs]) -> None:
+def assert_same(
+    found: Sequence[common_pb2.TokenLogprobs], expected: Sequence[common_pb2.TokenLogprobs]
+) -> None:
     """But for the order in which a row's probabilities are added up."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -290,18 +297,20 @@ def test_log_probabilities_are_those_of_the_model_under_a_grammar_too(captured: 
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("sampling", [PLAIN, Sampling(seed=3), Sampling(seed=3, top_k=5)])
-def test_nothing_is_left_between_a_grammar_and_other_parameters(sampling: Sampling, captured: bool) -> None:
+@pytest.mark.parametrize("sampling", [PLAIN, sampling_params(seed=3), sampling_params(seed=3, top_k=5)])
+def test_nothing_is_left_between_a_grammar_and_other_parameters(
+    sampling: common_pb2.SamplingParams, captured: bool
+) -> None:
     """It fails with what to change, in prefill and in a decode step, and is never given a token that it forbade; its neighbour goes on."""
     for start in (0, 8):  # the first or the second token is nowhere among those that both allow
         worker, known = Worker(captured=captured), [4, 4]
         worker.admit(3, known, 1)
-        nothing = replace(sampling, allowed_token_ids=(7, 8))
+        nothing = changed(sampling, allowed_token_ids=(7, 8))
         admit = [admission(0, (5,), nothing, f"100 {start} 0")]
-        (output,) = worker.run(admit=admit, work=PrefillWork(0, 0, 1, sample=True))
+        (output,) = worker.run(admit=admit, work=Prefill(0, 0, 1, sample=True))
         if start:
             assert (output.token_ids, output.error) == ((8,), None)
-            output, other = worker.run(work=DecodeWork((0, 1), (1, 2), 2))
+            output, other = worker.run(work=Decode((0, 1), (1, 2), 2))
             known.extend(other.token_ids)
         assert output.error is not None
         assert output.error.message.startswith("no token is left that both the grammar and")
@@ -317,12 +326,12 @@ def test_nothing_is_left_between_a_grammar_and_other_parameters(sampling: Sampli
 def test_a_grammar_forces_nothing_that_other_parameters_may_forbid(fields: dict[str, Any]) -> None:
     """Jump-ahead is left to requests that have no such parameters: a token that both leave no room for fails the request either way."""
     worker, grammar = Worker(), f"{VOCAB} 7 8"
-    (free,) = worker.run(admit=[admission(0, (5,), PLAIN, grammar)], work=PrefillWork(0, 0, 1, sample=True))
+    (free,) = worker.run(admit=[admission(0, (5,), PLAIN, grammar)], work=Prefill(0, 0, 1, sample=True))
     assert free.token_ids == (7, 8)
-    admit = [admission(1, (5,), Sampling(temperature=0.0, **fields), grammar)]
-    (output,) = worker.run(admit=admit, work=PrefillWork(1, 0, 1, sample=True))
+    admit = [admission(1, (5,), sampling_params(temperature=0.0, **fields), grammar)]
+    (output,) = worker.run(admit=admit, work=Prefill(1, 0, 1, sample=True))
     assert output.token_ids == (7,)
-    (output,) = worker.run(work=DecodeWork((1,), (1,), 1))
+    (output,) = worker.run(work=Decode((1,), (1,), 1))
     assert output.error is not None
     assert output.error.message.startswith("no token is left that both the grammar and")
 
@@ -343,8 +352,8 @@ def test_seeds_matter() -> None:
 def test_a_request_that_nothing_is_left_for_fails_alone() -> None:
     """Its neighbour goes on."""
     worker = Worker()
-    nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))
-    (output,) = worker.run(admit=[admission(0, (5,), nothing)], work=PrefillWork(0, 0, 1, sample=True))
+    nothing = sampling_params(allowed_token_ids=(7,), bad_words=((7,),))
+    (output,) = worker.run(admit=[admission(0, (5,), nothing)], work=Prefill(0, 0, 1, sample=True))
     assert output.error is not None
     assert output.error.message.startswith("no token is left to sample")
     known = [4, 4]
@@ -357,10 +366,10 @@ def test_it_does_so_beside_a_request_with_a_grammar_too(captured: bool) -> None:
     """Which is drawn again in the same step."""
     worker, known = Worker(captured=captured), list(REQUESTS[8][1])
     worker.admit(8, known, 1)
-    once = Sampling(seed=1, allowed_token_ids=(7,), bad_words=((7, 7),))
-    (first,) = worker.run(admit=[admission(0, (5,), once)], work=PrefillWork(0, 0, 1, sample=True))
+    once = sampling_params(seed=1, allowed_token_ids=(7,), bad_words=((7, 7),))
+    (first,) = worker.run(admit=[admission(0, (5,), once)], work=Prefill(0, 0, 1, sample=True))
     assert first.token_ids == (7,)
-    failed, other = worker.run(work=DecodeWork((0, 1), (1, 1), 2))
+    failed, other = worker.run(work=Decode((0, 1), (1, 1), 2))
     assert failed.error is not None
     assert failed.error.message.startswith("no token is left to sample")
     assert [*known, *other.token_ids] == alone(8)[0][:3]
@@ -369,8 +378,8 @@ def test_it_does_so_beside_a_request_with_a_grammar_too(captured: bool) -> None:
 def test_parameters_that_cannot_be_met_fail_their_request_alone() -> None:
     """Token ids beyond the vocabulary are refused at admission, by name."""
     worker = Worker()
-    admit = [admission(0, (5,), Sampling(logit_bias={VOCAB: 1.0}))]
-    (output,) = worker.run(admit=admit, work=PrefillWork(0, 0, 1, sample=True))
+    admit = [admission(0, (5,), sampling_params(logit_bias={VOCAB: 1.0}))]
+    (output,) = worker.run(admit=admit, work=Prefill(0, 0, 1, sample=True))
     assert output.error is not None
     assert output.error.param == "logit_bias"
     known = [4, 4]
@@ -384,12 +393,12 @@ def test_prompt_log_probabilities(length: int, output: tuple[int, ...]) -> None:
     """Each of the prompt's tokens but the first one has those of the logits before it, each with the chunk that these come from."""
     worker, model = Worker(), Noise()
     known = torch.tensor([*(token * 7 % VOCAB for token in range(length)), *output])
-    sampling = Sampling(temperature=0.0, prompt_logprobs=2)
+    sampling = sampling_params(temperature=0.0, prompt_logprobs=2)
     admit = [admission(0, known.tolist(), sampling, prompt=length)]
-    found: list[Logprobs] = []
+    found: list[common_pb2.TokenLogprobs] = []
     for start in range(0, len(known), SIZES.chunk):
         count = min(SIZES.chunk, len(known) - start)
-        outputs = worker.run(admit=admit, work=PrefillWork(0, start, count, start + count == len(known)))
+        outputs = worker.run(admit=admit, work=Prefill(0, start, count, start + count == len(known)))
         admit = []
         found += [entry for each in outputs for entry in each.prompt_logprobs]
         assert len(found) == min(start + count, length - 1)
@@ -400,11 +409,11 @@ def test_prompt_log_probabilities(length: int, output: tuple[int, ...]) -> None:
         assert entry.logprob == pytest.approx(float(row[known[index + 1]]), abs=1e-4)
         assert entry.rank == int((row > row[known[index + 1]]).sum()) + 1
         assert list(entry.top_token_ids) == row.topk(2).indices.tolist()
-    (again,) = worker.run(work=DecodeWork((0,), (len(known),), 1))
+    (again,) = worker.run(work=Decode((0,), (len(known),), 1))
     assert not again.prompt_logprobs
     # Whoever has the slot next did not ask for them.
     (other,) = worker.run(
-        release=(0,), admit=[admission(0, range(5), PLAIN)], work=PrefillWork(0, 0, 5, sample=True)
+        release=(0,), admit=[admission(0, range(5), PLAIN)], work=Prefill(0, 0, 5, sample=True)
     )
     assert not other.prompt_logprobs
 
@@ -424,7 +433,7 @@ def test_a_grammar_that_cannot_be_matched_fails_its_request_alone(monkeypatch: p
         lambda slot, spec, output: Matcher(grammar, (), output),  # noqa: ARG005 - their names
     )
     admit = [admission(0, (5, 6), PLAIN, "7 0"), admission(1, (4, 4), PLAIN)]
-    failed, other = worker.run(admit=admit, work=PrefillWork(1, 0, 2, sample=True))
+    failed, other = worker.run(admit=admit, work=Prefill(1, 0, 2, sample=True))
     assert isinstance(failed.error, Internal)
     assert "out of states" in failed.error.message
     assert [4, 4, *other.token_ids] == alone(3)[0][:3]
@@ -432,8 +441,8 @@ def test_a_grammar_that_cannot_be_matched_fails_its_request_alone(monkeypatch: p
 
 def test_a_fault_at_an_admission_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is, and however far the admission had come, the next request may have the slot."""
-    worker, work = Worker(), PrefillWork(0, 0, 2, sample=True)
-    asking = Sampling(temperature=0.0, prompt_logprobs=1)
+    worker, work = Worker(), Prefill(0, 0, 2, sample=True)
+    asking = sampling_params(temperature=0.0, prompt_logprobs=1)
     with monkeypatch.context() as patch:
         patch.setattr(worker.constraints, "admit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -445,6 +454,6 @@ def test_a_fault_at_an_admission_leaves_the_slot_free(monkeypatch: pytest.Monkey
     (output,) = worker.run(admit=[admission(0, (5, 6), PLAIN)], work=work)
     assert (len(output.token_ids), output.prompt_logprobs, output.error) == (1, (), None)
     # But who comes to a taken slot takes nothing from its owner.
-    (output,) = worker.run(admit=[admission(0, (5, 6), PLAIN, "7 0")], work=DecodeWork((0,), (2,), 1))
+    (output,) = worker.run(admit=[admission(0, (5, 6), PLAIN, "7 0")], work=Decode((0,), (2,), 1))
     assert isinstance(output.error, Internal)
-    assert worker.run(work=DecodeWork((0,), (2,), 1))[0].error is None
+    assert worker.run(work=Decode((0,), (2,), 1))[0].error is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protos.errors import InvalidArgument
-from protos.wire import MAX_GRAMMAR_BYTES
+from protos.limits import MAX_GRAMMAR_BYTES
 from worker_svc.grammars.lowering.regex import lower_regex
 from worker_svc.grammars.spec import Spec, lower
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.steps import Admission, Pool, PoolShape, Prefill, SlotOutput, StepPlan
+from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.devices import open_device
 from worker_svc.devices.base import AttentionShape, RowsInput
-from worker_svc.plans.geometry import PoolGeometry, PoolShape
+from worker_svc.plans.geometry import PoolGeometry
 from worker_svc.plans.model_description import PoolingDescription, PoolingMethod
-from worker_svc.plans.step_plan import Admission, Output, Plan, PoolWork, PrefillWork, Sampling
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.pooling.pooler import pool_rows
 
-SHAPES = (PoolShape(1, 4), PoolShape(3, 4), PoolShape(2, 8))
+SHAPES = (PoolShape(4, 1), PoolShape(4, 3), PoolShape(8, 2))
 POISON = 99
 
 
@@ -50,12 +51,12 @@ def make_runner(
 
 
 def admission(slot: int, tokens: list[int], *, normalize: bool | None = None) -> Admission:
-    return Admission(slot, tokens, 0, Sampling(), {}, normalize=normalize)
+    return Admission(slot, tokens, 0, sampling_params(), {}, pooling=pooling_params(normalize))
 
 
-def run(runner: PoolRunner, *prompts: list[int], shape: PoolShape = SHAPES[1]) -> list[Output]:
+def run(runner: PoolRunner, *prompts: list[int], shape: PoolShape = SHAPES[1]) -> list[SlotOutput]:
     admit = [admission(slot, prompt) for slot, prompt in enumerate(prompts)]
-    return runner.execute(Plan(1, admit=admit, work=PoolWork(range(len(prompts)), shape)))
+    return runner.execute(StepPlan(1, admit=admit, work=Pool(range(len(prompts)), shape)))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_a_request_overrides_the_models_normalization() -> None:
     runner = make_runner(normalize=True)
     choices = (None, False, True)
     admit = [admission(slot, [3, 3, 3], normalize=choice) for slot, choice in enumerate(choices)]
-    outputs = runner.execute(Plan(1, admit=admit, work=PoolWork((0, 1, 2), SHAPES[1])))
+    outputs = runner.execute(StepPlan(1, admit=admit, work=Pool((0, 1, 2), SHAPES[1])))
     lengths = [math.hypot(*output.pooled) for output in outputs]
     assert lengths == pytest.approx([1, math.hypot(3, 1), 1])
 
@@ -96,27 +97,27 @@ def test_slots_are_released_and_taken_again() -> None:
     """One plan can release a slot and admit another request to it."""
     runner = make_runner()
     run(runner, [1], [2])
-    plan = Plan(2, release=(0, 1), admit=[admission(0, [8])], work=PoolWork((0,), SHAPES[0]))
+    plan = StepPlan(2, release=(0, 1), admit=[admission(0, [8])], work=Pool((0,), SHAPES[0]))
     assert [list(output.pooled) for output in runner.execute(plan)] == [[8, 0]]
 
 
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (PoolWork((0,), PoolShape(7, 7)), "pools 1 slots in 7 x 7 tokens"),
-        (PoolWork((0, 1), SHAPES[0]), "pools 2 slots in 1 x 4 tokens"),
-        (PoolWork((0, 0), SHAPES[1]), "names a slot twice"),
-        (PoolWork((2,), SHAPES[1]), "slot 2, which is free"),
-        (PoolWork((1,), SHAPES[1]), "slot 1 has 5 tokens; a row holds 4"),
-        (PrefillWork(0, 0, 1, sample=True), "this is a pooling model"),
+        (Pool((0,), PoolShape(7, 7)), "pools 1 slots in 7 x 7 tokens"),
+        (Pool((0, 1), SHAPES[0]), "pools 2 slots in 1 x 4 tokens"),
+        (Pool((0, 0), SHAPES[1]), "names a slot twice"),
+        (Pool((2,), SHAPES[1]), "slot 2, which is free"),
+        (Pool((1,), SHAPES[1]), "slot 1 has 5 tokens; a row holds 4"),
+        (Prefill(0, 0, 1, sample=True), "this is a pooling model"),
     ],
 )
-def test_a_plan_that_does_not_fit_fails_whole(work: PoolWork | PrefillWork, text: str) -> None:
+def test_a_plan_that_does_not_fit_fails_whole(work: Pool | Prefill, text: str) -> None:
     """Work that contradicts shapes or slots fails the step, with the reason."""
     runner = make_runner()
     admit = [admission(0, [1]), admission(1, [1] * 5)]
     with pytest.raises(Internal, match=text):
-        runner.execute(Plan(1, admit=admit, work=work))
+        runner.execute(StepPlan(1, admit=admit, work=work))
 
 
 def test_every_shape_is_warmed_up() -> None:
@@ -130,8 +131,8 @@ def test_every_shape_is_warmed_up() -> None:
     ("geometry", "text"),
     [
         (PoolGeometry(()), "at least one shape"),
-        (PoolGeometry((PoolShape(0, 4),)), "0 rows of 4"),
-        (PoolGeometry((PoolShape(1, 65),)), "1 to 64"),
+        (PoolGeometry((PoolShape(4, 0),)), "0 rows of 4"),
+        (PoolGeometry((PoolShape(65, 1),)), "1 to 64"),
     ],
 )
 def test_shapes_that_cannot_run_are_refused(geometry: PoolGeometry, text: str) -> None:

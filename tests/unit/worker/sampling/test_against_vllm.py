@@ -12,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.sampling import make_state, request
 from worker_svc.devices import open_device
-from worker_svc.plans.step_plan import Sampling
 from worker_svc.sampling.adjust import adjust_logits
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.sampler import filtered_masses, sample
@@ -30,7 +31,7 @@ tokens = st.integers(0, VOCAB - 1)
 class Row(NamedTuple):
     """A request and what it has so far."""
 
-    sampling: Sampling
+    sampling: common_pb2.SamplingParams
     prompt: list[int]
     output: list[int]
 
@@ -62,7 +63,7 @@ def rows(draw: st.DrawFn) -> Row:
         "min_tokens": maybe(st.integers(1, 20), 0),
         "stop_token_ids": tuple(draw(st.lists(tokens, max_size=3))),
     }
-    return Row(Sampling(**fields), prompt, output)
+    return Row(sampling_params(**fields), prompt, output)
 
 
 def logits_of(seed: int, count: int) -> torch.Tensor:
@@ -126,7 +127,7 @@ def theirs(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.
         max_num_logprobs=None, no_penalties=False, prompt_token_ids=prompts, frequency_penalties=column("frequency_penalty"),
         presence_penalties=column("presence_penalty"), repetition_penalties=column("repetition_penalty"),
         output_token_ids=[row.output for row in batch], allowed_token_ids_mask=allowed,
-        bad_words_token_ids={i: [list(w) for w in row.sampling.bad_words] for i, row in enumerate(batch) if row.sampling.bad_words},
+        bad_words_token_ids={i: [list(w.token_ids) for w in row.sampling.bad_words] for i, row in enumerate(batch) if row.sampling.bad_words},
         logitsprocs=processors,
     )  # fmt: skip
     processed = Sampler().apply_logits_processors(logits.clone(), metadata, predict_bonus_token=False)
@@ -192,9 +193,9 @@ def test_each_parameter_alone(name: str) -> None:
     fields = {name: ALONE[name], "min_tokens": 9} if name == "stop_token_ids" else {name: ALONE[name]}
     prompt, output = [3, 7, 8, 9], [7, 40, 40, 8, 9]
     batch = [
-        Row(Sampling(**fields), prompt, output),
-        Row(Sampling(), prompt, output),
-        Row(Sampling(**{**fields, "temperature": 0.0}), prompt, output),
+        Row(sampling_params(**fields), prompt, output),
+        Row(sampling_params(), prompt, output),
+        Row(sampling_params(**{**fields, "temperature": 0.0}), prompt, output),
     ]
     for seed in range(20):
         compare(batch, logits_of(seed, 3))

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import gateway.schemas.sampling
-import scheduler_svc.convert.sampling
+from protos import limits
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2
+from protos.validation import check_fields
 from tests.support.property_settings import machine
+from tests.support.sampling_params import sampling_params
 from tests.support.worker.sampling import LONGEST, admit, choose, expected_logits, make_state, request
-from worker_svc.plans.step_plan import Sampling
 from worker_svc.sampling.footprint import sampling_bytes, state_bytes
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.sampler import sample
@@ -38,7 +39,7 @@ ENDS = (0, 69)
 
 tokens = st.integers(0, VOCAB - 1)
 samplings = st.builds(
-    Sampling,
+    common_pb2.SamplingParams,
     temperature=st.sampled_from([0.0, 1.0]),
     top_k=st.sampled_from([0, 1, 5]),
     seed=st.integers(0, 2**64 - 1),
@@ -67,13 +68,13 @@ class Slots(RuleBasedStateMachine):
     def start(self) -> None:
         """All of them free."""
         self.state = make_state([], VOCAB, slots=SLOTS, ends=ENDS)
-        self.running: dict[int, tuple[Sampling, list[int], list[int]]] = {}
-        self.left: list[tuple[Sampling, list[int], list[int]]] = []
+        self.running: dict[int, tuple[common_pb2.SamplingParams, list[int], list[int]]] = {}
+        self.left: list[tuple[common_pb2.SamplingParams, list[int], list[int]]] = []
         self.steps = 0
 
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(sampling=samplings, prompt=st.lists(tokens, min_size=1, max_size=10), data=st.data())
-    def take(self, sampling: Sampling, prompt: list[int], data: st.DataObject) -> None:
+    def take(self, sampling: common_pb2.SamplingParams, prompt: list[int], data: st.DataObject) -> None:
         """A new request."""
         self._admit(data, sampling, prompt, [])
 
@@ -83,7 +84,9 @@ class Slots(RuleBasedStateMachine):
         """One that was preempted, with the tokens it had."""
         self._admit(data, *self.left.pop())
 
-    def _admit(self, data: st.DataObject, sampling: Sampling, prompt: list[int], output: list[int]) -> None:
+    def _admit(
+        self, data: st.DataObject, sampling: common_pb2.SamplingParams, prompt: list[int], output: list[int]
+    ) -> None:
         slot = data.draw(st.sampled_from([slot for slot in range(SLOTS) if slot not in self.running]))
         admit(self.state, request(slot, sampling, prompt, output))
         self.running[slot] = (sampling, prompt, output)
@@ -144,8 +147,8 @@ TestSlots = Slots.TestCase
 def test_a_step_allocates_nothing_that_grows() -> None:
     """Steps of any mix compute in the memory that the first of them made, at one of few widths."""
     mix = [
-        Sampling(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
-        Sampling(seed=2, allowed_token_ids=range(50), min_tokens=5),
+        sampling_params(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
+        sampling_params(seed=2, allowed_token_ids=range(50), min_tokens=5),
     ]  # fmt: skip
     state = make_state([request(slot, each) for slot, each in enumerate(mix)], VOCAB, ends=ENDS)
     workspace, shapes = state.workspace(2), set()
@@ -163,9 +166,9 @@ def test_a_step_allocates_nothing_that_grows() -> None:
 
 def test_tables_come_with_the_first_request_that_needs_them() -> None:
     """Until then there are none, and requests before it are not touched by them; their size is what memory is counted for."""
-    state = make_state([request(0, Sampling(temperature=0.0))], VOCAB, slots=3)
+    state = make_state([request(0, sampling_params(temperature=0.0))], VOCAB, slots=3)
     assert not hasattr(state, "counts")
-    admit(state, request(1, Sampling(temperature=0.0, presence_penalty=1.0), [4], [4]))
+    admit(state, request(1, sampling_params(temperature=0.0, presence_penalty=1.0), [4], [4]))
     tables = (state.counts, state.allowed, state.bias_ids, state.bias_values,
               state.ban_tokens, state.ban_until, state.ban_prefix, state.ban_prefix_len)  # fmt: skip
     assert sum(each.nbytes for each in tables) == state_bytes(3, VOCAB)
@@ -243,7 +246,7 @@ def test_what_cannot_be_met_is_refused(fields: dict[str, Any], param: str) -> No
     """By the name of the parameter, in one line; the slot is as it was."""
     state = make_state([], VOCAB, slots=1)
     with pytest.raises(InvalidArgument) as caught:
-        admit(state, request(0, Sampling(**fields)))
+        admit(state, request(0, sampling_params(**fields)))
     assert caught.value.param == param
     assert "\n" not in caught.value.message
     assert state.batch([0], [1]).needs == Needs(greedy=True)
@@ -253,7 +256,7 @@ def test_limits_are_met() -> None:
     """As many entries as there may be are served, each of them."""
     vocab = MAX_BANS + 1 + MAX_BIASES
     words = tuple((1,) * (MAX_BAN_TOKENS - 1) + (token,) for token in range(MAX_BANS))
-    sampling = Sampling(
+    sampling = sampling_params(
         temperature=0.0, logit_bias=dict.fromkeys(range(MAX_BANS + 1, vocab), -1.0), bad_words=words
     )
     state = make_state([request(0, sampling, [5], [1] * (MAX_BAN_TOKENS - 1))], vocab)
@@ -261,26 +264,17 @@ def test_limits_are_met() -> None:
     logits[:, :MAX_BANS] = 9.0
     assert choose(state, logits, [MAX_BAN_TOKENS]).tolist() == [MAX_BANS]
     with pytest.raises(InvalidArgument, match=f"logit_bias has {MAX_BIASES + 1} tokens"):
-        state.check(request(0, Sampling(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
+        state.check(request(0, sampling_params(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
 
 
-def test_what_is_let_through_to_a_worker_can_be_met() -> None:
-    """Whoever refuses does so as early as it is known: a gateway lets no more through than a scheduler, and that no more than a worker."""
-    limits = scheduler_svc.convert.sampling
-    assert limits.MAX_LOGIT_BIASES == MAX_BIASES
-    assert limits.MAX_BAD_WORD_TOKENS == MAX_BAN_TOKENS
-    # A model has a handful of end tokens.
-    assert limits.MAX_BAD_WORDS + limits.MAX_STOP_TOKEN_IDS + 256 <= MAX_BANS
-    assert gateway.schemas.sampling.MAX_LOGIT_BIASES == limits.MAX_LOGIT_BIASES
+def test_a_worker_can_meet_every_request_that_validation_accepts() -> None:
+    """The worker's tables are as wide as the limits in the schema."""
     assert 2 * gateway.schemas.sampling.MAX_BAD_WORDS <= limits.MAX_BAD_WORDS
-    sent = common_pb2.SamplingParams(
+    sampling = common_pb2.SamplingParams(
         logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIASES), 1.0), min_tokens=5,
         stop_token_ids=range(limits.MAX_STOP_TOKEN_IDS),
         bad_words=[common_pb2.TokenSequence(token_ids=range(limits.MAX_BAD_WORD_TOKENS))] * limits.MAX_BAD_WORDS,
     )  # fmt: skip
-    passed = limits.sampling_from_proto(sent)
-    admitted = Sampling(
-        logit_bias=dict(passed.logit_bias), min_tokens=passed.min_tokens, stop_token_ids=tuple(passed.stop_token_ids),
-        bad_words=passed.bad_words,
-    )  # fmt: skip
-    make_state([request(0, admitted)], 5000, ends=(0, 69))
+    check_fields(sampling)
+    # A model has a handful of end tokens; these are more than any has.
+    make_state([request(0, sampling)], 5000, ends=tuple(range(4000, 4256)))

@@ -1,0 +1,209 @@
+"""Translates step plans and results between :mod:`protos.steps` and the messages of ``worker.proto``, in both directions."""
+
+from collections.abc import Mapping, Sequence
+
+from protos.errors import TriptychError, from_proto
+from protos.steps import (
+    Admission,
+    BlockCopy,
+    Decode,
+    Growth,
+    Pool,
+    PoolShape,
+    Prefill,
+    SlotOutput,
+    StepPlan,
+    StepResult,
+    Work,
+    slots_of,
+)
+from protos.triptych.v1 import common_pb2, worker_pb2
+
+
+def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
+    """Returns a plan's message."""
+    message = worker_pb2.StepPlan(
+        step=plan.step,
+        release=plan.release,
+        copies=[_copy_to_proto(copy) for copy in plan.copies],
+        admit=[_admission_to_proto(admission) for admission in plan.admit],
+        grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
+    )
+    match plan.work:
+        case Prefill(slot, start, num_tokens, sample):
+            message.prefill.slot = slot
+            message.prefill.start = start
+            message.prefill.num_tokens = num_tokens
+            message.prefill.sample = sample
+        case Decode(slots, positions, bucket, lease):
+            message.decode.slots.extend(slots)
+            message.decode.positions.extend(positions)
+            message.decode.bucket = bucket
+            message.decode.lease_steps = lease
+        case Pool(slots, shape):
+            message.pool.slots.extend(slots)
+            message.pool.shape.CopyFrom(shape_to_proto(shape))
+        case None:
+            pass
+    return message
+
+
+def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
+    """Reads a plan; the caller checks it against its state."""
+    return StepPlan(
+        step=message.step,
+        work=_work_from_proto(message),
+        release=tuple(message.release),
+        copies=tuple(
+            BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
+            for copy in message.copies
+        ),
+        admit=tuple(_admission_from_proto(request) for request in message.admit),
+        grow=tuple(
+            Growth(grown.slot, grown.group_id, tuple(grown.block_ids)) for grown in message.grow
+        ),
+    )  # fmt: skip
+
+
+def shape_to_proto(shape: PoolShape) -> common_pb2.GraphSignature:
+    """Returns the graph signature of a pooling shape."""
+    return common_pb2.GraphSignature(
+        kind=common_pb2.GRAPH_KIND_POOL, batch=shape.batch, query_len=shape.prompt_len
+    )
+
+
+def shape_from_proto(signature: common_pb2.GraphSignature) -> PoolShape:
+    """Reads a pooling shape."""
+    return PoolShape(prompt_len=signature.query_len, batch=signature.batch)
+
+
+def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult:
+    """Returns the message of a plan's result, in the compact form where one token per slot is the whole result."""
+    message = worker_pb2.StepResult(
+        step=result.step, lease_index=result.lease_index, last=result.last, execute_us=result.execute_us
+    )
+    if result.error is not None:
+        message.error.CopyFrom(result.error.to_proto())
+    elif result.token_ids:
+        message.token_ids.extend(result.token_ids)
+    elif is_compact(plan, result.outputs):
+        message.token_ids.extend([output.token_ids[0] for output in result.outputs])
+    else:
+        message.outputs.extend(_output_to_proto(output) for output in result.outputs)
+    return message
+
+
+def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
+    """Reads a result."""
+    return StepResult(
+        step=message.step,
+        token_ids=message.token_ids,
+        outputs=tuple(_output_from_proto(output) for output in message.outputs) if message.outputs else (),
+        error=_error_from_proto(message),
+        last=message.last,
+        lease_index=message.lease_index,
+        execute_us=message.execute_us,
+    )
+
+
+def is_compact(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
+    """Whether the outputs are one token for each slot of the plan's work, in its order, and nothing else."""
+    if plan.work is None or isinstance(plan.work, Pool):
+        return False
+    slots = slots_of(plan.work)
+    return len(outputs) == len(slots) and all(
+        output.slot == slot
+        and len(output.token_ids) == 1
+        and not (output.logprobs or output.prompt_logprobs)
+        and output.error is None
+        for slot, output in zip(slots, outputs, strict=True)
+    )
+
+
+def _work_from_proto(message: worker_pb2.StepPlan) -> Work | None:
+    match message.WhichOneof("work"):
+        case "prefill":
+            prefill = message.prefill
+            return Prefill(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
+        case "decode":
+            decode = message.decode
+            lease = max(1, decode.lease_steps)
+            return Decode(tuple(decode.slots), tuple(decode.positions), decode.bucket, lease)
+        case "pool":
+            return Pool(tuple(message.pool.slots), shape_from_proto(message.pool.shape))
+        case _:
+            return None
+
+
+def _copy_to_proto(copy: BlockCopy) -> worker_pb2.BlockCopy:
+    return worker_pb2.BlockCopy(
+        group_id=copy.group_id,
+        source_block=copy.source_block,
+        target_block=copy.target_block,
+        num_tokens=copy.num_tokens,
+    )
+
+
+def _blocks_to_proto(slot: int, group_id: int, block_ids: Sequence[int]) -> worker_pb2.SlotBlocks:
+    return worker_pb2.SlotBlocks(slot=slot, group_id=group_id, block_ids=block_ids)
+
+
+def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
+    pooling = admission.pooling
+    return worker_pb2.SlotRequest(
+        slot=admission.slot,
+        request_id=admission.request_id,
+        sequence=admission.sequence,
+        token_ids=admission.token_ids,
+        num_prompt_tokens=admission.prompt_len,
+        num_computed_tokens=admission.num_computed_tokens,
+        sampling=admission.sampling if pooling is None else None,
+        blocks=[
+            _blocks_to_proto(admission.slot, group_id, block_ids)
+            for group_id, block_ids in admission.blocks.items()
+        ],
+        pooling=pooling,
+    )
+
+
+def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
+    blocks: Mapping[int, Sequence[int]] = {
+        blocks.group_id: tuple(blocks.block_ids) for blocks in request.blocks
+    }
+    return Admission(
+        slot=request.slot,
+        token_ids=tuple(request.token_ids),
+        num_computed_tokens=request.num_computed_tokens,
+        sampling=request.sampling,
+        blocks=blocks,
+        request_id=request.request_id,
+        sequence=request.sequence,
+        num_prompt_tokens=request.num_prompt_tokens or None,
+        pooling=request.pooling if request.HasField("pooling") else None,
+    )
+
+
+def _output_to_proto(output: SlotOutput) -> worker_pb2.SlotOutput:
+    return worker_pb2.SlotOutput(
+        slot=output.slot,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        error=output.error.to_proto() if output.error else None,
+        pooled=output.pooled,
+        prompt_logprobs=output.prompt_logprobs,
+    )
+
+
+def _output_from_proto(output: worker_pb2.SlotOutput) -> SlotOutput:
+    return SlotOutput(
+        slot=output.slot,
+        token_ids=tuple(output.token_ids),
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        error=_error_from_proto(output),
+        pooled=output.pooled,
+    )
+
+
+def _error_from_proto(message: worker_pb2.StepResult | worker_pb2.SlotOutput) -> TriptychError | None:
+    return from_proto(message.error) if message.HasField("error") else None

@@ -1,0 +1,170 @@
+"""Step plans and their results: what a scheduler tells a worker to run, and what the worker answers.
+
+Both services use these types. :mod:`protos.step_messages` translates them to and from the messages of ``worker.proto``. Sampling parameters,
+pooling parameters and log-probabilities are the messages themselves: the scheduler passes them on unopened.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from protos.errors import TriptychError
+from protos.triptych.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A device-to-device copy of a block."""
+
+    group_id: int
+    source_block: int
+    target_block: int
+    num_tokens: int
+    """Leading tokens of the block that matter; the others may be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Gives a request a slot. Later plans name the slot only."""
+
+    slot: int
+    token_ids: Sequence[int]
+    """All known tokens: the prompt, and after a preemption or a lost worker also the tokens that were sampled."""
+    num_computed_tokens: int
+    """Leading tokens whose keys and values are already in the blocks."""
+    sampling: common_pb2.SamplingParams
+    blocks: Mapping[int, Sequence[int]]
+    """First block ids, by KV group. The null block stands for blocks behind a paged window."""
+    request_id: str = ""
+    """For logs."""
+    sequence: int = 0
+    """Number of the sequence within its request; its random numbers depend on it."""
+    num_prompt_tokens: int | None = None
+    """How many of ``token_ids`` are the prompt; None for all."""
+    pooling: common_pb2.PoolingParams | None = None
+    """Set for a pooling model, which ignores ``sampling`` and ``blocks``."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids) if self.num_prompt_tokens is None else self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks appended to a slot's table of one KV group."""
+
+    slot: int
+    group_id: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One chunk of one request, at batch size 1."""
+
+    slot: int
+    start: int
+    """Position of the chunk's first token; equals the slot's computed tokens."""
+    num_tokens: int
+    """Real tokens; the graph pads the rest of the chunk."""
+    sample: bool
+    """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One token for each of some slots, at a compiled batch size."""
+
+    slots: Sequence[int]
+    positions: Sequence[int]
+    """Position of each slot's input token; equals the slot's computed tokens."""
+    bucket: int
+    """Rows of the graph; at least the number of slots."""
+    lease: int = 1
+    """Steps that the worker may run in a row, each one position further, before it needs the next plan."""
+
+    def next(self) -> "Decode":
+        """Returns the following step of the lease."""
+        return replace(self, positions=[position + 1 for position in self.positions])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PoolShape:
+    """A static shape of a pooling model. Ordered by prompt length, then by rows."""
+
+    prompt_len: int
+    """Tokens per row."""
+    batch: int
+    """Rows."""
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.prompt_len}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All tokens of some slots, in one static shape of a pooling model."""
+
+    slots: Sequence[int]
+    shape: PoolShape
+    """Has at least one row per slot, and no slot has more tokens than its rows."""
+
+
+Work = Prefill | Decode | Pool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, in the order in which the worker applies it: release, copy, admit, grow, then the work."""
+
+    step: int
+    """Number of the plan on its stream, from 1."""
+    work: Work | None = None
+    release: Sequence[int] = ()
+    """Slots to free."""
+    copies: Sequence[BlockCopy] = ()
+    admit: Sequence[Admission] = ()
+    grow: Sequence[Growth] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOutput:
+    """What a step produced for one slot, or why it produced nothing."""
+
+    slot: int
+    token_ids: Sequence[int] = ()
+    """The sampled token, then the tokens that the request's grammar forces behind it."""
+    logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    """One per token, if the request asked for them."""
+    prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    """If the request asked for them: one for each prompt token that follows a token of the step's chunk."""
+    error: TriptychError | None = None
+    """This slot alone failed; it has no tokens."""
+    pooled: Sequence[float] = ()
+    """Result of a pooling model, row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A worker's answer to a plan, or to one step of the plan's lease."""
+
+    step: int
+    token_ids: Sequence[int] = ()
+    """The common case: one sampled token for each slot of the plan's work, in its order, and no outputs."""
+    outputs: Sequence[SlotOutput] = ()
+    """Every other case, slot by slot; failed admissions appear here too."""
+    error: TriptychError | None = None
+    """The whole step failed: there are no outputs, and the KV of its slots is undefined."""
+    last: bool = True
+    """Whether this is the plan's last result."""
+    lease_index: int = 0
+    """Number of the step within the plan's lease, from 0."""
+    execute_us: int = 0
+    """Time that the worker took, microseconds."""
+
+
+def slots_of(work: Work | None) -> Sequence[int]:
+    """Returns the slots that a plan's work runs, in its order."""
+    if work is None:
+        return ()
+    return (work.slot,) if isinstance(work, Prefill) else work.slots

@@ -1,0 +1,196 @@
+"""Validates requests where they enter: one set of rules for gateways and for direct gRPC clients.
+
+All functions are pure and look at messages only. :func:`check_generate`, :func:`check_pool` and :func:`check_fields` need nothing but the
+message; :func:`check_token_ids` needs the size of the model's vocabulary.
+"""
+
+import math
+from collections.abc import Collection
+from functools import cache
+from typing import Any, Final
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from protos.errors import InvalidArgument
+from protos.limits import MAX_GRAMMAR_BYTES, SAMPLING, FieldBounds, bounds_of
+from protos.triptych.v1 import common_pb2, inference_pb2
+
+EMPTY_CONSTRAINT: Final = (
+    "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag"
+)
+
+
+def check_generate(request: inference_pb2.GenerateRequest) -> None:
+    """Checks a request without knowing the model.
+
+    Raises:
+        InvalidArgument: naming the field, its bounds and what was sent.
+    """
+    check_fields(request)
+    if request.sampling.HasField("structured_output"):
+        _check_constraint(request.sampling.structured_output)
+    _check_resumed(request)
+
+
+def check_pool(request: inference_pb2.PoolRequest) -> None:
+    """Checks a pooling request without knowing the model.
+
+    Raises:
+        InvalidArgument: naming the field, its bounds and what was sent.
+    """
+    check_fields(request)
+    if request.task and request.task not in common_pb2.PoolTask.values():
+        raise InvalidArgument(f"task {request.task} is not known; send POOL_TASK_EMBED", param="task")
+
+
+def check_fields(message: Message, param: str = "") -> None:
+    """Checks a message, and those in it, against the bounds in the schema.
+
+    Args:
+        message: any message of ``triptych.v1``.
+        param: the name to report instead of the field's own.
+
+    Raises:
+        InvalidArgument: naming the field, its bounds and what was sent.
+    """
+    for field, bounds in _fields(message.DESCRIPTOR):
+        name = param or field.name
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        value = getattr(message, field.name)
+        if bounds is not None:
+            _check_value(name, field, bounds, value, nested=bool(param))
+        if field.message_type is None or _is_map(field):
+            continue
+        if field.is_repeated:
+            for entry in value:
+                check_fields(entry, name)
+        else:
+            check_fields(value)
+
+
+def check_token_ids(message: Message, vocab_size: int, param: str = "") -> None:
+    """Checks that every token id in a message, and in those in it, is in the model's vocabulary.
+
+    Args:
+        message: any message of ``triptych.v1``.
+        vocab_size: token ids are below this.
+        param: the name to report instead of the field's own.
+
+    Raises:
+        InvalidArgument: naming the field and the id.
+    """
+    for field, bounds in _fields(message.DESCRIPTOR):
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        name, value = param or field.name, getattr(message, field.name)
+        if bounds is not None and bounds.token_ids:
+            check_ids(name, value, vocab_size)
+        if field.message_type is None or _is_map(field):
+            continue
+        if field.is_repeated:
+            for entry in value:
+                check_token_ids(entry, vocab_size, name)
+        else:
+            check_token_ids(value, vocab_size)
+
+
+def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Checks that token ids are in the model's vocabulary.
+
+    Raises:
+        InvalidArgument: naming the parameter and the largest id.
+    """
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidArgument(
+            f"'{param}' has the token id {largest}; this model's ids end at {vocab_size - 1}", param=param
+        )
+
+
+def requested_features(sampling: common_pb2.SamplingParams) -> frozenset[str]:
+    """Returns the names of the parameters that a worker must support to serve the request."""
+    return frozenset(
+        field.name
+        for field, value in sampling.ListFields()
+        if (bounds := SAMPLING.get(field.name)) is not None and bounds.sampled and value not in bounds.off
+    )
+
+
+@cache
+def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, FieldBounds | None], ...]:
+    """The fields that have bounds, or messages that may have some."""
+    bounds = bounds_of(message)
+    return tuple(
+        (field, bounds.get(field.name))
+        for field in message.fields
+        if field.name in bounds or (field.message_type is not None and not _is_map(field))
+    )
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _check_value(name: str, field: FieldDescriptor, bounds: FieldBounds, value: Any, *, nested: bool) -> None:
+    if not field.is_repeated:
+        if bounds.max_bytes and len(value.encode()) > bounds.max_bytes:
+            raise InvalidArgument(f"{name} is longer than {bounds.max_bytes} bytes", param=name)
+        if field.message_type is None and not isinstance(value, str):
+            _check_number(name, bounds, value)
+        return
+    count = len(value)
+    too_many = bounds.max_items and count > bounds.max_items
+    if nested and (too_many or count < bounds.min_items):
+        raise InvalidArgument(
+            f"each of {name} must have {bounds.min_items} to {bounds.max_items} tokens", param=name
+        )
+    if too_many:
+        raise InvalidArgument(f"{name} takes at most {bounds.max_items} entries, got {count}", param=name)
+    if count < bounds.min_items:
+        raise InvalidArgument(f"{name} is empty; send at least one token", param=name)
+    if _is_map(field):
+        for each in value.values():
+            _check_number(name, bounds, each)
+
+
+def _check_number(name: str, bounds: FieldBounds, value: float) -> None:
+    low, high = bounds.low, bounds.high
+    too_low = low is not None and (value < low or (bounds.above_low and value == low))
+    if not (too_low or (high is not None and value > high) or math.isnan(value)):
+        return
+    floor = "" if low is None else f"above {low:g}" if bounds.above_low else f"at least {low:g}"
+    ceiling = "" if high is None else f"at most {high:g}"
+    if low is not None and high is not None and not bounds.above_low:
+        allowed = f"between {low:g} and {high:g}"
+    else:
+        allowed = " and ".join(filter(None, (floor, ceiling)))
+    raise InvalidArgument(f"{name} must be {allowed or 'a number'}, not {_text(value)}", param=name)
+
+
+def _text(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _check_constraint(constraint: common_pb2.StructuredOutput) -> None:
+    kind = constraint.WhichOneof("spec")
+    if kind is None or (kind == "json_object" and not constraint.json_object):
+        raise InvalidArgument(EMPTY_CONSTRAINT, param="structured_output")
+    if constraint.ByteSize() > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(
+            f"{kind} has {constraint.ByteSize()} bytes; at most {MAX_GRAMMAR_BYTES} are allowed",
+            param="structured_output",
+        )
+
+
+def _check_resumed(request: inference_pb2.GenerateRequest) -> None:
+    resumed = request.resumed
+    if not resumed:
+        return
+    n = request.n if request.HasField("n") else 1
+    sequences = {one.sequence for one in resumed}
+    if len(sequences) < len(resumed) or max(sequences) >= n:
+        raise InvalidArgument(f"resumed must name each sequence below n={n} at most once", param="resumed")
+    if sum(one.finished for one in resumed) == n:
+        raise InvalidArgument("all sequences have finished already; nothing is left to run", param="resumed")

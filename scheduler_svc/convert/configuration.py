@@ -1,0 +1,72 @@
+"""Worker descriptions and configurations: protocol messages to and from the scheduler's types."""
+
+from collections.abc import Sequence
+
+from protos.errors import ConfigurationRefused
+from protos.step_messages import shape_to_proto
+from protos.steps import PoolShape
+from protos.triptych.v1 import common_pb2, worker_pb2
+from scheduler_svc.requests.sampling import Grammar
+from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
+
+_GROUP_KINDS = {
+    common_pb2.KV_GROUP_KIND_FULL: GroupKind.FULL,
+    common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW: GroupKind.IN_PLACE_WINDOW,
+    common_pb2.KV_GROUP_KIND_PAGED_WINDOW: GroupKind.PAGED_WINDOW,
+}
+
+
+def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
+    """What a worker can run."""
+    return DeviceLimits(
+        max_context=description.model.max_model_len,
+        block_size_multiple=max(1, description.block_size_multiple),
+        max_batch=description.max_batch,
+        max_chunk=description.max_chunk,
+    )
+
+
+def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup, ...]:
+    """How a model's layers use KV memory, by group id.
+
+    Raises:
+        ConfigurationRefused: for a kind that this scheduler does not know, or ids that are not 0, 1, 2, ...
+    """
+    groups = []
+    for position, group in enumerate(description.kv_groups):
+        kind = _GROUP_KINDS.get(group.kind)
+        if kind is None or group.group_id != position:
+            raise ConfigurationRefused(
+                f"{description.model.source} describes KV group {group.group_id} of kind {group.kind} at place {position}, "
+                "which this scheduler does not know; run the same release on both"
+            )
+        groups.append(KvGroup(kind, group.window))
+    return tuple(groups)
+
+
+def configure_to_proto(
+    geometry: Geometry, num_blocks: Sequence[int], windows_kept_per_slot: int
+) -> worker_pb2.ConfigureRequest:
+    """A geometry for a worker; ``num_blocks`` per group, or empty for as many as its memory allows."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=geometry.max_model_len,
+        max_num_seqs=geometry.max_num_seqs,
+        chunk=geometry.chunk,
+        block_size=geometry.block_size,
+        decode_buckets=geometry.buckets,
+        num_blocks=num_blocks,
+        windows_kept_per_slot=windows_kept_per_slot,
+    )
+
+
+def configure_pool_to_proto(shapes: Sequence[PoolShape]) -> worker_pb2.ConfigureRequest:
+    """The static shapes for a worker of a pooling model."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=max(shape.prompt_len for shape in shapes),
+        pool_shapes=[shape_to_proto(shape) for shape in shapes],
+    )
+
+
+def grammar_to_proto(grammar: Grammar) -> common_pb2.StructuredOutput:
+    """Returns what an output must match, for a worker."""
+    return common_pb2.StructuredOutput.FromString(grammar.serialized)

@@ -1,0 +1,49 @@
+"""Sampling parameters for tests, as the messages that all services use."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from protos.triptych.v1 import common_pb2
+
+
+def sampling_params(*, bad_words: Sequence[Sequence[int]] = (), **fields: Any) -> common_pb2.SamplingParams:
+    """Returns a message with these fields; ``bad_words`` are token sequences."""
+    words = [common_pb2.TokenSequence(token_ids=word) for word in bad_words]
+    return common_pb2.SamplingParams(bad_words=words, **fields)
+
+
+def changed(sampling: common_pb2.SamplingParams, **fields: Any) -> common_pb2.SamplingParams:
+    """Returns a copy with these fields set."""
+    copy = common_pb2.SamplingParams()
+    copy.CopyFrom(sampling)
+    copy.MergeFrom(sampling_params(**fields))
+    return copy
+
+
+def constrained(sampling: common_pb2.SamplingParams, kind: str, text: str) -> common_pb2.SamplingParams:
+    """Returns a copy whose output must match a grammar; ``kind`` and ``text`` are those of a worker's ``Spec``."""
+    copy = changed(sampling)
+    match kind:
+        case "json_object":
+            copy.structured_output.json_object = True
+        case "choice":
+            copy.structured_output.choice.values.extend(json.loads(text))
+        case _:
+            setattr(copy.structured_output, kind, text)
+    return copy
+
+
+def token_logprobs(logprob: float, rank: int, *top: tuple[int, float]) -> common_pb2.TokenLogprobs:
+    """Returns a token's log-probabilities; ``top`` are the likeliest tokens with theirs."""
+    return common_pb2.TokenLogprobs(
+        logprob=logprob,
+        rank=rank,
+        top_token_ids=[token for token, _ in top],
+        top_logprobs=[value for _, value in top],
+    )
+
+
+def pooling_params(normalize: bool | None = None) -> common_pb2.PoolingParams:
+    """Returns the parameters of an embedding; None leaves the scaling to the model."""
+    return common_pb2.PoolingParams(task=common_pb2.POOL_TASK_EMBED, normalize=normalize)

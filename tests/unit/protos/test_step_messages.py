@@ -1,0 +1,197 @@
+"""Step plans and results on the wire: what one side writes, the other side reads."""
+
+import pytest
+
+from protos.errors import Internal
+from protos.limits import MAX_LOGPROBS
+from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
+from protos.steps import (
+    Admission,
+    BlockCopy,
+    Decode,
+    Growth,
+    Pool,
+    PoolShape,
+    Prefill,
+    SlotOutput,
+    StepPlan,
+    StepResult,
+    Work,
+)
+from protos.triptych.v1 import common_pb2, worker_pb2
+from protos.wire import MAX_MESSAGE_BYTES
+from tests.support.sampling_params import pooling_params, sampling_params, token_logprobs
+
+# Largest chunk that a worker announces.
+MAX_CHUNK = 65536
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        None,
+        Prefill(2, 128, 5, sample=True),
+        Decode((0, 2), (9, 4), 4, lease=7),
+        Pool((1,), PoolShape(prompt_len=8, batch=2)),
+    ],
+)
+def test_a_plan_survives_the_wire(work: Work | None) -> None:
+    """The worker reads exactly the plan that the scheduler wrote."""
+    plan = StepPlan(
+        3,
+        work,
+        release=(1,),
+        copies=(BlockCopy(1, 5, 6, 64),),
+        admit=(
+            Admission(2, (10, 11, 12), 1, sampling_params(top_k=4, bad_words=((6, 7),)), {0: (8, 9), 1: (3,)}, "r", 1, 2),
+            Admission(4, (5,), 0, sampling_params(), {}, "p", num_prompt_tokens=1, pooling=pooling_params(normalize=False)),
+        ),
+        grow=(Growth(0, 1, (4,)),),
+    )  # fmt: skip
+    message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
+    assert plan_from_proto(message) == plan
+
+
+def test_a_result_survives_the_wire() -> None:
+    """Tokens, log-probabilities, pooled values and errors arrive slot by slot."""
+    outputs = [
+        SlotOutput(0, (5, 6), [token_logprobs(-0.5, 1, (5, -0.5))]),
+        SlotOutput(2, prompt_logprobs=[token_logprobs(-1.5, 9)]),
+        SlotOutput(1, error=Internal("broken")),
+        SlotOutput(3, pooled=(0.5, -2.0)),
+    ]
+    result = StepResult(3, outputs=outputs, last=False, lease_index=2, execute_us=70)
+    sent = result_to_proto(StepPlan(3), result)
+    read = result_from_proto(worker_pb2.StepResult.FromString(sent.SerializeToString()))
+    assert (read.step, read.last, read.lease_index, read.execute_us) == (3, False, 2, 70)
+    assert [(one.slot, list(one.token_ids), list(one.pooled)) for one in read.outputs] == [
+        (0, [5, 6], []), (2, [], []), (1, [], []), (3, [], [0.5, -2.0]),
+    ]  # fmt: skip
+    assert list(read.outputs[0].logprobs) == outputs[0].logprobs
+    assert list(read.outputs[1].prompt_logprobs) == outputs[1].prompt_logprobs
+    assert isinstance(read.outputs[2].error, Internal)
+
+
+def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
+    """A step in steady state sends neither token ids nor block tables."""
+    plan = StepPlan(3, Decode((0, 2), (9, 4), 4), release=(1,), grow=(Growth(2, 0, (8,)),))
+    assert plan_to_proto(plan).ByteSize() < 40
+
+
+def test_every_part_of_a_plan_is_read() -> None:
+    """Each field of the message has its counterpart."""
+    message = worker_pb2.StepPlan(
+        step=7,
+        release=[3, 1],
+        copies=[worker_pb2.BlockCopy(group_id=1, source_block=5, target_block=6, num_tokens=64)],
+        admit=[
+            worker_pb2.SlotRequest(
+                slot=2, request_id="r", sequence=1, token_ids=[10, 11, 12], num_prompt_tokens=2, num_computed_tokens=1,
+                sampling=common_pb2.SamplingParams(temperature=0.5, top_p=0.25, top_k=4, min_p=0.125, seed=2**64 - 1, logprobs=3),
+                blocks=[worker_pb2.SlotBlocks(slot=2, group_id=0, block_ids=[8, 9])],
+            )
+        ],
+        grow=[worker_pb2.SlotBlocks(slot=0, group_id=1, block_ids=[4])],
+        decode=worker_pb2.Decode(slots=[0, 2], positions=[5, 6], bucket=4),
+    )  # fmt: skip
+    assert plan_from_proto(message) == StepPlan(
+        step=7,
+        release=(3, 1),
+        copies=(BlockCopy(1, 5, 6, 64),),
+        admit=(Admission(2, (10, 11, 12), 1, message.admit[0].sampling, {0: (8, 9)}, "r", 1, 2),),
+        grow=(Growth(0, 1, (4,)),),
+        work=Decode((0, 2), (5, 6), 4),
+    )
+
+
+def test_prefill_and_no_work() -> None:
+    """A plan prefills, or only releases slots."""
+    prefill = worker_pb2.Prefill(slot=1, start=128, num_tokens=5, sample=True)
+    assert plan_from_proto(worker_pb2.StepPlan(prefill=prefill)).work == Prefill(1, 128, 5, sample=True)
+    assert plan_from_proto(worker_pb2.StepPlan(release=[1])).work is None
+
+
+def test_results_carry_tokens_and_logprobs() -> None:
+    """Outputs keep their order, their tokens and their log-probabilities."""
+    outputs = [
+        SlotOutput(4, (9,), (token_logprobs(-0.5, 2, (8, -0.25), (9, -0.5)),)),
+        SlotOutput(1, (3,)),
+    ]
+    message = result_to_proto(
+        StepPlan(11, work=Decode((4, 1), (0, 0), 2)), StepResult(11, outputs=outputs, execute_us=1234)
+    )
+    assert (message.step, message.last, message.execute_us) == (11, True, 1234)
+    assert [(output.slot, list(output.token_ids)) for output in message.outputs] == [(4, [9]), (1, [3])]
+    (report,) = message.outputs[0].logprobs
+    assert (report.logprob, report.rank) == (-0.5, 2)
+    assert list(report.top_token_ids) == [8, 9]
+    assert not message.outputs[1].logprobs
+    assert not message.HasField("error")
+
+
+@pytest.mark.parametrize(
+    ("work", "outputs"),
+    [
+        (Decode((4, 1), (0, 0), 2), [SlotOutput(4, (9,)), SlotOutput(1, (3,))]),
+        (Prefill(4, 0, 8, sample=True), [SlotOutput(4, (9,))]),
+    ],
+)
+def test_one_token_per_slot_takes_the_compact_form(work: Prefill | Decode, outputs: list[SlotOutput]) -> None:
+    """The message holds the tokens in the order of the work's slots, and nothing else."""
+    message = result_to_proto(StepPlan(11, work=work), StepResult(11, outputs=outputs, execute_us=1234))
+    assert (message.step, message.last, message.execute_us) == (11, True, 1234)
+    assert list(message.token_ids) == [output.token_ids[0] for output in outputs]
+    assert not message.outputs
+
+
+@pytest.mark.parametrize(
+    ("work", "outputs"),
+    [
+        (Decode((4, 1), (0, 0), 2), [SlotOutput(1, (3,))]),
+        (Decode((4, 1), (0, 0), 2), [SlotOutput(1, (3,)), SlotOutput(4, (9,))]),
+        (Decode((4,), (0,), 2), [SlotOutput(4, (9, 8))]),
+        (Decode((4,), (0,), 2), [SlotOutput(4, (), error=Internal("broken"))]),
+        (Decode((4,), (0,), 2), [SlotOutput(4, (9,), (token_logprobs(-0.5, 2),))]),
+        (
+            Prefill(4, 0, 8, sample=True),
+            [SlotOutput(4, (9,), prompt_logprobs=(token_logprobs(-0.5, 2),))],
+        ),
+        (Prefill(4, 0, 8, sample=False), []),
+        (Prefill(4, 0, 8, sample=False), [SlotOutput(1, (), error=Internal("broken"))]),
+        (None, []),
+    ],
+)
+def test_other_results_take_the_full_form(work: Prefill | Decode | None, outputs: list[SlotOutput]) -> None:
+    """A missing slot, a failed slot, or more than one token needs an entry per slot."""
+    message = result_to_proto(StepPlan(11, work=work), StepResult(11, outputs=outputs, execute_us=1))
+    assert not message.token_ids
+    assert [output.slot for output in message.outputs] == [output.slot for output in outputs]
+
+
+def test_the_largest_chunk_fits_into_a_message() -> None:
+    """Even with 20 log-probabilities for each of its tokens from a large vocabulary."""
+    entry = token_logprobs(-1e30, 500_000, *[(500_000, -1e30)] * MAX_LOGPROBS)
+    output = SlotOutput(0, (500_000,), prompt_logprobs=[entry] * 100)
+    size = result_to_proto(
+        StepPlan(1, work=Prefill(0, 0, 100, sample=True)), StepResult(1, outputs=[output], execute_us=1)
+    ).ByteSize()
+    assert size / 100 * MAX_CHUNK < MAX_MESSAGE_BYTES
+
+
+def test_a_slot_can_fail_alone() -> None:
+    """The message holds one slot's error beside the other slots' tokens."""
+    outputs = [SlotOutput(2, (), error=Internal("does not fit")), SlotOutput(1, (3,))]
+    message = result_to_proto(
+        StepPlan(5, work=Decode((2, 1), (0, 0), 2)), StepResult(5, outputs=outputs, execute_us=1)
+    )
+    assert [output.HasField("error") for output in message.outputs] == [True, False]
+    error = message.outputs[0].error
+    assert (error.code, error.message) == (common_pb2.ERROR_CODE_INTERNAL, "does not fit")
+    assert not message.HasField("error")
+
+
+def test_failures_are_typed() -> None:
+    """A failed step has a code and a message, and no outputs."""
+    message = result_to_proto(StepPlan(3), StepResult(3, error=Internal("broken")))
+    assert (message.step, message.last, len(message.outputs)) == (3, True, 0)
+    assert (message.error.code, message.error.message) == (common_pb2.ERROR_CODE_INTERNAL, "broken")
