@@ -13,10 +13,17 @@ def sampling_params(*, bad_words: Sequence[Sequence[int]] = (), **fields: Any) -
     return common_pb2.SamplingParams(bad_words=words, **fields)
 
 
+def complete_params(**fields: Any) -> common_pb2.SamplingParams:
+    """Returns a message in which the parameters that have a default other than 0 are set, so that tests can compute with them."""
+    return sampling_params(**{"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, **fields})
+
+
 def changed(sampling: common_pb2.SamplingParams, **fields: Any) -> common_pb2.SamplingParams:
-    """Returns a copy with these fields set."""
+    """Returns a copy in which these fields have these values."""
     copy = common_pb2.SamplingParams()
     copy.CopyFrom(sampling)
+    for name in fields:
+        copy.ClearField(name)  # type: ignore[arg-type] # any field's name
     copy.MergeFrom(sampling_params(**fields))
     return copy
 

@@ -243,18 +243,18 @@ HOSTILE = [
     (generate_request(PROMPT, presence_penalty=2.5), "presence_penalty must be between -2 and 2, not 2.5"),
     (generate_request(PROMPT, frequency_penalty=float("nan")), "frequency_penalty must be between -2 and 2"),
     (generate_request(PROMPT, repetition_penalty=0.0), "repetition_penalty must be above 0"),
-    (generate_request(PROMPT, repetition_penalty=float("inf")), "repetition_penalty must be between 0 and 10"),
+    (generate_request(PROMPT, repetition_penalty=float("inf")), "repetition_penalty must be above 0 and at most 10"),
     (generate_request(PROMPT, logit_bias={5: 101.0}), "logit_bias must be between -100 and 100, not 101"),
-    (generate_request(PROMPT, logit_bias={97: 1.0}), "token id 97 is not in the vocabulary"),
+    (generate_request(PROMPT, logit_bias={97: 1.0}), "the token id 97; this model's ids end at 96"),
     (generate_request(PROMPT, logit_bias=dict.fromkeys(range(100_000), 1.0)), "logit_bias takes at most 1024"),
-    (generate_request(PROMPT, allowed_token_ids=[5, 97]), "token id 97 is not in the vocabulary"),
+    (generate_request(PROMPT, allowed_token_ids=[5, 97]), "the token id 97; this model's ids end at 96"),
     (generate_request(PROMPT, allowed_token_ids=range(3_000_000)), "allowed_token_ids takes at most 524288"),
-    (generate_request(PROMPT, stop_token_ids=[2**32 - 1]), "token id 4294967295 is not in the vocabulary"),
+    (generate_request(PROMPT, stop_token_ids=[2**32 - 1]), "the token id 4294967295; this model's ids end at 96"),
     (generate_request(PROMPT, stop_token_ids=range(3_000_000)), "stop_token_ids takes at most 256"),
     (generate_request(PROMPT, bad_words=[common_pb2.TokenSequence()]), "1 to 32 tokens"),
     (
         generate_request(PROMPT, bad_words=[common_pb2.TokenSequence(token_ids=[5, 97])]),
-        "token id 97 is not in the vocabulary",
+        "the token id 97; this model's ids end at 96",
     ),
     (
         generate_request(PROMPT, bad_words=[common_pb2.TokenSequence(token_ids=[5])] * 100_000),
@@ -266,7 +266,7 @@ HOSTILE = [
     (resumed(2, Part(sequence=1), Part(sequence=1)), "resumed must name each sequence below n=2 at most once"),
     (resumed(1, Part(finished=True)), "all sequences have finished already"),
     (resumed(1, Part(token_ids=range(20, 28))), "all of max_tokens=8 were received already"),
-    (resumed(1, Part(token_ids=[97])), "token id 97 is not in the vocabulary"),
+    (resumed(1, Part(token_ids=[97])), "the token id 97; this model's ids end at 96"),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protos.triptych.v1 import common_pb2
-from tests.support.sampling_params import sampling_params
+from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import make_state, request
 from worker_svc.devices import open_device
 from worker_svc.sampling.adjust import adjust_logits
@@ -63,7 +63,7 @@ def rows(draw: st.DrawFn) -> Row:
         "min_tokens": maybe(st.integers(1, 20), 0),
         "stop_token_ids": tuple(draw(st.lists(tokens, max_size=3))),
     }
-    return Row(sampling_params(**fields), prompt, output)
+    return Row(complete_params(**fields), prompt, output)
 
 
 def logits_of(seed: int, count: int) -> torch.Tensor:
@@ -193,9 +193,9 @@ def test_each_parameter_alone(name: str) -> None:
     fields = {name: ALONE[name], "min_tokens": 9} if name == "stop_token_ids" else {name: ALONE[name]}
     prompt, output = [3, 7, 8, 9], [7, 40, 40, 8, 9]
     batch = [
-        Row(sampling_params(**fields), prompt, output),
-        Row(sampling_params(), prompt, output),
-        Row(sampling_params(**{**fields, "temperature": 0.0}), prompt, output),
+        Row(complete_params(**fields), prompt, output),
+        Row(complete_params(), prompt, output),
+        Row(complete_params(**{**fields, "temperature": 0.0}), prompt, output),
     ]
     for seed in range(20):
         compare(batch, logits_of(seed, 3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.sampling_params import sampling_params
+from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import chi_square_p, draw_many, expected_logits, expected_probabilities
 
 DRAWS = 20_000
@@ -55,7 +55,7 @@ def logits_of(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_exact_distribution(case: str, kind: str) -> None:
     """Chi-square of the counts, one case in 10,000 off by chance; the seeds are fixed."""
-    sampling = sampling_params(**CASES[case])  # type: ignore[arg-type]
+    sampling = complete_params(**CASES[case])  # type: ignore[arg-type]
     logits = logits_of(kind)
     exact = expected_probabilities(expected_logits(logits, sampling, PROMPT, OUTPUT), sampling)
     drawn = draw_many(logits, sampling, DRAWS, prompt=PROMPT, output=OUTPUT)
@@ -65,6 +65,6 @@ def test_draws_follow_the_exact_distribution(case: str, kind: str) -> None:
 def test_the_test_notices_what_is_wrong() -> None:
     """Draws at a temperature of 1 are not mistaken for those at 1.05."""
     logits = logits_of("peaked")
-    drawn = draw_many(logits, sampling_params(), DRAWS)
-    wrong = expected_probabilities(logits.tolist(), sampling_params(temperature=1.05))
+    drawn = draw_many(logits, complete_params(), DRAWS)
+    wrong = expected_probabilities(logits.tolist(), complete_params(temperature=1.05))
     assert chi_square_p(drawn, wrong) < 1e-4

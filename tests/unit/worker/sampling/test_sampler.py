@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.triptych.v1 import common_pb2
-from tests.support.sampling_params import changed, sampling_params
+from tests.support.sampling_params import changed, complete_params
 from tests.support.worker.sampling import admit, chi_square_p, choose, draw_many, make_state, request
 from worker_svc.sampling.argmax import argmax_rows
 from worker_svc.sampling.draw import draw, sequence_seed, uniform
@@ -36,7 +36,7 @@ def pick(
 
 def seeds(count: int, **fields: float) -> list[common_pb2.SamplingParams]:
     """Equal samplings but for their seeds."""
-    return [sampling_params(seed=seed, **fields) for seed in range(count)]  # type: ignore[arg-type]
+    return [complete_params(seed=seed, **fields) for seed in range(count)]
 
 
 def some_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -47,14 +47,14 @@ def test_greedy_takes_the_likeliest() -> None:
     """Temperature 0 is the argmax, whatever else is set."""
     logits = some_logits(3)
     samplings = [
-        sampling_params(temperature=0.0, top_k=5, top_p=0.3, min_p=0.2, seed=seed) for seed in range(3)
+        complete_params(temperature=0.0, top_k=5, top_p=0.3, min_p=0.2, seed=seed) for seed in range(3)
     ]
     assert pick(logits, samplings) == logits.argmax(dim=-1).tolist()
 
 
 def test_greedy_only_step_needs_nothing() -> None:
     """A step of greedy rows alone does not come to the sampler, filters or not; tables are not even made."""
-    state = make_state([request(0, sampling_params(temperature=0.0, top_p=0.5))], VOCAB)
+    state = make_state([request(0, complete_params(temperature=0.0, top_p=0.5))], VOCAB)
     assert state.batch([0], [1]).needs.none
     assert not hasattr(state, "counts")
 
@@ -63,7 +63,7 @@ def test_greedy_rows_ignore_random_neighbours() -> None:
     """A greedy row among random ones is still the argmax."""
     logits = some_logits(2)
     tokens = pick(
-        logits, [sampling_params(temperature=0.0), sampling_params(temperature=1.0, seed=3, top_k=3)]
+        logits, [complete_params(temperature=0.0), complete_params(temperature=1.0, seed=3, top_k=3)]
     )
     assert tokens[0] == int(logits[0].argmax())
 
@@ -131,12 +131,12 @@ def test_tiny_temperature_is_greedy() -> None:
 def test_top_k_keeps_ties() -> None:
     """Tokens as likely as the k-th stay together, so that their order cannot matter."""
     logits = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    assert set(draw_many(logits, sampling_params(top_k=2), 1000).tolist()) == {0, 1, 2}
+    assert set(draw_many(logits, complete_params(top_k=2), 1000).tolist()) == {0, 1, 2}
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
     """A k larger than the vocabulary is off."""
-    assert set(draw_many(torch.zeros(4), sampling_params(top_k=100), 1000).tolist()) == {0, 1, 2, 3}
+    assert set(draw_many(torch.zeros(4), complete_params(top_k=100), 1000).tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -145,20 +145,20 @@ def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
 def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, kept: int) -> None:
     """Of probabilities 0.5, 0.3, 0.15, 0.05 the nucleus is the shortest prefix with at least the mass."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw_many(logits, sampling_params(top_p=top_p), 2_000).tolist()) == set(range(kept))
+    assert set(draw_many(logits, complete_params(top_p=top_p), 2_000).tolist()) == set(range(kept))
 
 
 def test_top_p_works_on_what_top_k_left() -> None:
     """After top_k 2 of 0.5, 0.3, ..., the likeliest has 0.625 of the mass: enough for a top_p of 0.6."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw_many(logits, sampling_params(top_k=2, top_p=0.6), 1000).tolist()) == {0}
-    assert set(draw_many(logits, sampling_params(top_k=2, top_p=0.7), 1000).tolist()) == {0, 1}
+    assert set(draw_many(logits, complete_params(top_k=2, top_p=0.6), 1000).tolist()) == {0}
+    assert set(draw_many(logits, complete_params(top_k=2, top_p=0.7), 1000).tolist()) == {0, 1}
 
 
 def test_a_flat_nucleus_is_found() -> None:
     """A nucleus of thousands of almost equal tokens ends where their mass says."""
     logits = torch.linspace(1.0, 0.0, 5_000)
-    tokens = draw_many(logits, sampling_params(top_p=0.5), 2_000)
+    tokens = draw_many(logits, complete_params(top_p=0.5), 2_000)
     cutoff = int((logits.softmax(-1).cumsum(-1) < 0.5).sum())
     assert cutoff - 20 < int(tokens.max()) <= cutoff
 
@@ -166,7 +166,7 @@ def test_a_flat_nucleus_is_found() -> None:
 def test_min_p_drops_the_unlikely() -> None:
     """Tokens below min_p times the likeliest are not drawn."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw_many(logits, sampling_params(min_p=0.5), 1_000).tolist()) == {0, 1}
+    assert set(draw_many(logits, complete_params(min_p=0.5), 1_000).tolist()) == {0, 1}
 
 
 def test_the_search_is_exact() -> None:
@@ -226,11 +226,11 @@ def test_the_likeliest_is_the_argmax(
 @settings(deadline=None)
 def test_zeros_of_either_sign_are_off_beside_whatever_neighbour(fields: dict[str, Any], seed: int) -> None:
     """A row draws what it would with plain zeros and alone, beside rows that have every filter and penalty."""
-    sampling = sampling_params(seed=seed, **fields)
+    sampling = complete_params(seed=seed, **fields)
     plain = changed(sampling, **{name: value or type(value)() for name, value in fields.items()})
     busy = [
-        sampling_params(seed=1, min_p=0.1, top_k=20, top_p=0.9, presence_penalty=1.0),
-        sampling_params(seed=2, top_k=VOCAB - 1, top_p=0.5),
+        complete_params(seed=1, min_p=0.1, top_k=20, top_p=0.9, presence_penalty=1.0),
+        complete_params(seed=2, top_k=VOCAB - 1, top_p=0.5),
     ]
     logits = some_logits(3, seed=seed % 1000)
     assert pick(logits, [sampling, *busy])[0] == pick(logits[:1], [plain])[0]
@@ -241,7 +241,7 @@ def test_the_few_likeliest_are_enough(kind: str) -> None:
     """Where a small top_k is set, what is kept is the same, found among the few largest or in the whole vocabulary; with more ties than these, too."""
     logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
     logits = {"float32": logits, "bfloat16": (logits * 2).bfloat16().float(), "flat": logits.round()}[kind]
-    each = [sampling_params(top_k=k, top_p=p, min_p=m) for k, p, m in (
+    each = [complete_params(top_k=k, top_p=p, min_p=m) for k, p, m in (
         (1, 1, 0), (50, 1, 0), (64, 0.9, 0), (20, 0.5, 0), (20, 0.05, 0), (40, 0.99, 0.3), (0, 1, 0), (0, 1, 0.2)
     )]  # fmt: skip
     state = make_state([request(slot, sampling) for slot, sampling in enumerate(each)], 500)
@@ -264,23 +264,23 @@ def test_the_few_likeliest_are_enough(kind: str) -> None:
 def test_rows_filter_independently() -> None:
     """Each row of a mixed batch keeps what its own filters keep."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    mixed = [sampling_params(seed=s, top_k=1) if s % 2 else sampling_params(seed=s) for s in range(1_000)]
+    mixed = [complete_params(seed=s, top_k=1) if s % 2 else complete_params(seed=s) for s in range(1_000)]
     tokens = pick(logits, mixed)
     assert set(tokens[1::2]) == {0}
     assert set(tokens[0::2]) == {0, 1, 2, 3}
 
 
 MIXED = [
-    sampling_params(seed=2**64 - 1),
-    sampling_params(seed=5, top_p=0.8),
-    sampling_params(seed=6, top_k=4, temperature=1.5),
-    sampling_params(seed=7, min_p=0.1),
-    sampling_params(temperature=0.0),
-    sampling_params(seed=8, top_k=30, top_p=0.9, min_p=0.01, logprobs=2),
-    sampling_params(seed=11, top_k=VOCAB - 1, top_p=0.7),
-    sampling_params(seed=9, logit_bias={3: 2.0}, presence_penalty=1.0),
-    sampling_params(seed=10, allowed_token_ids=(1, 2, 3), repetition_penalty=1.5),
-    sampling_params(temperature=0.0, bad_words=((1,), (0, 2)), frequency_penalty=0.5),
+    complete_params(seed=2**64 - 1),
+    complete_params(seed=5, top_p=0.8),
+    complete_params(seed=6, top_k=4, temperature=1.5),
+    complete_params(seed=7, min_p=0.1),
+    complete_params(temperature=0.0),
+    complete_params(seed=8, top_k=30, top_p=0.9, min_p=0.01, logprobs=2),
+    complete_params(seed=11, top_k=VOCAB - 1, top_p=0.7),
+    complete_params(seed=9, logit_bias={3: 2.0}, presence_penalty=1.0),
+    complete_params(seed=10, allowed_token_ids=(1, 2, 3), repetition_penalty=1.5),
+    complete_params(temperature=0.0, bad_words=((1,), (0, 2)), frequency_penalty=0.5),
 ]
 
 
@@ -314,7 +314,7 @@ def test_seed_and_position_and_sequence_change_the_draw() -> None:
     logits = torch.zeros(1, 10_000)
 
     def one(seed: int, position: int, sequence: int) -> int:
-        state = make_state([request(0, sampling_params(seed=seed), sequence=sequence)], 10_000)
+        state = make_state([request(0, complete_params(seed=seed), sequence=sequence)], 10_000)
         return int(choose(state, logits, [position]))
 
     drawn = [one(1, 0, 0), one(2, 0, 0), one(1, 1, 0), one(1, 0, 1), one(0, 0, 0)]
@@ -323,15 +323,15 @@ def test_seed_and_position_and_sequence_change_the_draw() -> None:
 
 def test_a_row_without_any_allowed_token_says_so() -> None:
     """It is told as -1; what goes on to the device is a token all the same, and the neighbours are not touched."""
-    nothing = sampling_params(seed=1, allowed_token_ids=(2,), bad_words=((2,),))
+    nothing = complete_params(seed=1, allowed_token_ids=(2,), bad_words=((2,),))
     logits = some_logits(3)
-    told = pick(logits, [nothing, changed(nothing, temperature=0.0), sampling_params(temperature=0.0)])
+    told = pick(logits, [nothing, changed(nothing, temperature=0.0), complete_params(temperature=0.0)])
     assert told == [-1, -1, int(logits[2].argmax())]
 
 
 def test_early_end_tokens_give_way_where_nothing_else_is_left() -> None:
     """min_tokens does not make a request fail whose grammar, or list, allows nothing but the end."""
-    sampling = sampling_params(temperature=0.0, allowed_token_ids=(2, 4), bad_words=((4,),), min_tokens=3)
+    sampling = complete_params(temperature=0.0, allowed_token_ids=(2, 4), bad_words=((4,),), min_tokens=3)
     state = make_state([request(0, sampling)], VOCAB, ends=(2, 4))
     assert choose(state, some_logits(), [1]).tolist() == [2]
 
@@ -349,7 +349,7 @@ def test_needs_are_the_union_of_the_rows() -> None:
 
 def test_bans_end_with_min_tokens() -> None:
     """From then on a request costs what it would without; bad words last, and so does what else it asked for."""
-    least = sampling_params(temperature=0.0, min_tokens=3)
+    least = complete_params(temperature=0.0, min_tokens=3)
     some = [least, changed(least, min_tokens=5, seed=1, temperature=1.0), changed(least, bad_words=((7,),))]
     state = make_state([request(slot, each) for slot, each in enumerate(some)], VOCAB, ends=(2,))
     for slots in ([0], [0, 1], [1, 0]):
@@ -376,7 +376,7 @@ def test_a_prefill_between_steps_costs_no_other_union() -> None:
     first = state.batch(slots, lengths)
     assert state.batch([0], lengths).needs == Needs(random=True)
     assert state.batch(slots, lengths) is first
-    admit(state, request(3, sampling_params(temperature=0.0)))
+    admit(state, request(3, complete_params(temperature=0.0)))
     assert state.batch(slots, lengths).needs.greedy
 
 

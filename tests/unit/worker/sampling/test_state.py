@@ -18,7 +18,7 @@ from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_fields
 from tests.support.property_settings import machine
-from tests.support.sampling_params import sampling_params
+from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import LONGEST, admit, choose, expected_logits, make_state, request
 from worker_svc.sampling.footprint import sampling_bytes, state_bytes
 from worker_svc.sampling.logprobs import compute_logprobs
@@ -39,7 +39,7 @@ ENDS = (0, 69)
 
 tokens = st.integers(0, VOCAB - 1)
 samplings = st.builds(
-    common_pb2.SamplingParams,
+    complete_params,
     temperature=st.sampled_from([0.0, 1.0]),
     top_k=st.sampled_from([0, 1, 5]),
     seed=st.integers(0, 2**64 - 1),
@@ -147,8 +147,8 @@ TestSlots = Slots.TestCase
 def test_a_step_allocates_nothing_that_grows() -> None:
     """Steps of any mix compute in the memory that the first of them made, at one of few widths."""
     mix = [
-        sampling_params(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
-        sampling_params(seed=2, allowed_token_ids=range(50), min_tokens=5),
+        complete_params(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
+        complete_params(seed=2, allowed_token_ids=range(50), min_tokens=5),
     ]  # fmt: skip
     state = make_state([request(slot, each) for slot, each in enumerate(mix)], VOCAB, ends=ENDS)
     workspace, shapes = state.workspace(2), set()
@@ -166,9 +166,9 @@ def test_a_step_allocates_nothing_that_grows() -> None:
 
 def test_tables_come_with_the_first_request_that_needs_them() -> None:
     """Until then there are none, and requests before it are not touched by them; their size is what memory is counted for."""
-    state = make_state([request(0, sampling_params(temperature=0.0))], VOCAB, slots=3)
+    state = make_state([request(0, complete_params(temperature=0.0))], VOCAB, slots=3)
     assert not hasattr(state, "counts")
-    admit(state, request(1, sampling_params(temperature=0.0, presence_penalty=1.0), [4], [4]))
+    admit(state, request(1, complete_params(temperature=0.0, presence_penalty=1.0), [4], [4]))
     tables = (state.counts, state.allowed, state.bias_ids, state.bias_values,
               state.ban_tokens, state.ban_until, state.ban_prefix, state.ban_prefix_len)  # fmt: skip
     assert sum(each.nbytes for each in tables) == state_bytes(3, VOCAB)
@@ -246,7 +246,7 @@ def test_what_cannot_be_met_is_refused(fields: dict[str, Any], param: str) -> No
     """By the name of the parameter, in one line; the slot is as it was."""
     state = make_state([], VOCAB, slots=1)
     with pytest.raises(InvalidArgument) as caught:
-        admit(state, request(0, sampling_params(**fields)))
+        admit(state, request(0, complete_params(**fields)))
     assert caught.value.param == param
     assert "\n" not in caught.value.message
     assert state.batch([0], [1]).needs == Needs(greedy=True)
@@ -256,7 +256,7 @@ def test_limits_are_met() -> None:
     """As many entries as there may be are served, each of them."""
     vocab = MAX_BANS + 1 + MAX_BIASES
     words = tuple((1,) * (MAX_BAN_TOKENS - 1) + (token,) for token in range(MAX_BANS))
-    sampling = sampling_params(
+    sampling = complete_params(
         temperature=0.0, logit_bias=dict.fromkeys(range(MAX_BANS + 1, vocab), -1.0), bad_words=words
     )
     state = make_state([request(0, sampling, [5], [1] * (MAX_BAN_TOKENS - 1))], vocab)
@@ -264,7 +264,7 @@ def test_limits_are_met() -> None:
     logits[:, :MAX_BANS] = 9.0
     assert choose(state, logits, [MAX_BAN_TOKENS]).tolist() == [MAX_BANS]
     with pytest.raises(InvalidArgument, match=f"logit_bias has {MAX_BIASES + 1} tokens"):
-        state.check(request(0, sampling_params(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
+        state.check(request(0, complete_params(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
 
 
 def test_a_worker_can_meet_every_request_that_validation_accepts() -> None:
