@@ -1,6 +1,7 @@
-"""Asks a service whether it is healthy, for containers: `python -m deploy.healthcheck ADDRESS [SERVICE]`.
+"""Checks a service's health from inside its container: `python -m deploy.healthcheck ADDRESS [SERVICE]`.
 
-ADDRESS is `host:port` of a gRPC service (SERVICE: one of its names, else all of it) or an HTTP URL.
+ADDRESS is an HTTP URL, or `host:port` of a gRPC server. SERVICE names one gRPC service; without it the whole server is
+checked.
 """
 
 import sys
@@ -14,7 +15,7 @@ def main(argv: list[str]) -> int:
     """Checks once.
 
     Returns:
-        0 healthy, 1 not, 2 if called wrongly.
+        0 if healthy, 1 if not, 2 for wrong arguments.
     """
     match argv:
         case [str(url)] if url.startswith("http://"):
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_http(url: str) -> str:
-    """What is wrong at a URL; empty if it answers 200."""
+    """Returns what is wrong at a URL; empty if it answers 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=_TIMEOUT_S) as answer:
@@ -42,7 +43,7 @@ def check_http(url: str) -> str:
 
 
 def check_grpc(address: str, service: str) -> str:
-    """What is wrong with a gRPC service; empty if it reports SERVING."""
+    """Returns what is wrong with a gRPC service; empty if it reports SERVING."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

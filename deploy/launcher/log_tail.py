@@ -1,4 +1,4 @@
-"""Reads the services' logs while they are written: JSON lines of structlog, and whatever else ends up there."""
+"""Reads the services' logs while they grow: structlog's JSON lines, and any other output that the log contains."""
 
 import json
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_BYTES = 64 * 1024
-_LONGEST_LINE = 240
-# On every line, and of no use to somebody who reads one service's last lines.
+_MAX_LINE_LENGTH = 240
+# Fields of every line that say nothing new to a reader of one service's last lines.
 _NOISE = {"timestamp", "level", "service", "event", "exception"}
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a log, as people want to read them; fewer if there are not that many."""
+    """Returns the last `count` lines of a log in readable form, or fewer if the log is shorter."""
     try:
         with path.open("rb") as log:
             log.seek(0, 2)
@@ -21,11 +21,11 @@ def last_lines(path: Path, count: int) -> list[str]:
     except FileNotFoundError:
         return []
     lines = [part for line in text.splitlines() if line.strip() for part in humanize(line).splitlines()]
-    return [line[:_LONGEST_LINE] for line in lines[-count:]]
+    return [line[:_MAX_LINE_LENGTH] for line in lines[-count:]]
 
 
 def humanize(line: str) -> str:
-    """A log line without JSON: `event key=value`, then the traceback if there is one. Other lines stay as they are."""
+    """Returns a JSON line as `event key=value`, followed by its traceback. Other lines are returned unchanged."""
     entry = parse(line)
     if entry is None:
         return line
@@ -35,7 +35,7 @@ def humanize(line: str) -> str:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The fields of a structured line; None if it is something else."""
+    """Returns the fields of a JSON line; None for any other line."""
     if not line.startswith("{"):
         return None
     try:
@@ -46,10 +46,10 @@ def parse(line: str) -> dict[str, Any] | None:
 
 
 def progress(line: str) -> tuple[str, str] | None:
-    """What a line of the scheduler's or a worker's log says about a worker's way to readiness.
+    """Extracts a worker's progress towards readiness from a line of its log or of the scheduler's.
 
     Returns:
-        The worker's address (empty if it is the log's own) and a text for people; None for every other line.
+        The worker's address (empty in the worker's own log) and a text for people; None for every other line.
     """
     entry = parse(line) or {}
     target = str(entry.get("target", ""))
@@ -66,15 +66,15 @@ def progress(line: str) -> tuple[str, str] | None:
 
 
 class LogTail:
-    """The lines that were added to a file since the last look. The file may not exist yet."""
+    """Follows a log file, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._rest = b""
+        self._incomplete = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Whole lines only; half a line is kept for the next call."""
+        """Yields the complete lines that were added since the last call. An incomplete line waits for the next one."""
         try:
             with self._path.open("rb") as log:
                 log.seek(self._offset)
@@ -82,6 +82,6 @@ class LogTail:
         except FileNotFoundError:
             return
         self._offset += len(added)
-        *lines, self._rest = (self._rest + added).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + added).split(b"\n")
         for line in lines:
             yield line.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Children that never outlive the launcher, not even when it is killed."""
+"""Ends a child process when its launcher dies, even if the launcher is killed."""
 
 import ctypes
 import os
@@ -7,18 +7,19 @@ import sys
 from collections.abc import MutableMapping
 
 PARENT_VARIABLE = "TRIPTYCH_LAUNCHER_PID"
+"""The environment variable that tells a child its launcher's process id."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher(environ: MutableMapping[str, str]) -> None:
-    """Asks the kernel to kill this process when the launcher that started it dies (Linux; elsewhere it does nothing).
+    """Asks the kernel to kill this process when its launcher dies. Does nothing without a launcher or off Linux.
 
-    The child asks for itself, early in its life, so that the launcher needs no code between fork and exec. The request
-    survives until the next exec. Without a launcher's id in the environment nothing happens; the id is taken out of the
-    environment, since it is not meant for grandchildren.
+    The child makes this request itself, early in its life, so the launcher runs no code between fork and exec. The
+    request holds until the next exec. The function removes the launcher's id from `environ`, because the child's own
+    children must not use it.
 
     Raises:
-        SystemExit: The launcher was gone before the kernel could be asked.
+        SystemExit: The launcher died before the kernel knew of the request.
     """
     launcher = environ.pop(PARENT_VARIABLE, "")
     if not launcher or sys.platform != "linux":

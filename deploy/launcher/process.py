@@ -1,4 +1,4 @@
-"""One child process: its command, its log, its pid file, its end."""
+"""Runs one child process with a log and a pid file."""
 
 import asyncio
 import contextlib
@@ -13,28 +13,30 @@ from deploy.launcher.parent import PARENT_VARIABLE
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to run, and where it leaves its traces."""
+    """The command of a child, and the folder for its log and its pid file."""
 
     name: str
-    """Such as `gateway` or `worker-0`; the stem of its files in the run dir."""
+    """For example `gateway` or `worker-0`; the stem of its files in the run dir."""
     command: tuple[str, ...]
+    """The program and its arguments."""
     run_dir: Path
+    """Folder for the log and the pid file."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the launcher's own."""
+    """Variables to add to the launcher's own."""
 
     @property
     def log(self) -> Path:
-        """Where standard output and error go."""
+        """The file that receives standard output and error."""
         return self.run_dir / f"{self.name}.log"
 
     @property
     def pid_file(self) -> Path:
-        """Exists exactly while the process runs; holds its id."""
+        """The file with the process id; it exists exactly while the process runs."""
         return self.run_dir / f"{self.name}.pid"
 
 
 def describe_exit(status: int) -> str:
-    """The way a process ended, for people: `exit code 1`, `SIGKILL`."""
+    """Returns how a process ended, for people: `exit code 1` or `SIGKILL`."""
     if status >= 0:
         return f"exit code {status}"
     with contextlib.suppress(ValueError):
@@ -43,7 +45,10 @@ def describe_exit(status: int) -> str:
 
 
 class Child:
-    """Runs one spec, at most one process at a time. A process leads its own group, so Ctrl-C reaches the launcher alone."""
+    """Runs the process of one spec, and later its successors, one at a time.
+
+    Each process leads its own group, so Ctrl-C in a terminal reaches only the launcher.
+    """
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
@@ -51,11 +56,11 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether a process was started and its end has not been seen yet."""
+        """Whether a process was started whose end `wait` has not seen yet."""
         return self._process is not None
 
     async def start(self) -> None:
-        """Starts the process; its output is appended to the log."""
+        """Starts the process and appends its output to the log."""
         environment = {**os.environ, **self.spec.environment, PARENT_VARIABLE: str(os.getpid())}
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -69,10 +74,10 @@ class Child:
         self.spec.pid_file.write_text(f"{self._process.pid}\n")
 
     async def wait(self) -> int:
-        """Waits for the process' end, then removes its pid file and what is left of its group.
+        """Waits for the process to end, removes its pid file and kills the rest of its group.
 
         Returns:
-            The exit code, or minus the signal's number.
+            The exit code, or the negated number of the signal that killed the process.
         """
         process = self._process
         if process is None:
@@ -85,10 +90,10 @@ class Child:
         return status
 
     async def stop(self, grace_s: float) -> bool:
-        """Asks the process to end; kills it after `grace_s` seconds.
+        """Terminates the process, and kills it if it still runs after `grace_s` seconds.
 
         Returns:
-            Whether it ended by itself.
+            Whether it ended in time.
         """
         process = self._process
         if process is None:

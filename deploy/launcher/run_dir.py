@@ -1,4 +1,4 @@
-"""The launcher's folder: pid files, logs, and a lock that keeps a second launcher out."""
+"""Claims the launcher's folder for pid files and logs; a lock keeps a second launcher out."""
 
 import fcntl
 import os
@@ -11,10 +11,10 @@ from deploy.launcher.supervisor import BAD_SETTING, LaunchError
 
 @contextmanager
 def claim(run_dir: Path) -> Iterator[None]:
-    """Makes the run dir, keeps it for this process, and clears what an earlier launcher left: logs and pid files.
+    """Creates the run dir, locks it for this process and removes the logs and pid files of an earlier launcher.
 
     Raises:
-        LaunchError: Another launcher uses it, or it cannot be written.
+        LaunchError: Another launcher uses the folder, or it cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -31,9 +31,9 @@ def claim(run_dir: Path) -> Iterator[None]:
                 f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir",
                 BAD_SETTING,
             ) from None
-        for left in (*run_dir.glob("*.log"), *run_dir.glob("*.pid")):
-            if left.name != "launcher.pid":
-                left.unlink()
+        for stale in (*run_dir.glob("*.log"), *run_dir.glob("*.pid")):
+            if stale.name != "launcher.pid":
+                stale.unlink()
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

@@ -1,4 +1,4 @@
-"""Keeps children running, and ends them in order."""
+"""Keeps child processes running and stops them in order."""
 
 import asyncio
 import time
@@ -9,15 +9,14 @@ from deploy.launcher.log_tail import last_lines
 from deploy.launcher.process import Child, ChildSpec, describe_exit
 
 BAD_SETTING = 2
-"""The exit code of a service that refuses its settings: starting it again would not help."""
+"""The exit code of a service that refuses its settings. A restart would not help."""
 
 
 class LaunchError(Exception):
-    """Nothing can be served; the message is for people.
+    """The launcher cannot serve; the message tells the user why."""
 
-    Attributes:
-        exit_code: what the launcher exits with.
-    """
+    exit_code: int
+    """The launcher's exit code."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -26,58 +25,59 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a child that died is started again."""
+    """How long a dead child waits for its restart, and when the launcher gives up."""
 
     first_delay_s: float = 0.5
+    """Delay after the first death."""
     longest_delay_s: float = 30.0
-    """Each death in a row doubles the delay up to here."""
+    """Each consecutive death doubles the delay, up to this limit."""
     forgive_after_s: float = 60.0
-    """A child that ran this long starts again with the first delay."""
+    """The count of deaths restarts after a child ran this long."""
     failed_starts: int = 3
-    """Deaths in a row of one child after which the launcher gives up, as long as nothing was ever served."""
+    """Consecutive deaths of one child after which the launcher gives up, unless it has already served."""
 
     def delay_s(self, deaths: int) -> float:
-        """Seconds to wait after that many deaths in a row."""
+        """Returns the seconds to wait after `deaths` consecutive deaths."""
         return float(min(self.first_delay_s * 2 ** (deaths - 1), self.longest_delay_s))
 
 
 class Supervisor:
-    """Starts every child, restarts those that die, and stops them stage by stage."""
+    """Starts all children, restarts those that die, and stops them stage by stage."""
 
     def __init__(
         self,
         stages: Sequence[Sequence[ChildSpec]],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         policy: RestartPolicy | None = None,
         grace_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepares the children; :meth:`run` starts them.
+        """Prepares the children; `run` starts them.
 
         Args:
-            stages: who is stopped together, first those that are stopped first. All are started at once.
-            tell: receives lines for people.
-            policy: when to restart.
-            grace_s: seconds that each stage has to end by itself.
+            stages: children that stop together, in stopping order. All of them start at once.
+            report: receives messages for the user.
+            policy: when to restart a child.
+            grace_s: seconds that each stage has to exit before it is killed.
             clock: monotonic seconds.
         """
         self._stages = [[Child(spec) for spec in stage] for stage in stages]
-        self._tell = tell
+        self._report = report
         self._policy = policy or RestartPolicy()
         self._grace_s = grace_s
         self._clock = clock
         self._served = False
 
     def mark_served(self) -> None:
-        """Notes that the children once worked together: from now on no number of deaths makes the launcher give up."""
+        """Records that the stack has served. From now on the supervisor restarts children without limit."""
         self._served = True
 
     async def run(self) -> None:
-        """Keeps the children running until cancelled; however it ends, no child is left.
+        """Keeps the children running until cancelled, and stops all of them in any case.
 
         Raises:
-            LaunchError: in an exception group: a child refuses its settings, or dies again and again before anything was served.
+            ExceptionGroup: Holds a `LaunchError`: a child refuses its settings, or keeps dying before the stack has served.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -88,7 +88,7 @@ class Supervisor:
             await self._stop()
 
     def kill(self) -> None:
-        """Kills every child at once: for those who cannot wait for :meth:`run` to end them."""
+        """Kills every child at once, without waiting for `run` to stop them."""
         for stage in self._stages:
             for child in stage:
                 child.kill()
@@ -102,31 +102,33 @@ class Supervisor:
             status = await child.wait()
             lived_s = self._clock() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
-            self._judge(child.spec, status, deaths, first=first)
+            self._raise_if_hopeless(child.spec, status, deaths, first=first)
             first = False
             delay_s = self._policy.delay_s(deaths)
-            self._tell(f"{_epitaph(child.spec, status)}\n{child.spec.name} starts again in {delay_s:g} s.")
+            self._report(
+                f"{_describe_death(child.spec, status)}\n{child.spec.name} restarts in {delay_s:g} s."
+            )
             await asyncio.sleep(delay_s)
 
-    def _judge(self, spec: ChildSpec, status: int, deaths: int, *, first: bool) -> None:
-        """Raises `LaunchError` if starting the child again makes no sense."""
+    def _raise_if_hopeless(self, spec: ChildSpec, status: int, deaths: int, *, first: bool) -> None:
+        """Raises `LaunchError` if a restart of the child would not help."""
         if status == BAD_SETTING and first and not self._served:
             lines = last_lines(spec.log, 1)
             raise LaunchError(lines[0] if lines else f"{spec.name} refused its settings", BAD_SETTING)
         if not self._served and deaths >= self._policy.failed_starts:
             raise LaunchError(
-                f"{_epitaph(spec, status)}\nIt died {deaths} times and never served; giving up."
+                f"{_describe_death(spec, status)}\nIt died {deaths} times before it served; giving up."
             )
 
     async def _stop(self) -> None:
         for stage in self._stages:
             running = [child for child in stage if child.running]
             ended = await asyncio.gather(*(child.stop(self._grace_s) for child in running))
-            for child, by_itself in zip(running, ended, strict=True):
-                if not by_itself:
-                    self._tell(f"{child.spec.name} did not end within {self._grace_s:g} s and was killed.")
+            for child, in_time in zip(running, ended, strict=True):
+                if not in_time:
+                    self._report(f"{child.spec.name} did not exit within {self._grace_s:g} s and was killed.")
 
 
-def _epitaph(spec: ChildSpec, status: int) -> str:
+def _describe_death(spec: ChildSpec, status: int) -> str:
     lines = [f"{spec.name} died ({describe_exit(status)}). Its log: {spec.log}"]
     return "\n".join(lines + [f"  | {line}" for line in last_lines(spec.log, 5)])

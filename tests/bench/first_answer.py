@@ -1,8 +1,8 @@
-"""From a clean clone to the first answer, and again: what ``make serve`` costs a newcomer.
+"""Measures the time from a clean clone to the first answer of ``make serve``, and again in the same clone.
 
-``python -m tests.bench.first_answer [--quick]``: clones the repository into an empty folder, runs ``make serve`` there with an empty model
-cache, asks one question, stops it with Ctrl-C; then the same again in the same folder. ``--quick`` measures only the second kind, in this
-checkout and with its environment.
+``python -m tests.bench.first_answer [--quick]`` clones the repository, runs ``make serve`` there with an empty model cache,
+asks one question and stops it with Ctrl-C. Then it repeats the last three steps. ``--quick`` measures only such a repetition, in
+this checkout.
 """
 
 import argparse
@@ -28,10 +28,10 @@ QUESTION = {
 
 
 def serve_once(folder: Path, environment: dict[str, str], port: int) -> float:
-    """Seconds from ``make serve`` to the first answer.
+    """Returns the seconds from ``make serve`` to the first answer.
 
     Raises:
-        RuntimeError: if it ends without serving, or does not end with exit code 0 after Ctrl-C.
+        RuntimeError: ``make serve`` exits before it serves.
     """
     started = time.monotonic()
     process = subprocess.Popen(
@@ -44,10 +44,10 @@ def serve_once(folder: Path, environment: dict[str, str], port: int) -> float:
         if "curl " in line:
             break
     else:
-        raise RuntimeError("make serve ended without serving")
+        raise RuntimeError("make serve exited before it served")
     httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=QUESTION, timeout=60).raise_for_status()
     seconds = time.monotonic() - started
-    # Ctrl-C reaches the terminal's whole process group.
+    # In a terminal Ctrl-C reaches the whole process group.
     os.killpg(process.pid, signal.SIGINT)
     sys.stderr.write(process.communicate(timeout=60)[0])
     return seconds
@@ -56,7 +56,7 @@ def serve_once(folder: Path, environment: dict[str, str], port: int) -> float:
 def main() -> None:
     """Runs the bench and prints its line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="this checkout, environment already made")
+    parser.add_argument("--quick", action="store_true", help="use this checkout and its environment")
     parser.add_argument("--port", type=int, default=8017)
     arguments = parser.parse_args()
     if arguments.quick:

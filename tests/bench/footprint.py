@@ -1,7 +1,7 @@
-"""How long the torch-free services take to be ready, and how much memory they hold while they serve SmolLM2.
+"""Measures the start time of the torch-free services, and their memory while the stack serves SmolLM2.
 
-``python -m tests.bench.footprint [--quick]``: starts each service several times (median), then a whole stack, sends it requests and reads
-the resident memory of gateway and scheduler.
+``python -m tests.bench.footprint [--quick]`` starts each service several times and takes the median. Then it starts a whole stack,
+sends requests and reads the resident memory of gateway and scheduler.
 """
 
 import argparse
@@ -25,10 +25,10 @@ LIMITS_MIB: Final = {"scheduler": 80.0, "gateway": 150.0}
 
 
 def time_to_ready(package: str) -> float:
-    """Seconds from starting a service's process to its "listening" line; it is stopped again.
+    """Starts a service, stops it, and returns the seconds until it logged that it listens.
 
     Raises:
-        RuntimeError: if it ends before it listens.
+        RuntimeError: The service exits before it listens.
     """
     started = time.monotonic()
     process = subprocess.Popen(
@@ -39,27 +39,18 @@ def time_to_ready(package: str) -> float:
         for line in process.stderr:
             if line.startswith("{") and json.loads(line)["event"] == "listening":
                 return time.monotonic() - started
-        raise RuntimeError(f"{package} ended before it was ready")
+        raise RuntimeError(f"{package} exited before it was ready")
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
 
 
 def resident_mib(requests: int) -> dict[str, float]:
-    """Resident memory of gateway and scheduler, MiB, after that many streamed chat requests."""
+    """Returns the resident memory of gateway and scheduler in MiB, after that many chat requests."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable,
-            "-m",
-            "deploy.cli",
-            "up",
-            "--port",
-            "0",
-            "--scheduler-port",
-            "0",
-            "--run-dir",
-            folder,
-        ]
+            sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--scheduler-port", "0", "--run-dir", folder
+        ]  # fmt: skip
         launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert launcher.stdout is not None
         try:

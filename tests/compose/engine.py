@@ -1,6 +1,6 @@
-"""A container engine on a machine that has none: podman from the distribution, a base image made here, Compose over podman's socket.
+"""Sets up a container engine where there is none: podman from the distribution, our own base image, Compose on podman's socket.
 
-This sets up the test's surroundings (Debian, as root) and is no part of the product. See the figures in the test's output.
+It needs Debian and root. The product does not use it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ BASE_IMAGE = "python:3.11-slim"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 COMPOSE_FILE = ROOT / "deploy" / "compose.yaml"
 
-# Names without a registry stay local; limits that a machine without systemd lets us set.
+# Image names without a registry stay local. A machine without systemd allows no higher limits.
 _CONFIGURATION = """\
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
@@ -44,10 +44,10 @@ COPY pip.conf /etc/pip.conf
 
 
 def run(*command: str, **environment: str) -> str:
-    """Runs a command; its output.
+    """Runs a command and returns its output.
 
     Raises:
-        AssertionError: with the end of its output, if it fails.
+        AssertionError: The command fails; the message has the end of its output.
     """
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
@@ -62,7 +62,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Says how long a part took."""
+    """Prints how long a part took."""
     say(what)
     start = time.monotonic()
     yield
@@ -70,7 +70,7 @@ def timed(what: str) -> Iterator[None]:
 
 
 class Engine:
-    """podman and Compose, with settings of their own."""
+    """podman and Compose, with their own configuration."""
 
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "podman.sock"
@@ -84,7 +84,7 @@ class Engine:
         (folder / "containers.conf").write_text(_CONFIGURATION)
 
     def install(self) -> None:
-        """Installs what is missing, and makes the base image."""
+        """Installs the missing programs and builds the base image."""
         if not all(shutil.which(name) for name in ("podman", "buildah", "debootstrap", "runc")):
             with timed("podman from the distribution"):
                 run("apt-get", "update", "-q")
@@ -113,21 +113,21 @@ class Engine:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Podman's socket, and somebody who runs the health checks as systemd's timers otherwise do."""
+        """Opens podman's socket, and runs the health checks that systemd's timers run elsewhere."""
         command = ["podman", "system", "service", "--time=0", self.environment["DOCKER_HOST"]]
         environment = {**os.environ, **self.environment}
         stop = threading.Event()
-        nudge = threading.Thread(target=self._check_health, args=(stop,))
+        checker = threading.Thread(target=self._check_health, args=(stop,))
         with subprocess.Popen(command, env=environment, start_new_session=True) as service:
             try:
                 while not self._socket.exists():
-                    assert service.poll() is None, "podman's service ended"
+                    assert service.poll() is None, "podman's service exited"
                     time.sleep(0.05)
-                nudge.start()
+                checker.start()
                 yield
             finally:
                 stop.set()
-                nudge.join()
+                checker.join()
                 service.terminate()
 
     def _check_health(self, stop: threading.Event) -> None:
@@ -146,7 +146,7 @@ class Engine:
         return run(str(self._compose), "-f", str(COMPOSE_FILE), *arguments, **self.environment)
 
     def containers(self, service: str) -> list[str]:
-        """Names of a service's containers, in order."""
+        """Returns the sorted names of a service's containers."""
         label = f"label=com.docker.compose.service={service}"
         mine = "label=com.docker.compose.project=triptych-test"
         return sorted(
@@ -154,23 +154,23 @@ class Engine:
         )
 
     def process(self, container: str) -> int:
-        """The process id, on the host, of a container's first process; 0 if it does not run."""
+        """Returns the host's process id of a container's first process; 0 if it does not run."""
         return int(self.podman("inspect", "--format", "{{.State.Pid}}", container))
 
     def image_megabytes(self, image: str) -> int:
-        """The size of an image, all layers."""
+        """Returns the size of an image with all its layers."""
         (found,) = json.loads(self.podman("image", "inspect", image))
         return round(int(found["Size"]) / 1_000_000)
 
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Says nothing about requests."""
+        """Logs no requests."""
 
 
 @contextlib.contextmanager
 def wheels_over_http() -> Iterator[dict[str, str]]:
-    """Build arguments that let pip in a build find the wheels of this machine's `PIP_FIND_LINKS`, if that is a folder."""
+    """Serves the folder in this machine's `PIP_FIND_LINKS`, if it is one, and yields the build arguments for pip to find it."""
     folder = Path(os.environ.get("PIP_FIND_LINKS", ""))
     if not folder.is_absolute() or not folder.is_dir():
         yield {}
@@ -184,7 +184,7 @@ def wheels_over_http() -> Iterator[dict[str, str]]:
 
 
 def _own_address() -> str:
-    """This machine's address, as containers and builds reach it."""
+    """Returns the address at which containers and builds reach this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; documentation's own network
+        probe.connect(("192.0.2.1", 9))  # sends nothing; a network reserved for documentation
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""The compose stack for real: images built, a question answered, a worker added, one killed. Run by `make test-compose`."""
+"""Builds the images, runs the compose stack, adds a worker and kills one. `make test-compose` runs it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def ask(port: int) -> str:
-    """A question with one right answer."""
+    """Asks a question with one right answer."""
     body = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
@@ -37,9 +37,9 @@ def ask(port: int) -> str:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine with our images."""
+    """A container engine with our images."""
     if os.geteuid() != 0:
-        pytest.fail("the containers' test sets up podman and must run as root")
+        pytest.fail("this test sets up podman and must run as root")
     engine = Engine(tmp_path_factory.mktemp("engine"))
     engine.install()
     engine.environment |= {
@@ -57,9 +57,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def port(engine: Engine) -> Iterator[int]:
-    """The running stack with one worker: its HTTP port."""
+    """The HTTP port of a running stack with one worker."""
     try:
-        with timed("from nothing to a healthy stack, the model fetched on the way"):
+        with timed("a healthy stack, including the download of the model"):
             engine.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600")
         yield int(engine.environment["TRIPTYCH_PORT"])
     finally:
@@ -69,7 +69,7 @@ def port(engine: Engine) -> Iterator[int]:
 
 
 def test_images_are_small_and_hold_what_they_need(engine: Engine) -> None:
-    """The services without a model have no torch; nobody runs as root; the sizes are said."""
+    """Gateway and scheduler have no torch, no service runs as root, and the sizes are printed."""
     base = engine.image_megabytes(BASE_IMAGE)
     sizes = {service: engine.image_megabytes(f"triptych-{service}") - base for service in SERVICES}
     say(f"megabytes on top of the base image ({base}): {sizes}")
@@ -87,7 +87,7 @@ def test_images_are_small_and_hold_what_they_need(engine: Engine) -> None:
 
 
 def test_a_question_a_second_worker_and_a_killed_one(engine: Engine, port: int) -> None:
-    """One worker answers; two answer; and while one is killed and comes back, every question still gets its answer."""
+    """One worker answers, two answer, and every question gets its answer while one is killed and restarts."""
     assert "Paris" in ask(port)
 
     with timed("a second worker"):
@@ -112,12 +112,12 @@ def test_a_question_a_second_worker_and_a_killed_one(engine: Engine, port: int) 
 
 
 def status(engine: Engine, container: str) -> str:
-    """What podman says about a container."""
+    """Returns podman's status of a container."""
     return engine.podman("ps", "--all", "--filter", f"name={container}", "--format", "{{.Status}}")
 
 
 def test_the_root_file_system_is_read_only(engine: Engine, port: int) -> None:
-    """A service cannot change its own program."""
+    """No service can write to its own program."""
     del port
     for service in SERVICES:
         (container, *_) = engine.containers(service)
@@ -126,13 +126,13 @@ def test_the_root_file_system_is_read_only(engine: Engine, port: int) -> None:
 
 
 def test_base_images_python(engine: Engine) -> None:
-    """The stand-in for the upstream base image has the Python that the images are made for."""
+    """Our base image has the same Python version as the upstream image that it replaces."""
     version = engine.podman("run", "--rm", f"localhost/{BASE_IMAGE}", "python3", "--version")
     assert version.startswith("Python 3.11.")
 
 
 def test_the_model_is_fetched_into_the_cache(engine: Engine, port: int) -> None:
-    """A worker's model lies in the cache volume, complete."""
+    """The cache volume has all files of the worker's model."""
     del port
     (container, *_) = engine.containers("worker")
     listed = engine.podman("exec", container, "ls", "/cache/triptych/models/smollm2")

@@ -30,7 +30,7 @@ SHAPES = (
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two small layers."""
+    """A Llama with two small layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -44,7 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where code is kept."""
+    """The folder of the compile cache."""
     return tmp_path_factory.mktemp("code") / "cpu"
 
 
@@ -55,7 +55,7 @@ def command(tiny: Path, cache: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def compile_it(
+def run_compile(
     tiny: Path, cache: Path, *more: str, variables: Sequence[tuple[str, str]] = ()
 ) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict(variables)}
@@ -65,7 +65,7 @@ def compile_it(
 
 
 def compiled(done: "subprocess.CompletedProcess[str]") -> int:
-    """How many pieces the command says that it compiled."""
+    """Returns the number of compiled pieces that the command printed."""
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"^(\d+) pieces compiled", done.stdout, re.MULTILINE)
     assert found, done.stdout
@@ -73,7 +73,7 @@ def compiled(done: "subprocess.CompletedProcess[str]") -> int:
 
 
 def test_killed_then_cold_then_warm(tiny: Path, cache: Path) -> None:
-    """A killed compile leaves no entry; the next one compiles all, the one after nothing."""
+    """A killed compile leaves no entry; the next run compiles everything, the one after it nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command(tiny, cache), env=environment, stdout=subprocess.PIPE, text=True
@@ -82,18 +82,20 @@ def test_killed_then_cold_then_warm(tiny: Path, cache: Path) -> None:
         assert any(line.startswith("compile 0/") for line in process.stdout)
         process.send_signal(signal.SIGKILL)
     assert CompileCache(cache).entries() == []
-    assert compiled(compile_it(tiny, cache)) == 6  # three structures a signature: prefill, and one bucket
+    assert (
+        compiled(run_compile(tiny, cache)) == 6
+    )  # three structures for each of two signatures: prefill, and decode with one bucket
     (key,) = CompileCache(cache).entries()
     assert CompileCache(cache).verify(key) is not None
-    warm = compile_it(tiny, cache, "--require-precompiled", "--served-model-name", "other", "--seed", "3")
+    warm = run_compile(tiny, cache, "--require-precompiled", "--served-model-name", "other", "--seed", "3")
     assert compiled(warm) == 0
     assert CompileCache(cache).entries() == [key]
 
 
-def test_a_setting_that_matters_is_not_precompiled(tiny: Path, cache: Path) -> None:
-    """It is refused before any weights are read, field by field."""
-    assert CompileCache(cache).entries(), "the test before this one fills the cache"
-    done = compile_it(tiny, cache, "--dtype", "float32", "--require-precompiled")
+def test_another_dtype_is_not_precompiled(tiny: Path, cache: Path) -> None:
+    """The command refuses before it reads weights, and names each field that differs."""
+    assert CompileCache(cache).entries(), "the previous test fills the cache"
+    done = run_compile(tiny, cache, "--dtype", "float32", "--require-precompiled")
     assert done.returncode == 2
     assert "load" not in done.stdout.split("\n", 1)[0]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("triptych compile:")]
@@ -101,10 +103,10 @@ def test_a_setting_that_matters_is_not_precompiled(tiny: Path, cache: Path) -> N
     assert "chunk" not in line
 
 
-def test_a_graph_that_does_not_compile_names_its_signature(tiny: Path, tmp_path: Path) -> None:
-    """And the way out; nothing is kept."""
+def test_a_failed_graph_is_named_with_its_signature(tiny: Path, tmp_path: Path) -> None:
+    """The message says what to do instead, and nothing is kept."""
     cache = tmp_path / "cpu"
-    done = compile_it(tiny, cache, variables=[("CXX", "/bin/false")])
+    done = run_compile(tiny, cache, variables=[("CXX", "/bin/false")])
     assert done.returncode == 2
     assert "the graph for prefill of 32 tokens does not compile" in done.stderr
     assert "-O 1 does without a compiler" in done.stderr
@@ -112,8 +114,8 @@ def test_a_graph_that_does_not_compile_names_its_signature(tiny: Path, tmp_path:
     assert list(cache.iterdir()) == []
 
 
-def test_an_npus_graphs_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
-    """The stand-in leaves each graph as text; the catalog knows the entry, and finds it again."""
+def test_the_graphs_of_an_npu_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
+    """rbln-check writes each graph as text; a second run finds the entry."""
     arguments = (
         "compile", "--model", str(tiny), "--device", "rbln", "--compile-cache-dir", str(tmp_path / "rbln"),
         "--max-num-seqs", "1", "--block-size", "1024", "--max-model-len", "128",
@@ -134,27 +136,27 @@ def test_an_npus_graphs_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
     (key,) = CompileCache(tmp_path / "rbln").entries()
     manifest = CompileCache(tmp_path / "rbln").verify(key)
     assert manifest is not None
-    # A chunk, a decode step, and one output head for both: either asks for one row's logits.
+    # A chunk, a decode step, and one output head for both, as each needs the logits of one row.
     assert sum(name.startswith("graph-") for name in manifest.files) == 3
     assert manifest.fields["num_blocks"].isdigit()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_generated_code_says_what_the_kernels_say(
+def test_generated_code_agrees_with_the_kernels(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32: the same tokens, and log-probabilities that round in other places; two prompts of two chunks, three rows."""
+    """In float32 the tokens are equal and the log-probabilities differ by rounding only."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = load(tiny, "float32")
     prompts = [[5 + index * 7 % 100 for index in range(40)], [3, 1, 4, 1, 5]]
-    said = []
+    answers = []
     for level in (1, 2):
         harness = Harness(
             model, max_model_len=64, max_num_seqs=3, chunk=32, block_size=32, decode_buckets=(3,), level=level
         )
-        said.append(harness.generate(prompts, 8, sampling_params(temperature=0.0, logprobs=1)))
+        answers.append(harness.generate(prompts, 8, sampling_params(temperature=0.0, logprobs=1)))
         assert harness.runner.graphs.num_late == 0
-    for kernels, code in zip(*said, strict=True):
+    for kernels, code in zip(*answers, strict=True):
         assert tokens_of(kernels) == tokens_of(code)
-        for mine, theirs in zip(kernels, code, strict=True):
-            assert mine.logprobs[0].logprob == pytest.approx(theirs.logprobs[0].logprob, abs=1e-4)
+        for expected, actual in zip(kernels, code, strict=True):
+            assert expected.logprobs[0].logprob == pytest.approx(actual.logprobs[0].logprob, abs=1e-4)

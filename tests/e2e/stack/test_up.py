@@ -20,20 +20,11 @@ QUICK = ["--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "1024"]
 
 @contextlib.contextmanager
 def launcher(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A launcher on a free port; killed at the end if it still runs, and its children with it."""
+    """Runs a launcher on free ports, and kills it at the end if it still runs; its children die with it."""
     command = [
-        sys.executable,
-        "-m",
-        "deploy.cli",
-        "up",
-        "--port",
-        "0",
-        "--scheduler-port",
-        "0",
-        "--run-dir",
-        str(run_dir),
-        *arguments,
-    ]
+        sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--scheduler-port", "0",
+        "--run-dir", str(run_dir), *arguments,
+    ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -42,18 +33,20 @@ def launcher(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Reads the launcher's output up to the line with a text, and returns that line."""
+    """Reads the launcher's output up to a line with `text`, and returns that line."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
         seen.append(line)
         if text in line:
             return line
-    raise AssertionError(f"{text!r} never came; the launcher said: {''.join(seen)}{process.communicate()[1]}")
+    raise AssertionError(
+        f"{text!r} did not appear; the launcher printed: {''.join(seen)}{process.communicate()[1]}"
+    )
 
 
 def ask(base: str) -> str:
-    """Asks for France's capital; greedy, so that the answer is always the same."""
+    """Asks for France's capital. Greedy sampling always gives the same answer."""
     question = [{"role": "user", "content": "Name the capital of France."}]
     body = {"model": "smollm2", "messages": question, "temperature": 0, "max_tokens": 10}
     request = urllib.request.Request(
@@ -64,12 +57,12 @@ def ask(base: str) -> str:
 
 
 def pids(run_dir: Path) -> dict[str, int]:
-    """The services' process ids, by name."""
+    """Returns the services' process ids by name."""
     return {path.stem: int(path.read_text()) for path in run_dir.glob("*.pid")}
 
 
 def running(pid: int) -> bool:
-    """Whether a process exists and is not merely waiting to be reaped."""
+    """Returns whether a process exists and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -85,7 +78,7 @@ def wait_until_gone(processes: dict[str, int]) -> None:
 
 
 def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> None:
-    """From one command to an answer; again after the worker was killed; and nothing is left after Ctrl-C."""
+    """The stack answers, answers again after its worker is killed, and leaves nothing behind after Ctrl-C."""
     with launcher(tmp_path, *QUICK) as process:
         address = next(
             word for word in read_until(process, "Serving smollm2").split() if word.startswith("http")
@@ -97,7 +90,7 @@ def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> No
 
         os.kill(before["worker-0"], signal.SIGKILL)
         assert str(tmp_path / "worker-0.log") in read_until(process, "worker-0 died (SIGKILL)")
-        read_until(process, "worker-0 starts again")
+        read_until(process, "worker-0 restarts")
         assert "Paris" in ask(address)
         after = pids(tmp_path)
         assert after["worker-0"] != before["worker-0"]
@@ -112,7 +105,7 @@ def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> No
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    """Also a launcher that had no chance to stop its services leaves none of them behind."""
+    """The services of a killed launcher die with it."""
     with launcher(tmp_path, *QUICK) as process:
         read_until(process, "logs in")
         deadline = time.monotonic() + 20
@@ -125,7 +118,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def pids_written(run_dir: Path) -> dict[str, int]:
-    """Like `pids`, while files are still being written."""
+    """Returns what `pids` does, or nothing while a file is half written."""
     with contextlib.suppress(ValueError):
         return pids(run_dir)
     return {}
@@ -138,10 +131,8 @@ def pids_written(run_dir: Path) -> dict[str, int]:
         (["--block-size", "100", "--max-num-batched-tokens", "64"], "block"),
     ],
 )
-def test_a_setting_that_a_service_refuses_ends_the_launcher(
-    tmp_path: Path, arguments: list[str], word: str
-) -> None:
-    """The service's one line is the launcher's, and so is its exit code."""
+def test_a_refused_setting_stops_the_launcher(tmp_path: Path, arguments: list[str], word: str) -> None:
+    """The launcher prints one line and exits with 2, whether it or a service refuses."""
     with launcher(tmp_path, *arguments) as process:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 2, errors

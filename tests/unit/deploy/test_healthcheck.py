@@ -16,8 +16,8 @@ async def check(*arguments: str) -> int:
     return await asyncio.to_thread(healthcheck.main, list(arguments))
 
 
-async def test_a_grpc_service_is_healthy_when_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """Health follows what the service reports, as a whole and by name; the reason is printed."""
+async def test_a_grpc_service_is_healthy_when_it_reports_serving(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code follows the reported health, of the server and of each service; the reason is printed."""
     server = Server(("triptych.v1.Worker",), lambda _: None)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     assert await check(address) == 1
@@ -45,7 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def answers(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a server that answers everything with one status."""
+    """The URL of a server that answers every request with the same status."""
     handler = functools.partial(Handler, request.param)
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -55,10 +55,10 @@ def answers(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize(("answers", "code"), [(200, 0), (503, 1), (404, 1)], indirect=["answers"])
 async def test_a_gateway_is_healthy_when_it_answers_200(answers: str, code: int) -> None:
-    """Everything else than 200 is unhealthy."""
+    """Any other status is unhealthy."""
     assert await check(answers) == code
 
 
-async def test_wrong_use_is_told() -> None:
-    """Without an address the command explains itself."""
+async def test_missing_arguments_are_refused() -> None:
+    """Without an address the command prints its usage and exits with 2."""
     assert await check() == 2

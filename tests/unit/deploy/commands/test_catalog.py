@@ -1,4 +1,4 @@
-"""`triptych catalog`: lists, verifies, prunes and exports."""
+"""`triptych catalog` lists, verifies, prunes and exports entries."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ FIELDS = {"model": "LlamaForCausalLM 12", "dtype": "bfloat16", "level": "2", "de
 
 @pytest.fixture
 def cache(tmp_path: Path) -> CompileCache:
-    """Two entries."""
+    """A cache with two entries."""
     cache = CompileCache(tmp_path / "cache")
     for level in ("2", "3"):
         filling = cache.fill({**FIELDS, "level": level})
@@ -27,7 +27,7 @@ def run(cache: CompileCache, *arguments: str) -> int:
 
 
 def test_list_shows_every_entry(cache: CompileCache, capsys: pytest.CaptureFixture[str]) -> None:
-    """For people and for programs."""
+    """The table and the JSON have all entries."""
     assert run(cache, "list") == 0
     shown = capsys.readouterr().out
     assert all(key in shown for key in cache.entries())
@@ -41,7 +41,7 @@ def test_list_shows_every_entry(cache: CompileCache, capsys: pytest.CaptureFixtu
 
 
 def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the command."""
+    """The message names the command."""
     (tmp_path / "empty").mkdir()
     assert main(["--compile-cache-dir", str(tmp_path / "empty"), "list"]) == 0
     assert "triptych compile" in capsys.readouterr().out
@@ -50,51 +50,53 @@ def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path, capsys: pytest.Captu
 def test_verify_finds_damage_and_prune_removes_it(
     cache: CompileCache, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1 for damage; whole entries stay."""
+    """Damage makes the exit code 1; pruning keeps intact entries."""
     assert run(cache, "verify") == 0
-    damaged, whole = cache.entries()
+    damaged, intact = cache.entries()
     (cache.root / damaged / "kernel.py").write_text("changed")
     assert run(cache, "verify") == 1
     assert f"{damaged} damaged" in capsys.readouterr().out
     assert run(cache, "prune") == 0
-    assert cache.entries() == [whole]
+    assert cache.entries() == [intact]
 
 
-def test_prune_removes_what_is_named_or_old(cache: CompileCache, capsys: pytest.CaptureFixture[str]) -> None:
-    """And says so; a name that is not there is a mistake."""
+def test_prune_removes_selected_and_old_entries(
+    cache: CompileCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command prints each removed entry and refuses an unknown name."""
     first, second = cache.entries()
     assert run(cache, "prune", "--older-than-days", "1") == 0
     assert cache.entries() == [first, second]
     assert run(cache, "prune", "--entry", first) == 0
     assert cache.entries() == [second]
     assert run(cache, "prune", "--entry", "nothing") == 2
-    assert "there is no entry nothing" in capsys.readouterr().err
+    assert "no such entry: nothing" in capsys.readouterr().err
     assert run(cache, "prune", "--older-than-days", "0") == 0
     assert cache.entries() == []
 
 
-def test_export_copies_whole_entries(
+def test_export_copies_intact_entries(
     cache: CompileCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All, or those named; damaged ones are left out; twice is once."""
-    damaged, whole = cache.entries()
+    """All intact entries or the selected ones are copied; a second export changes nothing."""
+    damaged, intact = cache.entries()
     (cache.root / damaged / "kernel.py").unlink()
     target = CompileCache(tmp_path / "there")
     assert run(cache, "export", str(target.root)) == 1
     assert f"{damaged} left out" in capsys.readouterr().err
-    assert target.entries() == [whole]
-    assert target.verify(whole) is not None
-    assert run(cache, "export", str(target.root), "--entry", whole) == 0
+    assert target.entries() == [intact]
+    assert target.verify(intact) is not None
+    assert run(cache, "export", str(target.root), "--entry", intact) == 0
     assert run(cache, "export", str(target.root), "--entry", "nothing") == 2
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line."""
+def test_a_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names the folder; the exit code is 2."""
     assert main(["--compile-cache-dir", str(tmp_path / "none"), "list"]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_the_key_depends_on_every_field() -> None:
-    """And not on their order."""
+    """Each field changes the key; their order does not."""
     assert key_of(FIELDS) == key_of(dict(reversed(FIELDS.items())))
     assert len({key_of({**FIELDS, name: "other"}) for name in FIELDS} | {key_of(FIELDS)}) == 1 + len(FIELDS)

@@ -1,4 +1,4 @@
-"""`triptych plan`: from a scheduler's histogram to the flags to use."""
+"""`triptych plan`: turns a scheduler's histogram into flags."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def state_dir(tmp_path: Path) -> Path:
 
 
 def test_the_table_compares_now_and_proposed(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Buckets, rows, padding and its share in two lines, then the gain."""
+    """Two lines have the buckets, rows, padded rows and their share; the gain follows."""
     assert cli.main(["plan", "--state-dir", str(state_dir)]) == 0
     text = capsys.readouterr().out
     assert "smollm2, 1,501 decode steps, 3.7 rows each" in text
@@ -33,7 +33,7 @@ def test_the_table_compares_now_and_proposed(state_dir: Path, capsys: pytest.Cap
 def test_the_flags_and_the_variables_are_what_the_scheduler_takes(
     state_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pasted as they are printed, both set the same buckets."""
+    """Both set the same buckets when pasted as printed."""
     assert cli.main(["plan", "--state-dir", str(state_dir), "--graphs", "3", "--max-batch", "9"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     [command] = [line for line in lines if line.startswith("triptych scheduler ")]
@@ -48,7 +48,7 @@ def test_the_flags_and_the_variables_are_what_the_scheduler_takes(
 
 
 def test_programs_get_json(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All that the table says."""
+    """The JSON has every figure of the table."""
     path = histogram_path(state_dir)
     assert cli.main(["plan", "--histogram", str(path), "--graphs", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -65,7 +65,7 @@ def test_programs_get_json(state_dir: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_smaller_largest_batch_counts_larger_steps_as_that(
     state_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The scheduler would have run them with as many rows as it may."""
+    """A step with more rows than the new largest batch counts as a step of that batch."""
     assert cli.main(["plan", "--state-dir", str(state_dir), "--max-batch", "4", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["now"]["buckets"], plan["now"]["rows"]) == ([1, 2, 4], 1501 * 4)
@@ -73,26 +73,26 @@ def test_a_smaller_largest_batch_counts_larger_steps_as_that(
 
 
 def test_the_best_buckets_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is proposed that changes nothing."""
+    """The command proposes no flags when the current buckets are the best."""
     RecordedBatches("m", (3, 8), {3: 10}).write(histogram_path(tmp_path))
     assert cli.main(["plan", "--state-dir", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "best ones already" in text
+    assert "already the best" in text
     assert "--decode-buckets" not in text
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "there is no histogram yet at"),
+        (None, "does not exist yet"),
         ("nonsense", "is not a histogram: not JSON"),
-        (json.dumps({"version": 1, "model": "m", "buckets": [1], "counts": {}}), "no decode step has been counted"),
+        (json.dumps({"version": 1, "model": "m", "buckets": [1], "counts": {}}), "has no decode steps yet"),
     ],
 )  # fmt: skip
 def test_without_a_histogram_one_line_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
 ) -> None:
-    """And the command fails."""
+    """The line names the file; the exit code is 1."""
     if content is not None:
         histogram_path(tmp_path).write_text(content)
     assert cli.main(["plan", "--state-dir", str(tmp_path)]) == 1
@@ -105,19 +105,19 @@ def test_without_a_histogram_one_line_says_why(
 def test_the_state_folder_is_read_from_the_schedulers_variable(
     state_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one there is one line that says how to have a histogram."""
+    """Without a state folder one line says how to record a histogram."""
     monkeypatch.setenv("TRIPTYCH_STATE_DIR", str(state_dir))
     assert cli.main(["plan"]) == 0
     assert "smollm2" in capsys.readouterr().out
     monkeypatch.delenv("TRIPTYCH_STATE_DIR")
     assert cli.main(["plan"]) == 1
-    assert capsys.readouterr().err.startswith("triptych plan: there is no histogram without a state folder")
+    assert capsys.readouterr().err.startswith("triptych plan: no state folder is set")
 
 
 def test_a_bad_setting_in_the_environment_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As every service does it: one line, exit code 2."""
+    """The command refuses it like a service: one line, exit code 2."""
     monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQS", "many")
     assert cli.main(["plan"]) == 2
     assert "TRIPTYCH_MAX_NUM_SEQS" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_a_bad_setting_in_the_environment_is_named(
 
 @pytest.mark.parametrize("flags", [["--graphs", "0"], ["--max-batch", "5000"], ["--graphs", "many"]])
 def test_a_bad_number_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """With the flag's name, and exit code 2."""
+    """The message has the flag's name; the exit code is 2."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", *flags])
     assert stopped.value.code == 2

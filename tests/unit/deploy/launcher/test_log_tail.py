@@ -7,7 +7,7 @@ from deploy.launcher.log_tail import LogTail, humanize, last_lines, progress
 
 
 def test_a_structured_line_becomes_readable() -> None:
-    """The event comes first, its fields follow, the traceback keeps its lines, and what is on every line is left out."""
+    """The event comes first, then its fields, then the traceback; fields that every line has are omitted."""
     line = json.dumps(
         {"event": "step failed", "level": "error", "slot": 3, "exception": "Traceback\nValueError: x"}
     )
@@ -15,13 +15,13 @@ def test_a_structured_line_becomes_readable() -> None:
 
 
 def test_other_lines_stay_as_they_are() -> None:
-    """What libraries print is shown as printed, also if it looks like JSON at first."""
+    """Output of libraries is shown unchanged, even if it starts like JSON."""
     for line in ("Segmentation fault", "{not json", "[1, 2]"):
         assert humanize(line) == line
 
 
 def test_last_lines_of_a_missing_or_short_log(tmp_path: Path) -> None:
-    """Fewer lines than asked for is no error, and neither is a log that was never written."""
+    """A short or missing log gives fewer lines and no error."""
     log = tmp_path / "worker-0.log"
     assert last_lines(log, 3) == []
     log.write_text("one\n\ntwo\n")
@@ -29,8 +29,8 @@ def test_last_lines_of_a_missing_or_short_log(tmp_path: Path) -> None:
     assert last_lines(log, 1) == ["two"]
 
 
-def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
-    """Half a line is kept until its end is written; what was read does not come again."""
+def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:
+    """An incomplete line waits for its end, and no line comes twice."""
     log = tmp_path / "worker-0.log"
     tail = LogTail(log)
     assert list(tail.new_lines()) == []
@@ -42,17 +42,17 @@ def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     assert list(tail.new_lines()) == []
 
 
-def test_progress_is_told_in_words() -> None:
-    """Phases come with their worker's address, and with done and total where they are known; other lines are not shown."""
+def test_progress_becomes_readable_text() -> None:
+    """A phase has its worker's address, and its counts if they are known; other lines give None."""
 
-    def told(**entry: object) -> tuple[str, str] | None:
+    def parsed(**entry: object) -> tuple[str, str] | None:
         return progress(json.dumps({"target": "127.0.0.1:7", **entry}))
 
     here = "127.0.0.1:7"
     warm_up = {"event": "progress", "phase": "warm_up", "done": 2, "total": 7, "message": "decode of 4 rows"}
     load = {"event": "progress", "phase": "load", "done": 0, "total": 0, "message": "weights"}
-    assert told(**warm_up) == (here, "warm up 2/7 decode of 4 rows")
-    assert told(**load) == (here, "load weights")
-    assert told(event="ready", phase_seconds={"load": 1.26}) == (here, "ready (load 1.3 s)")
-    assert told(event="registered") is None
+    assert parsed(**warm_up) == (here, "warm up 2/7 decode of 4 rows")
+    assert parsed(**load) == (here, "load weights")
+    assert parsed(event="ready", phase_seconds={"load": 1.26}) == (here, "ready (load 1.3 s)")
+    assert parsed(event="registered") is None
     assert progress("noise") is None

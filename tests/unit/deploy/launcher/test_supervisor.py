@@ -1,4 +1,4 @@
-"""The launcher's supervisor, with small real processes."""
+"""The launcher's supervisor with small real processes."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 
 
-class Told:
-    """Collects what a supervisor says; `wait_for` waits until it has said a text."""
+class Reports:
+    """Collects a supervisor's messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -31,6 +31,7 @@ class Told:
         self._changed.set()
 
     async def wait_for(self, text: str) -> str:
+        """Returns the first message with a text, as soon as there is one."""
         while True:
             for line in self.lines:
                 if text in line:
@@ -60,7 +61,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def pid_of(child: ChildSpec, *, other_than: int = 0) -> int:
-    """Waits until the child has said that it is up."""
+    """Returns the process id of a child once it has printed that it is up."""
     await until(
         lambda: child.log.exists() and child.pid_file.exists() and child.log.read_text().endswith("up\n")
     )
@@ -77,14 +78,14 @@ def alive(pid: int) -> bool:
 
 
 async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
-    """A child that is killed is reported with its signal, its log and its last lines, and runs again under a new id."""
+    """The report of a killed child has its signal, its log and its last lines; the child runs again with a new id."""
     child = spec(tmp_path, "worker-0", FOREVER)
-    told = Told()
-    supervisor = Supervisor([[child]], told, policy=QUICK)
+    reports = Reports()
+    supervisor = Supervisor([[child]], reports, policy=QUICK)
     async with supervised(supervisor):
         first = await pid_of(child)
         os.kill(first, signal.SIGKILL)
-        message = await told.wait_for("worker-0 died")
+        message = await reports.wait_for("worker-0 died")
         assert "SIGKILL" in message
         assert str(child.log) in message
         assert "| up" in message
@@ -94,12 +95,12 @@ async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
     assert not child.pid_file.exists()
 
 
-async def test_a_refused_setting_ends_everything(tmp_path: Path) -> None:
-    """Exit code 2 at the first start is not retried: its last line is the error and the other children are stopped."""
+async def test_a_refused_setting_stops_everything(tmp_path: Path) -> None:
+    """Exit code 2 at the first start is final: the child's last line becomes the error and the other children stop."""
     other = spec(tmp_path, "scheduler", FOREVER)
     bad = spec(tmp_path, "worker-0", "import sys; print('no such model: x', file=sys.stderr); sys.exit(2)")
     with pytest.raises(ExceptionGroup) as raised:
-        await Supervisor([[other], [bad]], Told(), policy=QUICK).run()
+        await Supervisor([[other], [bad]], Reports(), policy=QUICK).run()
     error = raised.value.exceptions[0]
     assert isinstance(error, LaunchError)
     assert str(error) == "no such model: x"
@@ -107,31 +108,31 @@ async def test_a_refused_setting_ends_everything(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.pid"))
 
 
-async def test_gives_up_on_a_child_that_never_works(tmp_path: Path) -> None:
-    """Before anything was served, the third death in a row ends the launcher; the error shows the log's last lines."""
+async def test_gives_up_on_a_child_that_keeps_dying(tmp_path: Path) -> None:
+    """Before the stack has served, the third consecutive death stops the launcher; the error has the log's last lines."""
     bad = spec(tmp_path, "worker-0", "raise RuntimeError('no device')")
-    told = Told()
+    reports = Reports()
     with pytest.raises(ExceptionGroup) as raised:
-        await Supervisor([[bad]], told, policy=QUICK).run()
+        await Supervisor([[bad]], reports, policy=QUICK).run()
     error = raised.value.exceptions[0]
     assert isinstance(error, LaunchError)
     assert "no device" in str(error)
     assert error.exit_code == 1
-    assert len(told.lines) == 2
+    assert len(reports.lines) == 2
 
 
 async def test_never_gives_up_once_served(tmp_path: Path) -> None:
     """After the stack has served, a child may die any number of times."""
     bad = spec(tmp_path, "worker-0", "raise SystemExit(2)")
-    told = Told()
-    supervisor = Supervisor([[bad]], told, policy=QUICK)
+    reports = Reports()
+    supervisor = Supervisor([[bad]], reports, policy=QUICK)
     supervisor.mark_served()
     async with supervised(supervisor):
-        await until(lambda: len(told.lines) >= 4)
+        await until(lambda: len(reports.lines) >= 4)
 
 
 async def test_stops_stage_by_stage(tmp_path: Path) -> None:
-    """A later stage is asked to stop only after the earlier one has ended."""
+    """A stage is terminated only after the stage before it has exited."""
     order = tmp_path / "order"
     polite = (
         "import signal, sys, time\n"
@@ -142,14 +143,14 @@ async def test_stops_stage_by_stage(tmp_path: Path) -> None:
         "signal.signal(signal.SIGTERM, end)\n" + FOREVER
     )
     stages = [[spec(tmp_path, name, f"NAME = {name!r}\n{polite}")] for name in ("g", "s", "w")]
-    async with supervised(Supervisor(stages, Told())):
+    async with supervised(Supervisor(stages, Reports())):
         for (child,) in stages:
             await pid_of(child)
     assert order.read_text() == "gsw"
 
 
-async def test_kills_what_does_not_stop(tmp_path: Path) -> None:
-    """A child that ignores SIGTERM is killed after the grace period, together with its own children, and that is said."""
+async def test_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
+    """After the grace period the child and its own children are killed, and the user is told."""
     stubborn = spec(
         tmp_path,
         "worker-0",
@@ -158,13 +159,13 @@ async def test_kills_what_does_not_stop(tmp_path: Path) -> None:
         "p = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()'])\n"
         "print(p.pid)\n" + FOREVER,
     )
-    told = Told()
-    async with supervised(Supervisor([[stubborn]], told, grace_s=0.1)):
+    reports = Reports()
+    async with supervised(Supervisor([[stubborn]], reports, grace_s=0.1)):
         child = await pid_of(stubborn)
         grandchild = int(stubborn.log.read_text().split()[0])
     assert not alive(child)
     await until(lambda: not alive(grandchild) or is_zombie(grandchild))
-    assert "worker-0 did not end within 0.1 s" in told.lines[-1]
+    assert "worker-0 did not exit within 0.1 s" in reports.lines[-1]
 
 
 def is_zombie(pid: int) -> bool:
@@ -174,7 +175,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_children_die_with_a_killed_launcher() -> None:
-    """A service does not outlive its launcher, not even when the launcher is killed without a chance to stop it."""
+    """A service does not outlive its launcher, even if the launcher is killed."""
     child = (
         "import os, signal; from deploy.launcher.parent import die_with_launcher; "
         "die_with_launcher(os.environ); print(os.getpid(), flush=True); signal.pause()"
@@ -189,19 +190,19 @@ def test_children_die_with_a_killed_launcher() -> None:
         assert launcher.stdout is not None
         assert int(launcher.stdout.readline())
         launcher.kill()
-        # The pipe ends when the last process that holds it is gone: the child.
+        # The pipe closes when the child, the last process that holds it, is gone.
         assert launcher.stdout.read() == ""
 
 
 @pytest.mark.parametrize(
     ("status", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-64, "SIGRTMAX")]
 )
-def test_exits_are_told_in_words(status: int, text: str) -> None:
-    """A status is an exit code or a signal's name."""
+def test_an_exit_status_becomes_readable_text(status: int, text: str) -> None:
+    """A status is an exit code, or the name of a signal."""
     assert describe_exit(status) == text
 
 
 def test_the_delay_doubles_up_to_a_limit() -> None:
-    """Deaths in a row wait longer and longer, but not for ever longer."""
+    """Each consecutive death doubles the delay until it reaches the longest."""
     policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=4)
     assert [policy.delay_s(n) for n in range(1, 7)] == [0.5, 1, 2, 4, 4, 4]
