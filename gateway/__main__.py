@@ -21,7 +21,7 @@ from protos.settings import load
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, except that a signal ends it with exit code 0, after a bounded time, and without tracebacks."""
+    """uvicorn's server, with a bounded shutdown: a signal ends it with exit code 0 and without tracebacks."""
 
     def __init__(self, config: uvicorn.Config, client: InferenceClient, drain_timeout_s: float) -> None:
         super().__init__(config)
@@ -30,7 +30,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Takes SIGINT and SIGTERM; unlike uvicorn's own, does not raise them again at the end."""
+        """Handles SIGINT and SIGTERM. Unlike uvicorn's own, does not raise the signals again at the end."""
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -39,7 +39,7 @@ class HttpServer(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's signature
-        """The first signal drains; the second one ends running requests at once."""
+        """Drains on the first signal; ends running requests on the second."""
         if self.should_exit:
             self._end_requests()
         self.should_exit = True
@@ -48,7 +48,7 @@ class HttpServer(uvicorn.Server):
         self._client.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops listening and lets running requests finish, up to the drain timeout."""
+        """Stops listening and waits for running requests, up to the drain timeout."""
         logs.get_logger().info("draining", pending=self._client.num_pending, timeout_s=self._drain_timeout_s)
         timer = asyncio.get_running_loop().call_later(self._drain_timeout_s, self._end_requests)
         await super().shutdown(sockets)
@@ -56,10 +56,10 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Returns a listening socket.
 
     Raises:
-        ConfigurationRefused: if the address cannot be had; one line that says why.
+        ConfigurationRefused: if the address is not available; one line with the reason.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -71,7 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    # asyncio and socket append the address to the text of the error number; name look-ups have numbers of their own.
+    # For error numbers, asyncio and socket append the address to the text. Errors of name resolution have
+    # their own numbers.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
 
 
@@ -93,7 +94,7 @@ def serve(settings: Settings) -> None:
         log_config=None,
         server_header=False,
         timeout_keep_alive=settings.keep_alive_s,
-        # Requests are ended by us when the drain time is over; uvicorn's own limit is for what hangs even then.
+        # The drain timeout ends requests before this limit, which catches what hangs even then.
         timeout_graceful_shutdown=int(settings.drain_timeout_s) + 5,
     )
     logs.get_logger().info(
@@ -104,7 +105,7 @@ def serve(settings: Settings) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``triptych gateway``; returns the exit code (2 for settings that cannot be used)."""
+    """Runs ``triptych gateway``; returns the exit code: 2 for invalid settings."""
     try:
         settings = load(Settings, argv)
         vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware, error handlers, and the lifespan of the connection to the scheduler."""
+"""The HTTP application: routes, middleware, error handlers, and the lifespan of the scheduler client."""
 
 import contextlib
 import time
@@ -26,9 +26,9 @@ from protos.logs import get_logger
 
 # Opens the OpenAPI document.
 _DESCRIPTION: Final = (
-    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects; unknown parameters are refused by name. Every answer has"
-    " the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant names the tenant that the"
-    " scheduler shares capacity among. Statuses 429 and 503 carry Retry-After."
+    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects; unknown parameters are refused by name."
+    " Every answer has the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant"
+    " names the tenant; the scheduler shares capacity fairly among tenants. Statuses 429 and 503 carry Retry-After."
 )
 
 

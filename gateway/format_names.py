@@ -1,4 +1,4 @@
-"""Names of the formats in which models write tool calls and thinking, as settings and chat-template detection use them."""
+"""Names of the formats in which models write tool calls and thinking."""
 
 from typing import Final, Literal, TypeAlias, get_args
 

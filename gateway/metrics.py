@@ -1,4 +1,4 @@
-"""What the gateway measures, under vLLM's names where vLLM has them."""
+"""The gateway's metrics, under vLLM's names where vLLM has them."""
 
 from collections.abc import Callable
 from typing import Final
@@ -14,7 +14,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-# vLLM's bucket bounds, seconds: dashboards made for it keep working.
+# vLLM's bucket bounds, seconds: dashboards made for vLLM keep working.
 _TTFT: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
@@ -27,14 +27,14 @@ _END_TO_END: Final = (
 
 
 class Metrics:
-    """One gateway's measurements, in a registry of their own."""
+    """One gateway's metrics, in their own registry."""
 
     def __init__(self, model_name: Callable[[], str], num_pending: Callable[[], int]) -> None:
-        """Creates them.
+        """Creates the metrics.
 
         Args:
-            model_name: the served model's name now, for labels.
-            num_pending: requests under way at the scheduler.
+            model_name: returns the served model's name at the moment, for labels.
+            num_pending: returns how many requests are under way at the scheduler.
         """
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -82,7 +82,7 @@ class Metrics:
         )
 
     def _relabel(self) -> None:
-        # Looking a labelled child up costs more than observing it; tokens come by the thousand.
+        # Looking up a labelled child costs more than observing it, and tokens arrive by the thousand.
         name = self._model_name()
         if name == self._labelled:
             return
@@ -94,35 +94,36 @@ class Metrics:
         self._generated_now = self._generated.labels(name)
 
     def first_token(self, count: int, seconds: float) -> None:
-        """A sequence's first ``count`` tokens, ``seconds`` after the request's arrival."""
+        """Records a sequence's first ``count`` tokens, ``seconds`` after the request's arrival."""
         self._relabel()
         self._ttft_now.observe(seconds)
         self._generated_now.inc(count)
 
     def tokens(self, count: int, seconds: float) -> None:
-        """``count`` further tokens, ``seconds`` each after the one before."""
+        """Records ``count`` further tokens, each ``seconds`` after the one before."""
         self._itl_now.observe(seconds)
         self._generated_now.inc(count)
 
     def finished(self, reason: str, num_prompt_tokens: int, seconds: float) -> None:
-        """A sequence's end, ``seconds`` after the request's arrival."""
+        """Records the end of a sequence, ``seconds`` after the request's arrival."""
         self._relabel()
         self._prompt_now.inc(num_prompt_tokens)
         self._e2e_now.observe(seconds)
         self._success.labels(self._model_name(), reason).inc()
 
     def answered(self, handler: str, method: str, status: int) -> None:
-        """An HTTP answer; ``handler`` is the route's pattern."""
+        """Records an HTTP answer; ``handler`` is the route's pattern."""
         self._http.labels(handler, method, str(status)).inc()
 
     def text(self, scheduler: bytes | None = None) -> bytes:
-        """Everything, in Prometheus' text format.
+        """Returns all metrics in Prometheus' text format.
 
         Args:
-            scheduler: the scheduler's metrics in the same format, whose names are others; None if it does not answer.
+            scheduler: the scheduler's metrics in the same format, under other names; ``None`` if the
+                scheduler does not answer.
         """
         if self._model_name():
-            # So that a scrape before the first request shows zeros rather than nothing.
+            # A scrape before the first request then shows zeros instead of nothing.
             self._relabel()
         self._scheduler_up.set(scheduler is not None)
         return generate_latest(self.registry) + (scheduler or b"")

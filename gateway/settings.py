@@ -17,7 +17,7 @@ _VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
 
 
 class Settings(ServiceSettings):
-    """Everything that can be set about a gateway."""
+    """All settings of a gateway."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych gateway")
 
@@ -85,8 +85,9 @@ class Settings(ServiceSettings):
     reasoning_parser: Annotated[
         str,
         Field(
-            description="How the model thinks: auto (as its chat template shows), none, qwen3 (between <think> and </think>), "
-            "deepseek_r1 (the same, and from the beginning even without <think>), or vllm:NAME for a parser of an installed vLLM."
+            description="How the model marks its thinking: auto (as its chat template shows), none, "
+            "qwen3 (between <think> and </think>), deepseek_r1 (the same, but <think> may be missing), "
+            "or vllm:NAME for a parser of an installed vLLM."
         ),
     ] = "auto"
 

@@ -1,4 +1,4 @@
-"""Which Triptych this is."""
+"""The installed version of Triptych."""
 
 from importlib import metadata
 from typing import Final

@@ -1,6 +1,7 @@
 """Answers: from the scheduler's events to the bytes that a client reads.
 
-``answer_plan`` decides how a chat answer is constrained and read. ``generation`` turns events into text and counts, ``answer_reader``
-separates thinking, content and calls, ``logprobs`` writes log-probabilities, ``sse`` and ``chat_stream_writer`` encode streams, and
-``responses`` sends them. The routes import this room; it imports tools, parsers, scheduler_link, text, schemas and http.
+``answer_plan`` decides how a chat answer is constrained and read. ``generation`` turns events into text and
+counts, ``answer_reader`` separates thinking, content and calls, ``logprobs`` writes log-probabilities,
+``sse`` and ``chat_stream_writer`` encode streams, and ``responses`` sends them. The routes import this room;
+it imports tools, parsers, scheduler_link, text, schemas and http.
 """

@@ -1,4 +1,4 @@
-"""How the answer to one chat request is constrained and read: the grammar for the model, and the parsers for its text."""
+"""The plan for one chat answer: the grammar that constrains the model, and the parsers that read its text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,8 @@ class AnswerPlan:
     constraint_param: str = ""
     """The request's parameter that set the constraint."""
     markers: frozenset[str] | None = frozenset()
-    """Texts that the parsers must see although they may be special tokens; ``None``: any special token may be one."""
+    """Texts that the parsers must see although they may be special tokens; ``None``: any special token may be
+    one."""
     one_call: bool = False
     """Whether calls behind the first are left out."""
     named: bool = False
@@ -72,7 +73,8 @@ class _ThinkingPlan(NamedTuple):
     markers: frozenset[str] | None
     """Texts that the parser must see; ``None``: any."""
     behind: Callable[[Tag, str], Tag]
-    """Puts an answer's constraint behind the thinking; returns it unchanged if there is none. The text is the parameter, for errors."""
+    """Puts an answer's constraint behind the thinking; returns it unchanged if there is none. The text is the
+    parameter, for errors."""
 
 
 class _CallPlan(NamedTuple):
@@ -143,13 +145,16 @@ def _plan_thinking(settings: Settings, served: Served, prompt: Sequence[int]) ->
 
 
 def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, param: str) -> Tag:
-    """Puts ``tag`` behind the thinking that a parser of vLLM finds. The parser says where, because grammar and parser must agree."""
+    """Puts ``tag`` behind the thinking that a parser of vLLM finds.
+
+    The parser says where, because grammar and parser must agree.
+    """
     if (at := parser.begins()) is Thinking.OVER:
         return tag
     if (marks := parser.marks) is None:
         raise Unsupported(
-            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text ends the thinking,"
-            " so the answer behind it cannot be constrained; omit it, or start the gateway with another parser",
+            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text ends the"
+            " thinking, so the answer behind it cannot be constrained; omit it, or start the gateway with another parser",
             param=param,
         )
     return behind_thinking(at, tag, marks)

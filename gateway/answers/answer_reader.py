@@ -1,4 +1,4 @@
-"""One sequence's text on its way to a chat message: thinking, content and tool calls, in a stream or at once."""
+"""Reads one sequence's text as a chat message: thinking, content and tool calls, streamed or at once."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,26 +17,27 @@ from gateway.parsers.events import (
 
 
 class Trim:
-    """Leaves out white space that only separates parts: around thinking and around calls.
+    """Removes white space that only separates parts: around thinking and around calls.
 
-    An answer that has neither stays as it is, to the last line break.
+    An answer without thinking and calls stays unchanged, to the last line break.
     """
 
     def __init__(self) -> None:
         self._part: type[Event] | None = None
-        # White space at the end so far of the part, which is part of it only if more follows.
+        # White space at the current end of the part; it belongs to the part only if more text follows.
         self._held: list[str] = []
         self._fresh = False
-        # Content's white space in front of calls, by their numbers: it is content after all if one is revoked.
+        # White space between content and a call, by the call's number: it becomes content again if the call
+        # is revoked.
         self._dropped: dict[int, str] = {}
 
     def push(self, events: Iterable[Event]) -> Iterator[Event]:
-        """The events without that white space; some of it may come with later ones."""
+        """Yields the events without separating white space; some of it may come with later events."""
         for event in events:
             if isinstance(event, Text | Reasoning):
                 yield from self._text(event)
             elif isinstance(event, CallRevoked):
-                # What follows it continues its source.
+                # The text behind it continues its source.
                 self._part, self._fresh = Text, False
                 self._held.clear()
                 yield event._replace(source=self._dropped.pop(event.number, "") + event.source)
@@ -53,7 +54,7 @@ class Trim:
         if not event.text and kind is Text:
             return
         if kind is not self._part:
-            # Thinking has its markers in front of it; content in front of everything else may begin as it likes.
+            # Thinking starts behind a marker. Content at the beginning of an answer keeps its white space.
             self._fresh = self._part is not None or kind is Reasoning
             self._part = kind
             self._held.clear()
@@ -67,17 +68,16 @@ class Trim:
             self._held.append(text[len(shown) :])
 
     def finish(self) -> Iterator[Event]:
-        """The rest, when nothing follows."""
+        """Yields the text held back, at the end of the answer."""
         if self._part is Text and self._held:
             yield Text("".join(self._held))
 
 
 class AnswerReader:
-    """Reads one sequence.
+    """Reads one sequence's text."""
 
-    Attributes:
-        num_calls: calls that stand.
-    """
+    num_calls: int
+    """Calls so far that have not been revoked."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class AnswerReader:
         one_call: bool = False,
         show_thinking: bool = True,
     ) -> None:
-        """Reads with these parsers; the second one gets what the first one takes for content.
+        """Combines two parsers: the second gets the text that the first takes for content.
 
         Args:
-            thinking: finds the thinking, if the model has any.
-            calls: finds tool calls, if they may occur.
-            one_call: leave out calls behind the first one.
-            show_thinking: whether the client wants it.
+            thinking: finds thinking, if the model thinks.
+            calls: finds tool calls, if the answer may have some.
+            one_call: leave out calls behind the first.
+            show_thinking: whether the client wants to see the thinking.
         """
         self._thinking = thinking
         self._calls = calls
@@ -103,19 +103,19 @@ class AnswerReader:
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Event]:
-        """What these further characters settle."""
+        """Returns the events that these further characters settle."""
         parts = self._thinking.feed(text) if self._thinking else [Text(text)]
         return self._read(self._into_calls(parts))
 
     def finish(self) -> list[Event]:
-        """The rest, when no text follows. Call once."""
+        """Returns the events held back, at the end of the text. Call once."""
         parts = list(self._into_calls(self._thinking.finish())) if self._thinking else []
         if self._calls is not None:
             parts += self._calls.finish()
         return self._read(parts, last=True)
 
     def whole(self, text: str) -> list[Event]:
-        """A whole text at once, instead of the above."""
+        """Returns the events of a whole text. Call it instead of :meth:`feed` and :meth:`finish`."""
         parts: list[Event] = self._thinking.whole(text) if self._thinking else [Text(text)]
         if self._calls is not None:
             content = "".join(part.text for part in parts if isinstance(part, Text))
@@ -144,13 +144,13 @@ class AnswerReader:
             if not self._one_call or isinstance(part, Text | Reasoning) or part.number == 0:
                 yield part
             elif isinstance(part, CallRevoked):
-                # It was left out, so nobody has seen it as a call.
+                # The call was left out, so the client has not seen it.
                 yield Text(part.source)
 
 
 @dataclass(slots=True)
 class Message:
-    """A collected answer."""
+    """A chat message, collected from events."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Message:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Message":
-        """What ``events`` add up to."""
+        """Returns the message that ``events`` add up to."""
         message = cls()
         for event in events:
             match event:
@@ -178,7 +178,7 @@ class Message:
         return message
 
     def body(self, *, with_reasoning: bool) -> dict[str, Any]:
-        """OpenAI's message object; thinking under both names that clients know: vLLM's and DeepSeek's."""
+        """Returns OpenAI's message object. Thinking appears under vLLM's name and under DeepSeek's."""
         content = "".join(self.content)
         body: dict[str, Any] = {
             "role": "assistant",
@@ -193,5 +193,5 @@ class Message:
 
 
 def finish_reason(reason: str, num_calls: int, *, named: bool) -> str:
-    """OpenAI's word for an end with calls; for the call of a named tool it stays "stop"."""
+    """Returns OpenAI's reason for an answer with calls; for the call of a named tool it stays "stop"."""
     return "tool_calls" if reason == "stop" and num_calls and not named else reason

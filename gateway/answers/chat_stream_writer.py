@@ -1,4 +1,4 @@
-"""A streamed chat answer whose text is read for thinking and tool calls on its way out."""
+"""Encodes a streamed chat answer whose text is parsed for thinking and tool calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,43 +13,49 @@ from gateway.parsers.events import CallRevoked
 @dataclass(slots=True)
 class _Choice:
     reader: AnswerReader
-    # Whose text the reader holds back, or is part of a marker: they are reported with what is told next.
-    untold: list[TokenReport] = field(default_factory=list)
+    unreported: list[TokenReport] = field(default_factory=list)
+    """Tokens whose text the reader holds back, or that belong to a marker; the next chunk reports them."""
 
-    def told(self) -> list[TokenReport]:
-        """The tokens that were not reported yet; they are now."""
-        tokens, self.untold = self.untold, []
+    def take_reports(self) -> list[TokenReport]:
+        """Returns the unreported tokens and forgets them."""
+        tokens, self.unreported = self.unreported, []
         return tokens
 
 
 class ChatStreamWriter:
-    """Writes what readers find in the text, one reader a choice."""
+    """Writes the events that readers find in the text, with one reader per choice."""
 
     def __init__(self, chunks: ChatChunks, new_reader: Callable[[], AnswerReader], *, named: bool) -> None:
-        """Writes with ``chunks``; ``named`` says that the call of a named tool is what is read."""
+        """Creates a writer.
+
+        Args:
+            chunks: encodes the chunks.
+            new_reader: makes the reader of one choice.
+            named: whether the request names the tool to call.
+        """
         self._chunks = chunks
         self._new_reader = new_reader
         self._named = named
         self._choices: dict[int, _Choice] = {}
 
     def write(self, delta: Delta) -> bytes:
-        """What the text settles, perhaps nothing; at the end also what was held back, and the reason."""
+        """Returns the chunks that the text settles; at the end also the text held back, and the reason."""
         index, text, reason, stop_reason, tokens = delta
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = _Choice(self._new_reader())
         reader, chunks = choice.reader, self._chunks
-        choice.untold += tokens
+        choice.unreported += tokens
         events = reader.feed(text)
         if reason is not None:
             events += reader.finish()
         out = [
-            chunks.event(index, event, choice.told())
+            chunks.event(index, event, choice.take_reports())
             for event in events
             if not isinstance(event, CallRevoked)
         ]
         if reason is not None:
-            if rest := choice.told():
+            if rest := choice.take_reports():
                 out.append(chunks.text(index, "", rest))
             out.append(
                 chunks.end(index, finish_reason(reason, reader.num_calls, named=self._named), stop_reason)

@@ -1,4 +1,4 @@
-"""One HTTP request's answer while it grows: events become text, usage and measurements."""
+"""The running answer to one HTTP request: turns events into text, usage and measurements."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,42 +22,43 @@ _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 
 class Delta(NamedTuple):
-    """What is new about one sequence."""
+    """The news about one sequence."""
 
     sequence: int
     text: str
-    # "stop" or "length" in the last one.
     finish_reason: str | None = None
-    # The stop string or the stop token that ended it; None for the model's own end tokens.
+    """"stop" or "length" in the last delta."""
     stop_reason: str | int | None = None
-    # Of its tokens, if log-probabilities were asked for; text that is held back comes later than its tokens do.
+    """The stop string or stop token that ended the sequence; ``None`` for the model's own end tokens."""
     tokens: tuple[TokenReport, ...] = ()
+    """The new tokens, if log-probabilities were asked for. Text that is held back comes later than its
+    tokens."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """What is known of one prompt, for all sequences that continue it.
-
-    Attributes:
-        token_ids: the prompt.
-        logprobs: one entry for each token but the first, if they were asked for; it fills while the prompt is computed, and is
-            complete when the group gives the first of its events.
-        echo: the text that each answer begins with; ``None`` if answers do not repeat the prompt.
-        reports: its tokens as part of an answer that begins with it, once they are known and if they are to be told.
-    """
+    """One prompt, shared by all sequences that continue it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs] = ()
+    """One entry for each token but the first, if they were asked for. Grows while the prompt is computed, and
+    is complete before the group delivers the first event of an answer."""
     echo: str | None = None
+    """The text that each answer begins with; ``None`` if answers do not repeat the prompt."""
     reports: tuple[TokenReport, ...] | None = None
+    """The prompt's tokens as part of an answer that repeats it, once they are known and if they are reported.
+    """
 
     @classmethod
     def of(cls, pending: PendingRequest, echo: str | None) -> "Prompt":
-        """The prompt of a request under way."""
+        """Returns the prompt of a request under way."""
         return cls(pending.request.prompt_token_ids, pending.prompt_logprobs, echo)
 
     def report(self, detokenizer: Detokenizer, count: int) -> None:
-        """Makes ``reports``, each with the ``count`` likeliest tokens. Takes time that grows with the prompt and ``count``."""
+        """Fills ``reports``, each with the ``count`` likeliest tokens.
+
+        Takes time in proportion to the prompt and ``count``.
+        """
         found, offset = [], 0
         for token_id, entry in zip(self.token_ids, (None, *self.logprobs), strict=True):
             if entry is None:
@@ -70,26 +71,28 @@ class Prompt:
 
 @dataclass(slots=True)
 class SequenceText:
-    """One sequence's tokens on their way to text."""
+    """One sequence: turns its tokens into text and counts them."""
 
     index: int
     num_prompt_tokens: int
     detokenizer: Detokenizer
     stops: StopStrings | None
-    # Stop strings are looked for in the text behind this many tokens.
     min_tokens: int
+    """Stop strings count only behind this many tokens."""
     include_stop: bool
+    """Whether the text includes the stop string or token that ends it."""
     stop_token_ids: frozenset[int]
-    # How many likeliest tokens are told with each one; None: no log-probabilities at all.
     num_logprobs: int | None = None
+    """How many of the likeliest tokens to report with each token; ``None``: no log-probabilities."""
     num_cached_tokens: int = 0
     num_tokens: int = 0
-    # Of the text so far, held back or not.
     num_chars: int = 0
+    """Length of the text so far, including text held back."""
     last_at: float = 0.0
+    """When the last tokens arrived."""
     finished: bool = False
-    # Whether the prompt is still to be repeated before the first text.
     to_echo: bool = False
+    """Whether the first text must still repeat the prompt."""
 
     @classmethod
     def of(
@@ -102,15 +105,16 @@ class SequenceText:
         *,
         first: bool,
     ) -> "SequenceText":
-        """One that has no tokens yet.
+        """Returns a sequence without tokens.
 
         Args:
             index: its number in the answer.
             body: the HTTP request.
             served: the model.
-            prompt: what it continues.
-            markers: special tokens that are text although special tokens are skipped; ``None``: all are.
-            first: it is the first one of its prompt, which is computed once, and counted once.
+            prompt: the prompt that it continues.
+            markers: special tokens that become text even if special tokens are skipped; ``None``: all of
+                them.
+            first: whether it is the first sequence of its prompt, which counts the prompt's tokens.
         """
         stops = (
             StopStrings(body.stop, include_in_output=body.include_stop_str_in_output) if body.stop else None
@@ -134,10 +138,13 @@ class SequenceText:
         )
 
     def push(self, event: inference.GenerateEvent) -> Delta:
-        """Takes an event; the delta may be empty. If a stop string was found, it is finished and takes no more events."""
+        """Takes an event and returns its delta, which may be empty.
+
+        After a stop string, the sequence is finished and takes no more events.
+        """
         reason = _REASONS.get(event.finish_reason)
         token_ids = event.token_ids
-        # The token that ended the sequence has text of its own only if the client wants to see it.
+        # The token that ended the sequence is text only if the client wants to see it.
         hidden = bool(reason and token_ids and event.HasField("stop_token_id") and not self.include_stop)
         if self.stops is None and self.num_logprobs is None:
             self.num_tokens += len(token_ids)
@@ -149,7 +156,10 @@ class SequenceText:
         return self._push_one_by_one(event, reason, len(token_ids) - hidden)
 
     def _push_one_by_one(self, event: inference.GenerateEvent, reason: str | None, visible: int) -> Delta:
-        """Goes token by token, so that a stop string ends the count at the token that completed it, and each one's place is known."""
+        """Handles tokens one by one.
+
+        Counting then stops at the token that completes a stop string, and each token's offset is known.
+        """
         text, stops, tokens = "", self.stops, []
         for position, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
@@ -192,7 +202,7 @@ class Usage:
     cached_tokens: int
 
     def body(self) -> dict[str, object]:
-        """OpenAI's usage object."""
+        """Returns OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -203,34 +213,31 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What an answer is measured with.
-
-    Attributes:
-        metrics: takes the measurements.
-        clock: monotonic seconds.
-        arrived: when the HTTP request came, by that clock.
-    """
+    """The clock and the metrics that an answer is measured with."""
 
     metrics: Metrics
     clock: Callable[[], float]
+    """Monotonic seconds."""
     arrived: float
+    """When the HTTP request arrived, by ``clock``."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """The running answer to one HTTP request: n sequences per prompt, all of a prompt's before the next one's.
+    """The running answer to one HTTP request: n sequences per prompt, numbered prompt by prompt.
 
-    A context manager: leaving it aborts whatever still runs.
+    Leaving it as a context manager aborts all sequences that still run.
     """
 
     group: RequestGroup
     sequences: list[SequenceText]
     prompts: list[Prompt]
     n: int
-    # Nothing but the prompt is wanted: what is generated is neither shown nor counted.
+    """Sequences per prompt."""
     prompt_only: bool
-    # Makes one that sees a prompt's text.
+    """Whether the answer is the prompt alone: generated tokens are neither shown nor counted."""
     make_detokenizer: Callable[[], Detokenizer]
+    """Makes a detokenizer for a prompt."""
     worker: TextWorker
     timing: Timing
     constraint_param: str = ""
@@ -248,17 +255,19 @@ class Generation:
         markers: frozenset[str] | None = frozenset(),
         constraint_param: str = "",
     ) -> "Generation":
-        """Waits for the answer to what was submitted.
+        """Returns the answer to requests that have been submitted.
 
         Args:
             group: the requests, one per prompt.
-            body: the HTTP request that they come from.
+            body: the HTTP request behind them.
             served: the model.
             worker: runs long work.
-            timing: measures.
-            echoes: for each prompt the text that its answers begin with, if they do.
-            markers: special tokens that are text although special tokens are skipped; ``None``: all are.
-            constraint_param: the parameter that says what the output must match.
+            timing: measures the answer.
+            echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the
+                prompt.
+            markers: special tokens that become text even if special tokens are skipped; ``None``: all of
+                them.
+            constraint_param: the request's parameter that constrains the output.
         """
         prompts = [
             Prompt.of(pending, echoes[index] if echoes is not None else None)
@@ -292,46 +301,49 @@ class Generation:
 
     @property
     def reports_prompts(self) -> bool:
-        """Whether the first delta of each sequence tells of all of the prompt's tokens."""
+        """Whether the first delta of each sequence reports all tokens of its prompt."""
         return self.prompts[0].echo is not None and self.sequences[0].num_logprobs is not None
 
     async def deltas(self) -> list[Delta]:
-        """Waits for news of any sequence; empty once all have finished.
+        """Waits for news of any sequence; returns an empty list once all have finished.
 
         Raises:
             TriptychError: if the request failed.
         """
         try:
             while events := await self.group.take():
-                answers = self._answers(events)
+                answers = self._answer_events(events)
                 if self.reports_prompts:
                     await self._report_prompts({index // self.n for index, _ in answers})
-                if news := list(self._news(answers)):
+                if news := list(self._new_deltas(answers)):
                     return news
         except TriptychError as error:
             if error.param == "structured_output":
-                error.param = self.constraint_param  # as the client called it
+                error.param = self.constraint_param  # the client's name for it
             raise
         return []
 
-    def _answers(
+    def _answer_events(
         self, events: Sequence[tuple[int, inference.GenerateEvent]]
     ) -> list[tuple[int, inference.GenerateEvent]]:
-        """Those events that tell of the answer, and not only of the prompt (whose log-probabilities the group has collected)."""
+        """Returns the events that bring tokens or an end.
+
+        The others concern only the prompt; the group has collected their log-probabilities.
+        """
         for index, event in events:
             if event.HasField("prompt"):
                 self.sequences[index].num_cached_tokens = event.prompt.num_cached_tokens
         return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
 
     async def _report_prompts(self, numbers: set[int]) -> None:
-        """Makes the reports of prompts whose answers begin: once a prompt, and beside the event loop where it takes long."""
+        """Fills the reports of prompts whose answers begin, once per prompt; in a thread if that is slow."""
         count = self.sequences[0].num_logprobs or 0
         for prompt in (self.prompts[number] for number in numbers):
             if prompt.reports is None:
                 size, make = len(prompt.token_ids) * (count + 1), self.make_detokenizer()
                 await self.worker.run(size, partial(prompt.report, make, count))
 
-    def _news(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:
+    def _new_deltas(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:
         now = self.timing.clock()
         for index, event in events:
             sequence = self.sequences[index]
@@ -350,7 +362,7 @@ class Generation:
             yield delta
 
     def _with_prompt(self, sequence: SequenceText, delta: Delta) -> Delta:
-        """The delta as the client sees it where answers repeat the prompt."""
+        """Returns the delta with the prompt in front of it, if answers repeat the prompt."""
         if self.prompt_only:
             sequence.num_tokens = 0
             delta = delta._replace(text="", tokens=())
@@ -370,7 +382,7 @@ class Generation:
         sequence.last_at = now
 
     def fail(self, error: TriptychError) -> None:
-        """Ends it from outside; the reader of :meth:`deltas` gets ``error``."""
+        """Ends the answer from outside; :meth:`deltas` raises ``error``."""
         self.group.fail(error)
 
     @property

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's and vLLM's answers show them."""
+"""Log-probabilities in the shapes of OpenAI's and vLLM's answers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,51 +6,46 @@ from typing import Any, Final, NamedTuple
 
 from protos.triptych.v1 import common_pb2 as pb
 
-# What stands for minus infinity, which JSON does not have; OpenAI's and vLLM's number.
+# Stands for minus infinity, which JSON lacks; OpenAI and vLLM use the same number.
 LEAST: Final = -9999.0
 
 
 class TokenReport(NamedTuple):
-    """What is known of one token of an answer, or of a prompt that is echoed.
-
-    Attributes:
-        offset: where its text begins in the answer's text; for one that goes on with a character, where that begins.
-        logprob: natural logarithm; ``None`` for a prompt's first token, which nothing precedes.
-        top: the likeliest tokens with theirs, best first.
-    """
+    """The log-probabilities of one token of an answer, or of an echoed prompt."""
 
     token_id: int
     offset: int
+    """Where its text begins in the answer's text; for a token inside a character, where the character begins.
+    """
     logprob: float | None
+    """Natural logarithm; ``None`` for a prompt's first token, which nothing precedes."""
     top: Sequence[tuple[int, float]] = ()
+    """The likeliest tokens in its place with their log-probabilities, best first."""
 
     @classmethod
     def of(cls, token_id: int, offset: int, entry: pb.TokenLogprobs, count: int) -> "TokenReport":
-        """A token with its entry from the wire, of which the ``count`` likeliest tokens are told."""
+        """Returns the report of a token from its wire entry, with the ``count`` likeliest tokens."""
         top = zip(entry.top_token_ids[:count], map(_finite, entry.top_logprobs[:count]), strict=True)
         return cls(token_id, offset, _finite(entry.logprob), tuple(top))
 
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Writes one answer's log-probabilities.
-
-    Attributes:
-        token_bytes: the bytes that a token stands for.
-        as_ids: write tokens as ``token_id:5`` instead of their text.
-        wanted: whether the answer is to have log-probabilities of its tokens at all.
-    """
+    """Writes one answer's log-probabilities."""
 
     token_bytes: Callable[[int], bytes]
+    """Returns the bytes that a token stands for."""
     as_ids: bool = False
+    """Write tokens as ``token_id:5`` instead of their text."""
     wanted: bool = True
+    """Whether the answer has log-probabilities of its tokens at all."""
 
     def text(self, token_id: int) -> str:
-        """A token as it is written; bytes that are only part of a character become U+FFFD."""
+        """Returns a token's text; bytes that are only a part of a character become U+FFFD."""
         return f"token_id:{token_id}" if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
 
     def chat(self, tokens: Iterable[TokenReport]) -> dict[str, Any] | None:
-        """A chat choice's ``logprobs``."""
+        """Returns the ``logprobs`` of a chat choice."""
         if not self.wanted:
             return None
         return {
@@ -71,7 +66,10 @@ class Reporter:
         }
 
     def completion(self, tokens: Sequence[TokenReport]) -> dict[str, Any] | None:
-        """A plain completion's ``logprobs``. The chosen token is among the likeliest, too: there may be one more than were asked for."""
+        """Returns the ``logprobs`` of a plain completion.
+
+        The chosen token is among the likeliest, so there may be one more of them than the client asked for.
+        """
         if not self.wanted:
             return None
         return {
@@ -86,22 +84,27 @@ class Reporter:
             return None
         found = {self.text(token.token_id): token.logprob}
         for token_id, logprob in token.top:
-            # Parts of characters look alike; the chosen one's number stands, then the likelier one's.
+            # Different tokens may have the same text (parts of characters). The chosen token's value wins,
+            # then the likelier one's.
             found.setdefault(self.text(token_id), logprob)
         return found
 
     def prompt(
         self, prompt: Sequence[int], entries: Sequence[pb.TokenLogprobs], count: int
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """``prompt_logprobs`` in vLLM's shape: for each prompt token but the first, its own and the ``count`` likeliest ones by id."""
-        told: list[dict[str, dict[str, Any]] | None] = [None]
+        """Returns ``prompt_logprobs`` in vLLM's shape.
+
+        Each prompt token but the first has an entry by token id: its own, and those of the ``count``
+        likeliest tokens.
+        """
+        entries_by_id: list[dict[str, dict[str, Any]] | None] = [None]
         for token_id, entry in zip(prompt[1:], entries, strict=True):
             found = {str(token_id): self._ranked(token_id, entry.logprob, entry.rank)}
             likeliest = zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True)
             for rank, (other, logprob) in enumerate(likeliest, start=1):
                 found.setdefault(str(other), self._ranked(other, logprob, rank))
-            told.append(found)
-        return told
+            entries_by_id.append(found)
+        return entries_by_id
 
     def _ranked(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.text(token_id)}

@@ -1,4 +1,4 @@
-"""Answers that take time: streamed as they grow, or collected; both end at once when the client goes away."""
+"""Responses that take time: streamed as they grow, or collected. Both stop when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,17 @@ T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies (nginx) otherwise collect the stream into large pieces.
+    # Proxies (nginx) otherwise buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 @contextlib.asynccontextmanager
 async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Fails ``generation`` with :class:`ClientGone` if the client closes its connection meanwhile."""
+    """Fails ``generation`` with :class:`ClientGone` if the client disconnects meanwhile."""
 
     async def watch() -> None:
-        # The body has been read: the next message is the disconnect.
+        # The body has been read, so the next message is the disconnect.
         while (await receive())["type"] != "http.disconnect":
             pass
         generation.fail(ClientGone("the client closed the connection"))
@@ -44,10 +44,10 @@ async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIte
 
 
 async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if the client closes its connection meanwhile.
+    """Returns the result of ``work``; cancels it if the client disconnects meanwhile.
 
     Raises:
-        ClientGone: if it did.
+        ClientGone: if the client disconnected.
     """
 
     async def watch() -> None:
@@ -68,7 +68,7 @@ async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> 
 
 @contextlib.contextmanager
 def noted(scope: Scope, generation: Generation) -> Iterator[None]:
-    """Puts what became of ``generation`` on the request's line in the access log."""
+    """Adds the outcome of ``generation`` to the request's line in the access log."""
     try:
         yield
     except ClientGone:
@@ -80,10 +80,10 @@ def noted(scope: Scope, generation: Generation) -> Iterator[None]:
 
 
 async def collect(generation: Generation, scope: Scope, receive: Receive) -> list[Delta]:
-    """The whole text of each sequence, and its tokens if they are reported.
+    """Returns the whole text of each sequence, with its tokens if they are reported.
 
     Raises:
-        TriptychError: if the request failed; ``ClientGone`` if nobody waits for the answer any more.
+        TriptychError: if the request failed; ``ClientGone`` if the client disconnected.
     """
     texts: list[list[str]] = [[] for _ in generation.sequences]
     tokens: list[list[TokenReport]] = [[] for _ in generation.sequences]
@@ -105,8 +105,8 @@ async def collect(generation: Generation, scope: Scope, receive: Receive) -> lis
 class EventStream(Response):
     """Streams a generation as server-sent events.
 
-    The status line waits for the first event, so that a request that is refused gets its proper status. Written directly against
-    ASGI: a generator behind ``StreamingResponse`` would cost several times as much per token.
+    The status line waits for the first event, so that a refused request gets its proper status. Written
+    directly against ASGI: a generator behind ``StreamingResponse`` costs several times as much per token.
     """
 
     def __init__(
@@ -118,7 +118,15 @@ class EventStream(Response):
         include_usage: bool,
         continuous_usage: bool,
     ) -> None:
-        """Streams ``generation``, whose deltas ``write`` writes with ``chunks``."""
+        """Prepares the stream.
+
+        Args:
+            generation: the running answer.
+            chunks: encodes openings and usage.
+            write: encodes each delta.
+            include_usage: end with a usage chunk.
+            continuous_usage: put the usage so far into every chunk.
+        """
         super().__init__(status_code=200)
         self._generation = generation
         self._chunks = chunks
@@ -143,16 +151,16 @@ class EventStream(Response):
                 except ClientGone:
                     note(scope, client_gone=True)
                     return
-                except Exception as error:  # noqa: BLE001 - the status line is gone; the stream must still say so
-                    last = sse.error_event(_expected(error))
+                except Exception as error:  # noqa: BLE001 - the stream must report it
+                    last = sse.error_event(_as_error(error))
                 await send({"type": "http.response.body", "body": last + sse.DONE, "more_body": False})
 
     async def _encode(self, deltas: list[Delta]) -> bytes:
         if self._continuous_usage:
-            self._chunks.tell(self._generation.usage.body())
+            self._chunks.set_usage(self._generation.usage.body())
         if not self._generation.reports_prompts:
             return self._encoded(deltas)
-        # A prompt's tokens and their likeliest ones are megabytes.
+        # The reports of a long prompt are megabytes: they are encoded in a thread.
         size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
         return await self._generation.worker.run(size, lambda: self._encoded(deltas))
 
@@ -166,7 +174,8 @@ class EventStream(Response):
         return b"".join(out)
 
 
-def _expected(error: Exception) -> TriptychError:
+def _as_error(error: Exception) -> TriptychError:
+    """Logs a failure in mid-stream; returns what the client sees of it."""
     if isinstance(error, TriptychError):
         get_logger().warning("stream failed", error=str(error), code=type(error).__name__)
         return error

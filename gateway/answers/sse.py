@@ -1,6 +1,7 @@
 """Server-sent events of both completions endpoints, byte for byte as OpenAI sends them.
 
-What does not change from chunk to chunk is encoded once per answer: a chunk costs one small JSON string.
+The parts that are the same in every chunk are encoded once per answer: a chunk then costs one small JSON
+string.
 """
 
 from abc import ABC, abstractmethod
@@ -19,14 +20,14 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def error_event(error: TriptychError) -> bytes:
-    """An error in mid-stream, when the status line is long gone."""
+    """Returns the event for an error in mid-stream, after the status line has been sent."""
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
 class Chunks(ABC):
     """Encodes the chunks of one streamed answer.
 
-    Subclasses say how a choice looks: its text, and what surrounds it.
+    Subclasses define the form of a choice.
     """
 
     object: str
@@ -36,13 +37,14 @@ class Chunks(ABC):
     def __init__(
         self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
     ) -> None:
-        """Prepares the constant parts.
+        """Encodes the constant parts.
 
         Args:
             answer_id: the answer's id.
             created: seconds since the epoch.
             model: the served name.
-            with_usage: whether a usage chunk will follow; every other chunk then says ``"usage":null``, as OpenAI's do.
+            with_usage: whether a usage chunk will follow; every other chunk then has ``"usage":null``, as
+                OpenAI's do.
             reporter: writes log-probabilities, if they were asked for.
         """
         fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
@@ -51,24 +53,24 @@ class Chunks(ABC):
         self._starts: dict[int, bytes] = {}
         self._reporter = reporter
 
-    def tell(self, usage: dict[str, Any]) -> None:
-        """Every chunk from now on carries this usage."""
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """Puts ``usage`` into every chunk from now on."""
         self._tail = b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     @abstractmethod
     def opening(self, index: int) -> bytes:
-        """What comes before a choice's first text."""
+        """Returns the chunk before a choice's first text."""
 
     @abstractmethod
     def write(self, delta: Delta) -> bytes:
-        """What is new about a choice, as it is."""
+        """Returns the chunks for a delta, without looking for thinking or calls in its text."""
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The chunk without choices that ends a stream with usage."""
+        """Returns the chunk without choices that ends a stream with usage."""
         return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     def _text(self, index: int, text: str) -> bytes:
-        """Nothing but text."""
+        """Returns a chunk with nothing but text."""
         start = self._starts.get(index)
         if start is None:
             start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
@@ -86,21 +88,21 @@ class ChatChunks(Chunks):
     _after_text = b'},"logprobs":null,"finish_reason":null}'
 
     def opening(self, index: int) -> bytes:
-        """The chunk that names the role."""
+        """Returns the chunk with the role."""
         return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, ())
 
     def write(self, delta: Delta) -> bytes:
-        """More content; at the end in a chunk of its own, if there is any, in front of the reason."""
+        """Returns a chunk with more content, if any, and at the end a separate chunk with the reason."""
         index, text, reason, stop_reason, tokens = delta
         content = self.text(index, text, tokens) if text or tokens else b""
         return content if reason is None else content + self.end(index, reason, stop_reason)
 
     def text(self, index: int, text: str, tokens: Sequence[TokenReport] = ()) -> bytes:
-        """More content, with the log-probabilities of ``tokens`` if there are any."""
+        """Returns a chunk with more content, and with log-probabilities if there are ``tokens``."""
         return self._delta(index, {"content": text}, tokens) if tokens else self._text(index, text)
 
     def event(self, index: int, event: Event, tokens: Sequence[TokenReport] = ()) -> bytes:
-        """What was found in the text; nothing for a call that is revoked, as it cannot be taken back."""
+        """Returns the chunk for an event; nothing for a revoked call, which a stream cannot take back."""
         delta: dict[str, Any]
         match event:
             case Text(text):
@@ -118,7 +120,7 @@ class ChatChunks(Chunks):
         return self._delta(index, delta, tokens)
 
     def end(self, index: int, finish_reason: str, stop_reason: str | int | None) -> bytes:
-        """An empty delta with the reason."""
+        """Returns the chunk with an empty delta and the finish reason."""
         return self._choice({
             "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
         })  # fmt: skip
@@ -136,11 +138,11 @@ class CompletionChunks(Chunks):
     _after_text = b',"logprobs":null,"finish_reason":null}'
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - as the base's
-        """Nothing: plain completions have no role."""
+        """Returns nothing: plain completions have no role."""
         return b""
 
     def write(self, delta: Delta) -> bytes:
-        """More text; the last of it together with the reason."""
+        """Returns a chunk with more text; the last one also has the reason."""
         index, text, reason, stop_reason, tokens = delta
         if reason is None and not tokens:
             return self._text(index, text) if text else b""

@@ -1,4 +1,4 @@
-"""From our error tree to HTTP: one table gives each class its status, OpenAI error type and code.
+"""HTTP errors: one table gives each error class its OpenAI error type and code.
 
 ::
 
@@ -10,7 +10,7 @@
     │   └── UnknownRoute       no such path
     │       └── WrongMethod    the path exists, the method does not
     └── Aborted
-        └── ClientGone         the client closed its connection; nobody reads the answer
+        └── ClientGone         the client closed its connection before the answer was complete
 """
 
 import math
@@ -32,7 +32,7 @@ from protos.errors import (
     Unsupported,
 )
 
-# What Retry-After says when the scheduler did not know better, seconds.
+# The Retry-After value, in seconds, if the error has none of its own.
 DEFAULT_RETRY_AFTER_S: Final = 1
 
 
@@ -61,13 +61,13 @@ class ClientGone(Aborted):
 
 
 class Row(NamedTuple):
-    """What OpenAI's error body says about an error class."""
+    """An error class' entry in OpenAI's error body."""
 
     type: str
     code: str | None
 
 
-# Looked up along a class' bases: the most specific row wins. The HTTP status is the class' own.
+# Looked up along a class' bases: the most specific row wins. The HTTP status comes from the class itself.
 TABLE: Final[dict[type[TriptychError], Row]] = {
     InvalidArgument: Row("invalid_request_error", "invalid_value"),
     Unsupported: Row("invalid_request_error", "unsupported_parameter"),
@@ -85,14 +85,14 @@ TABLE: Final[dict[type[TriptychError], Row]] = {
 
 
 def row_of(error: TriptychError) -> Row:
-    """The table's row for ``error``."""
+    """Returns the table's row for ``error``."""
     if isinstance(error, NotFound) and error.param == "model":
         return TABLE[UnknownModel]
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
 
 
 def error_body(error: TriptychError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Returns OpenAI's error object for ``error``."""
     row = row_of(error)
     return {
         "error": {
@@ -105,16 +105,16 @@ def error_body(error: TriptychError) -> dict[str, Any]:
 
 
 def error_response(error: TriptychError, headers: dict[str, str] | None = None) -> Response:
-    """The HTTP answer for ``error``, with Retry-After where a retry makes sense."""
+    """Returns the HTTP response for ``error``, with Retry-After if a retry makes sense."""
     headers = dict(headers or {})
     if error.retryable:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000) or DEFAULT_RETRY_AFTER_S)
     if isinstance(error, PayloadTooLarge):
-        # The rest of the body is not read; the connection cannot be used again.
+        # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"
     return Response(orjson.dumps(error_body(error)), error.http_status, headers, "application/json")
 
 
 def internal(error: BaseException) -> Internal:
-    """What a client is told about an exception nobody expected; details stay in the log."""
+    """Returns the error that a client sees for an unexpected exception; the log keeps the details."""
     return Internal(f"the gateway failed on this request ({type(error).__name__}); its log has the details")

@@ -1,4 +1,4 @@
-"""What happens around every HTTP request: its id, the log line, the count, and the limit on its body."""
+"""Middleware around every HTTP request: request id, access log, metrics, and the limit on the body."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from protos.logs import bind_request, get_logger
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-tenant"
 
-# The scheduler takes no longer one.
+# The scheduler's limit.
 MAX_TENANT_BYTES: Final = 256
 
-# What is asked every few seconds by machines is logged only at debug level.
+# Machines poll these every few seconds, so they are logged at debug level only.
 _QUIET: Final = frozenset({"/health", "/metrics"})
 
-# How much of a body that is too long is read and thrown away, in limits and in seconds.
+# How much of an oversized body is read and discarded, as a multiple of the limit and in seconds.
 _DISCARD_FACTOR: Final = 8
 _DISCARD_S: Final = 10
 
@@ -32,16 +32,16 @@ _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:
-    """The client's own request id if it is usable in a header and a log, else a new one."""
+    """Returns the client's request id if it fits into a header and a log, else a new one."""
     given = headers.get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else new_id()
 
 
 def tenant_of(headers: Headers) -> str:
-    """Whom the scheduler is to be fair to; empty for the common tenant.
+    """Returns the tenant that the scheduler accounts the request to; empty for the default tenant.
 
     Raises:
-        InvalidArgument: if the header is there twice (a proxy's and a client's own, perhaps), or too long, or no printable UTF-8.
+        InvalidArgument: if the header appears twice, is too long, or is not printable UTF-8.
     """
     given = headers.getlist(TENANT_HEADER)
     if not given:
@@ -58,12 +58,12 @@ def tenant_of(headers: Headers) -> str:
     except UnicodeDecodeError:
         raise InvalidArgument("X-Tenant is not UTF-8", param="X-Tenant") from None
     if not tenant.isprintable():
-        raise InvalidArgument("X-Tenant has unprintable characters; leave them out", param="X-Tenant")
+        raise InvalidArgument("X-Tenant has unprintable characters; remove them", param="X-Tenant")
     return tenant
 
 
 class RequestMiddleware:
-    """Pure ASGI, so that a streamed chunk passes through one call and nothing else."""
+    """Wraps the application in plain ASGI, so that a streamed chunk costs one extra call."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class RequestMiddleware:
             except Exception as error:
                 self._log.exception("unexpected exception")
                 if status:
-                    raise  # the answer has begun: only the server can cut it off
+                    raise  # the response has begun: only the server can end it now
                 await error_response(internal(error))(scope, receive, send_with_id)
             finally:
                 self._account(scope, status, began)
@@ -120,7 +120,7 @@ class RequestMiddleware:
         return PayloadTooLarge(f"the body is longer than {self._max_body_bytes} bytes; send less at once")
 
     async def _discard(self, receive: Receive) -> None:
-        """Reads the rest of a body, within reason: a client that is cut off while it sends never sees the answer."""
+        """Reads the rest of a body, within limits. A client cut off while sending never sees the error."""
         rest = _DISCARD_FACTOR * self._max_body_bytes
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
@@ -131,7 +131,7 @@ class RequestMiddleware:
                         return
 
     def _limited(self, receive: Receive) -> Receive:
-        """Counts a body that came without its length."""
+        """Wraps ``receive`` to count a body that came without its length."""
         received = 0
 
         async def limited() -> Message:
@@ -154,7 +154,7 @@ class RequestMiddleware:
             "request",
             method=scope["method"],
             path=scope["path"],
-            # 0: the client left before there was a status.
+            # 0: the client disconnected before there was a status.
             status=status,
             ms=round((self._clock() - began) * 1000, 1),
             **noted_fields(scope),

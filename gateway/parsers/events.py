@@ -1,4 +1,4 @@
-"""What reading an answer yields, and the interface of all that read tool calls."""
+"""Events that parsers find in an answer, and the interface of all parsers."""
 
 import secrets
 import string
@@ -7,37 +7,38 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 
 class Text(NamedTuple):
-    """Content for the client."""
+    """A piece of content."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """The model's thinking."""
+    """A piece of the model's thinking."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """A call begins: its name is known, its arguments follow."""
+    """The beginning of a call: its name is known, its arguments follow."""
 
-    # 0-based among the answer's calls.
     number: int
+    """0-based among the answer's calls."""
     id: str
     name: str
 
 
 class CallArguments(NamedTuple):
-    """More of a call's arguments: text of a JSON object, piece by piece."""
+    """A further piece of a call's arguments, which are the text of a JSON object."""
 
     number: int
     fragment: str
 
 
 class CallRevoked(NamedTuple):
-    """What began as a call is none: its arguments are not JSON.
+    """Withdraws a call whose arguments turned out not to be JSON.
 
-    A stream cannot take back what it has sent; a collected answer shows ``source`` as content instead of the call.
+    A stream cannot take back what it has sent. A collected answer shows ``source`` as content instead of the
+    call.
     """
 
     number: int
@@ -48,35 +49,38 @@ Event: TypeAlias = Text | Reasoning | CallStart | CallArguments | CallRevoked
 
 
 class ToolParser(Protocol):
-    """Finds the tool calls in one sequence's text.
+    """Finds tool calls, or thinking, in one sequence's text.
 
-    What the events add up to does not depend on how the text was cut into pieces.
+    The sum of the events does not depend on how the text was cut into pieces.
     """
 
     def feed(self, text: str) -> list[Event]:
-        """What these further characters settle; never a part of a marker."""
+        """Returns the events that further characters settle; holds back possible parts of markers."""
 
     def finish(self) -> list[Event]:
-        """What was held back, when no text follows. Call once."""
+        """Returns the events held back, at the end of the text. Call once."""
 
     def whole(self, text: str) -> list[Event]:
-        """A whole text at once: instead of :meth:`feed` and :meth:`finish`, not after them."""
+        """Returns the events of a whole text.
+
+        Call it instead of :meth:`feed` and :meth:`finish`, not after them.
+        """
 
 
 _ALPHABET: Final = string.ascii_letters + string.digits
 
 
 def call_id() -> str:
-    """An id as OpenAI's."""
+    """Returns an id in OpenAI's form."""
     return "call_" + "".join(secrets.choice(_ALPHABET) for _ in range(24))
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: Mistral's chat templates take no other ids."""
+    """Returns nine letters and digits: Mistral's chat templates accept no other ids."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
-class Counter:
+class CallCounter:
     """Numbers the calls of one sequence."""
 
     __slots__ = ("_new_id", "count")
@@ -86,13 +90,13 @@ class Counter:
         self.count = 0
 
     def start(self, name: str, given_id: str | None = None) -> CallStart:
-        """The next call; with the model's own id if it gave one."""
+        """Returns the next call; with the model's own id if it gave one."""
         self.count += 1
         return CallStart(self.count - 1, given_id or self._new_id(), name)
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of one text or one call's arguments joined; empty pieces vanish."""
+    """Joins neighbouring pieces of the same text or the same call's arguments; drops empty pieces."""
     runs: list[tuple[Event, list[str]]] = []
     for event in events:
         piece = event.fragment if isinstance(event, CallArguments) else getattr(event, "text", None)

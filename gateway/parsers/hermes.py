@@ -1,4 +1,4 @@
-"""Hermes' and Qwen's format.
+"""The format of Hermes and Qwen.
 
 ::
 
@@ -7,8 +7,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Sources: Nous Research's Hermes-Function-Calling (prompt format) and the chat templates of Qwen 2.5 and Qwen 3. A missing end marker is
-forgiven, as models that stop right behind the object leave it out.
+Sources: Nous Research's Hermes-Function-Calling (prompt format) and the chat templates of Qwen 2.5 and Qwen 3.
+The end marker may be missing: some models stop right after the object.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ END: Final = "</tool_call>"
 
 
 class HermesParser(JsonCallParser):
-    """See :class:`gateway.parsers.events.ToolParser`."""
+    """Implements :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         super().__init__(new_id, self._text, text=self._text, behind=self._behind, end=END)

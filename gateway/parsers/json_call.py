@@ -4,28 +4,28 @@ import json
 from collections.abc import Callable, Collection
 from typing import Final
 
-from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Counter, Event, Text
+from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Text
 from gateway.parsers.json_scan import ValueScanner, is_object, skip_blanks
 
-# Longest text of a member's key or of a name; what is longer is no call, and need not be held back any longer.
+# Longest member key or function name; anything longer is not a call and need not be held back.
 _MAX_NAME: Final = 512
 
 
 class JsonCall:
-    """Reads one call while it arrives. Its arguments come out as the model writes them, letter by letter.
+    """Reads one call as it arrives. Its arguments are emitted exactly as the model writes them.
 
-    The members may come in any order; arguments in front of the name are held back until the name is known. Some models write them as a
-    text that holds the object; what it holds comes out then, whole.
-
-    Attributes:
-        done: the object is complete, and a call.
-        failed: it is none; see :meth:`give_up`.
-        announced: its name and the beginning of its arguments have been told.
+    Members may come in any order; arguments before the name are held back until the name is known. Some
+    models write the arguments as a string that contains the object; its contents are then emitted at once.
     """
+
+    done: bool
+    """The object is complete, and it is a call."""
+    failed: bool
+    """The object is not a call; see :meth:`give_up`."""
 
     def __init__(
         self,
-        counter: Counter,
+        counter: CallCounter,
         *,
         arguments: Collection[str],
         others: Collection[str] | None = None,
@@ -36,10 +36,11 @@ class JsonCall:
 
         Args:
             counter: numbers the call.
-            arguments: names that the member with the arguments may have.
-            others: names of further members that are read over; ``None``: any.
-            accept: whether a name is one of a tool.
-            before: text in front of the object that belongs to the call: it comes back if there is none.
+            arguments: accepted names of the member with the arguments.
+            others: names of further members to skip; ``None``: any.
+            accept: whether a function name is one of the tools.
+            before: text before the object that belongs to the call; it is returned as content if there is no
+                call.
         """
         self.done = False
         self.failed = False
@@ -51,21 +52,22 @@ class JsonCall:
         self._step: Callable[[str, int, list[Event]], int] = self._open
         self._scanner = ValueScanner()
         self._key = ""
-        # Text of the key or the name that is being read.
+        # Text of the current key or name.
         self._text = ""
         self._start: CallStart | None = None
         self._name = ""
         self._held: list[str] = []
-        # Pieces of arguments that are written as a text.
+        # Pieces of arguments that are written as a string.
         self._quoted: list[str] = []
         self._has_arguments = False
 
     @property
-    def announced(self) -> bool:  # noqa: D102 - see the class
+    def announced(self) -> bool:
+        """Whether the name and the beginning of the arguments have been emitted."""
         return self._start is not None
 
     def feed(self, text: str, out: list[Event]) -> str:
-        """Reads on; returns the rest of ``text`` if the object has ended or failed, else nothing."""
+        """Reads on; returns the rest of ``text`` if the object has ended or failed, else an empty string."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
             at = self._step(text, at, out)
@@ -73,12 +75,12 @@ class JsonCall:
         return text[at:]
 
     def give_up(self, out: list[Event]) -> None:
-        """Says what became of a call that failed."""
+        """Emits the text of a failed call as content, or revokes the call if it was announced."""
         source = "".join(self._source)
         out.append(CallRevoked(self._start.number, source) if self._start else Text(source))
 
     def finish(self, out: list[Event]) -> None:
-        """The text has ended within the object: a call that has begun stays as it is, anything less is content."""
+        """Handles the end of the text: an announced call stays, anything less becomes content."""
         if self._start is None:
             self.give_up(out)
 
@@ -147,7 +149,7 @@ class JsonCall:
         self.failed = self._scanner.failed or len(self._text) > _MAX_NAME
         if self._scanner.done and not self.failed:
             self._name = json.loads(self._text)
-            # Unprintable also means halves of surrogate pairs, which no UTF-8 can carry.
+            # Unprintable includes halves of surrogate pairs, which UTF-8 cannot encode.
             self.failed = not (self._name and self._name.isprintable() and self._accept(self._name))
             if not self.failed and self._has_arguments:
                 self._begin(out)
@@ -155,7 +157,7 @@ class JsonCall:
         return end
 
     def _begin(self, out: list[Event]) -> None:
-        """Announces the call once both its name and the beginning of its arguments are known."""
+        """Announces the call once its name and the beginning of its arguments are known."""
         if self._name:
             self._start = self._counter.start(self._name)
             out.append(self._start)
@@ -171,7 +173,10 @@ class JsonCall:
         return end
 
     def _in_quoted(self, text: str, at: int, out: list[Event]) -> int:
-        """Arguments as a text that holds their JSON. They come whole: only the end tells that they are an object."""
+        """Reads arguments written as a string that contains JSON.
+
+        They are emitted whole: only the end shows whether they are an object.
+        """
         end = self._scanner.feed(text, at)
         self._quoted.append(text[at:end])
         self._end_value()

@@ -1,9 +1,9 @@
-"""What the parsers have in common whose formats write a call as one JSON object."""
+"""The common base of parsers for formats in which a call is one JSON object."""
 
 from collections.abc import Callable, Collection
 from typing import Final
 
-from gateway.parsers.events import Counter, Event, Text
+from gateway.parsers.events import CallCounter, Event, Text
 from gateway.parsers.json_call import JsonCall
 from gateway.parsers.parser_base import ParserBase, State
 
@@ -11,10 +11,11 @@ ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class JsonCallParser(ParserBase):
-    """Reads calls; its subclasses find where they begin.
+    """Reads calls; subclasses find where they begin.
 
-    A call that fails before it was announced is content, and others may follow it. One that was announced is revoked: a client that
-    has seen it can be told no more than that everything from there on is content.
+    A call that fails before it was announced is content, and other calls may follow. A call that fails after
+    it was announced is revoked, and everything behind it is content: a client that has seen the call cannot
+    be told more.
     """
 
     def __init__(
@@ -25,12 +26,14 @@ class JsonCallParser(ParserBase):
         Args:
             new_id: makes ids of calls.
             state: the first state.
-            text: the state behind what turned out to be no call.
-            behind: the one behind a call; what it has put aside when the text ends only separated.
-            end: the marker that may close a call; a part of it that the text ends with is no content.
+            text: the state behind text that turned out not to be a call.
+            behind: the state behind a call. Text that it has set aside when the text ends was only a
+                separator.
+            end: the marker that may close a call; if the text ends with a part of it, that part is not
+                content.
         """
         super().__init__(state)
-        self._counter = Counter(new_id)
+        self._counter = CallCounter(new_id)
         self._call: JsonCall | None = None
         self._states = (text, behind)
         self._end_marker = end
@@ -43,7 +46,7 @@ class JsonCallParser(ParserBase):
         others: Collection[str] | None = None,
         accept: Callable[[str], bool] = bool,
     ) -> None:
-        """A call begins here, behind ``before``; see :class:`JsonCall`."""
+        """Begins a call behind ``before``; see :class:`JsonCall` for the arguments."""
         self._call = JsonCall(self._counter, arguments=arguments, others=others, accept=accept, before=before)
         self._state = self._in_call
 
@@ -61,7 +64,7 @@ class JsonCallParser(ParserBase):
         return True
 
     def _content(self, out: list[Event]) -> bool:
-        """Nothing is looked for any more."""
+        """The last state: all further text is content."""
         out.append(Text(self._rest))
         self._rest = ""
         return False

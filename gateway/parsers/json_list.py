@@ -8,7 +8,7 @@ from gateway.parsers.parser_base import State
 
 
 class JsonListParser(JsonCallParser):
-    """Reads lists; its subclasses find where one begins."""
+    """Reads lists of calls; subclasses find where a list begins."""
 
     def __init__(self, new_id: Callable[[], str], state: State, *, text: State) -> None:
         """Waits for a list; ``text`` is the state behind it."""
@@ -32,7 +32,7 @@ class JsonListParser(JsonCallParser):
 
 
 class PlainListParser(JsonListParser):
-    """A list that is the whole answer. See :class:`gateway.parsers.events.ToolParser`."""
+    """Reads a list that is the whole answer; implements :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         super().__init__(new_id, self._begin, text=self._content)

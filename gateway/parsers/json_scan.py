@@ -1,10 +1,10 @@
-"""JSON that arrives in pieces: where a value ends, and that it is valid so far, without building it."""
+"""An incremental JSON scanner: finds the end of a value and checks it, without building it."""
 
 import re
 from collections.abc import Callable
 from typing import Final
 
-# Deeper arguments are no arguments; readers of JSON (Python's among them) give up somewhere beyond.
+# Deepest nesting of arguments; readers of JSON (Python's among them) give up somewhere beyond it.
 MAX_DEPTH: Final = 100
 
 _SPACE: Final = " \t\n\r"
@@ -17,40 +17,40 @@ _LITERALS: Final = {"t": "true", "f": "false", "n": "null"}
 
 
 def skip_blanks(text: str, at: int = 0) -> int:
-    """The position of the first character from ``at`` on that is not JSON's white space."""
+    """Returns the position of the first character at or after ``at`` that is not JSON white space."""
     match = _BLANK.match(text, at)
     assert match is not None
     return match.end()
 
 
 def is_object(text: str) -> bool:
-    """Whether all of ``text`` is one JSON object, which UTF-8 can carry."""
+    """Whether ``text`` is exactly one JSON object that UTF-8 can encode."""
     scanner = ValueScanner()
     end = scanner.feed(text)
     if not scanner.done or skip_blanks(text, end) < len(text) or text[skip_blanks(text)] != "{":
         return False
-    # Halves of surrogate pairs are text to Python and nothing to UTF-8.
+    # Python's strings may hold halves of surrogate pairs, which UTF-8 cannot encode.
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 class ValueScanner:
-    """Follows one JSON value (RFC 8259, strictly).
-
-    Attributes:
-        done: the value is complete.
-        failed: it is no JSON.
-    """
+    """Follows one JSON value (RFC 8259, strictly)."""
 
     __slots__ = ("_key", "_left", "_number", "_stack", "_step", "done", "failed")
+
+    done: bool
+    """The value is complete."""
+    failed: bool
+    """The text is not JSON."""
 
     def __init__(self) -> None:
         self.done = False
         self.failed = False
         self._stack: list[str] = []
         self._step: Callable[[str, int], int] = self._value
-        # Whether the string that is being read is a key.
+        # Whether the current string is a key.
         self._key = False
-        # What remains of a literal, or of an escape's four digits.
+        # The rest of the current literal, or of an escape's four digits.
         self._left = ""
         self._number: list[str] = []
 
@@ -58,7 +58,7 @@ class ValueScanner:
         """Reads from ``at`` on.
 
         Returns:
-            The position behind what belongs to the value: ``len(text)`` unless it is done or has failed.
+            The position after the value's text: ``len(text)`` unless the value is complete or has failed.
         """
         while at < len(text) and not self.done and not self.failed:
             at = self._step(text, at)

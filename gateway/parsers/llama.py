@@ -1,12 +1,13 @@
-"""Llama 3's JSON format.
+"""The JSON format of Llama 3.
 
 ::
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}
 
-Source: Meta's model cards and prompt formats for Llama 3.1 to 3.3. Behind ``<|python_tag|>`` any name is a call. Without that marker, an
-object is a call only where the answer begins with it, has no other members and names a tool of the request: JSON may be an answer, too.
+Source: Meta's model cards and prompt formats for Llama 3.1 to 3.3. After ``<|python_tag|>``, any name is a call.
+Without that marker, an object is a call only if the answer begins with it, it has no other members, and it names a
+tool of the request: an answer may be JSON, too.
 """
 
 from collections.abc import Callable, Collection
@@ -20,7 +21,7 @@ TAG: Final = "<|python_tag|>"
 
 
 class LlamaParser(JsonCallParser):
-    """See :class:`gateway.parsers.events.ToolParser`."""
+    """Implements :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:
         """Reads calls of the tools ``names``."""
@@ -29,10 +30,10 @@ class LlamaParser(JsonCallParser):
         self._separated = False
 
     def _begin(self, _: list[Event]) -> bool:
-        """At the answer's beginning, and behind each call: only here an object without marker may be a call."""
+        """The state at the beginning and behind each call. An unmarked object is a call only here."""
         if not self._skip() or (TAG.startswith(self._rest) and self._rest != TAG):
             return False
-        # What separates is content unless a call follows.
+        # A separator is content unless a call follows.
         if self._rest.startswith("{"):
             self._open_object(self._passed(), self._names.__contains__)
         elif self._rest.startswith(TAG):

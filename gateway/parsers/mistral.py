@@ -1,4 +1,4 @@
-"""Mistral's formats.
+"""The formats of Mistral.
 
 ::
 
@@ -24,12 +24,12 @@ CALL_ID: Final = "[CALL_ID]"
 
 _HEADER: Final = re.compile(r"\s*([\w.:/-]{1,128})(?:\[CALL_ID\](\w{1,64}))?(?:\[ARGS\])?\s*")
 
-# Within that many characters behind the marker the arguments must begin.
+# The arguments must begin within this many characters of the marker.
 _MAX_HEADER: Final = 256
 
 
 class MistralParser(JsonListParser):
-    """See :class:`gateway.parsers.events.ToolParser`."""
+    """Implements :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         super().__init__(new_id, self._text, text=self._text)

@@ -1,20 +1,20 @@
-"""The one call of a named tool, where the model writes nothing but its arguments."""
+"""A call of one named tool, of which the model writes only the arguments."""
 
 from collections.abc import Callable
 
-from gateway.parsers.events import CallArguments, CallStart, Counter, Event
+from gateway.parsers.events import CallArguments, CallCounter, CallStart, Event
 
 
 class NamedToolParser:
-    """See :class:`gateway.parsers.events.ToolParser`."""
+    """Implements :class:`gateway.parsers.events.ToolParser`: all text is arguments."""
 
     def __init__(self, new_id: Callable[[], str], name: str) -> None:
-        self._counter = Counter(new_id)
+        self._counter = CallCounter(new_id)
         self._name = name
         self._start: CallStart | None = None
 
     def feed(self, text: str) -> list[Event]:
-        """All text is arguments."""
+        """Returns ``text`` as arguments."""
         if self._start is not None:
             return [CallArguments(self._start.number, text)] if text else []
         text = text.lstrip()
@@ -24,9 +24,9 @@ class NamedToolParser:
         return [self._start, CallArguments(self._start.number, text)]
 
     def finish(self) -> list[Event]:
-        """Nothing is held back."""
+        """Returns nothing: no text is held back."""
         return []
 
     def whole(self, text: str) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.whole`."""
         return self.feed(text)

@@ -4,9 +4,10 @@
 
     [get_weather(city="Paris", days=3), get_time()]
 
-Sources: Meta's prompt formats of Llama 3.2 and 4 (which may put ``<|python_start|>`` and ``<|python_end|>`` around it), ToolACE. The list
-begins the answer, its calls name tools of the request, their arguments are literals given by name. Values are read with ``ast`` and never run.
-A call comes out whole: half a Python literal has no JSON.
+Sources: Meta's prompt formats of Llama 3.2 and 4 (which may put ``<|python_start|>`` and ``<|python_end|>``
+around it) and ToolACE. The list begins the answer, its calls name tools of the request, and arguments are keyword
+literals. ``ast`` parses the values; they are never run. A call is emitted whole, because half a Python literal has
+no JSON.
 """
 
 import ast
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from gateway.parsers.events import CallArguments, Counter, Event, Text
+from gateway.parsers.events import CallArguments, CallCounter, Event, Text
 from gateway.parsers.parser_base import ParserBase
 
 START: Final = "<|python_start|>"
@@ -30,16 +31,17 @@ _JSON_NAMES: Final = {"true": True, "false": False, "null": None}
 
 
 class _Call:
-    """Finds the end of ``f(…)`` and its arguments' borders.
+    """Finds the end of ``f(…)`` and the boundaries of its arguments."""
 
-    Attributes:
-        arguments: text of each complete argument.
-        done: the closing parenthesis has come.
-        failed: it cannot come any more.
-    """
+    arguments: list[str]
+    """The text of each complete argument."""
+    done: bool
+    """The closing parenthesis has arrived."""
+    failed: bool
+    """The closing parenthesis cannot arrive any more."""
 
     def __init__(self) -> None:
-        self.arguments: list[str] = []
+        self.arguments = []
         self.done = False
         self.failed = False
         self._brackets = ["("]
@@ -48,7 +50,7 @@ class _Call:
         self._argument: list[str] = []
 
     def feed(self, text: str) -> str:
-        """Takes what belongs to the call; returns the rest."""
+        """Consumes the text of the call; returns the rest."""
         for at, char in enumerate(text):
             if self._quote:
                 self._in_string(char)
@@ -84,10 +86,10 @@ class _Call:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal's value as JSON has it.
+    """Returns a literal's value in JSON's types.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if ``node`` is not a literal.
     """
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
@@ -107,7 +109,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _as_json(arguments: list[str]) -> str | None:
-    """Arguments by name as a JSON object; ``None`` if they are no literals by name."""
+    """Returns keyword arguments as a JSON object; ``None`` if they are not keyword literals."""
     if arguments and not arguments[-1].strip():
         arguments = arguments[:-1]
     found: dict[str, Any] = {}
@@ -118,29 +120,29 @@ def _as_json(arguments: list[str]) -> str | None:
             if keyword is None or keyword[1] in found or not value:
                 return None
             with warnings.catch_warnings():
-                # "\d" is a warning to Python and a backslash to the model.
+                # Python warns about "\d"; for the model it is a backslash.
                 warnings.simplefilter("ignore")
-                # In parentheses, as in the call: line breaks do not count.
+                # In parentheses, as in the call: line breaks do not matter.
                 tree = ast.parse(f"({value})", mode="eval")
             found[keyword[1]] = _literal(tree.body)
-        # Halves of surrogate pairs are text to Python and nothing to UTF-8: encode() is the judge.
+        # Python's strings may hold halves of surrogate pairs, which encode() refuses.
         return json.dumps(found, ensure_ascii=False, allow_nan=False).encode().decode()
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 class PythonicParser(ParserBase):
-    """See :class:`gateway.parsers.events.ToolParser`."""
+    """Implements :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:
         """Reads calls of the tools ``names``."""
         super().__init__(self._begin)
-        self._counter = Counter(new_id)
+        self._counter = CallCounter(new_id)
         self._names = names
         self._call: _Call | None = None
         self._name = ""
 
-    # What is put aside is content if the list turns out to be none.
+    # Text set aside is content if the list turns out not to be one.
 
     def _begin(self, _: list[Event]) -> bool:
         if not self._skip() or (START.startswith(self._rest) and self._rest != START):
@@ -206,7 +208,7 @@ class PythonicParser(ParserBase):
         return self._close(END, self._text)
 
     def _give_up(self) -> bool:
-        """It is no list of calls, or not any more: everything that is left is content."""
+        """Ends the list: all remaining text is content."""
         self._back()
         self._state = self._text
         return True

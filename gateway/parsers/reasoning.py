@@ -1,7 +1,8 @@
-"""Thinking and answer apart, for models that write ``<think>…</think>`` first.
+"""Separates thinking from the answer, for models that write ``<think>…</think>`` first.
 
-Whether thinking is open already when the answer begins is read off the prompt: templates that end it with ``<think>`` opened it, those
-that end it with ``</think>`` (Qwen 3 with ``enable_thinking: false``) have closed it.
+The prompt shows whether the thinking has already begun: templates that end the prompt with ``<think>`` have
+opened it, and templates that end it with ``</think>`` (Qwen 3 with ``enable_thinking: false``) have closed
+it.
 """
 
 from enum import Enum, auto
@@ -16,7 +17,7 @@ MARKERS: Final = frozenset({START, END})
 
 
 class Marks(NamedTuple):
-    """What a model writes around its thinking."""
+    """The markers around a model's thinking."""
 
     start: str = START
     end: str = END
@@ -24,27 +25,28 @@ class Marks(NamedTuple):
 
 THINK: Final = Marks()
 
-# Enough of a prompt's last tokens to see how its generation prompt ends.
+# How many of a prompt's last tokens show the end of its generation prompt.
 TAIL_TOKENS: Final = 16
 
 
 class Thinking(Enum):
-    """Where an answer begins."""
+    """Where an answer begins, relative to the thinking."""
 
     OPEN = auto()
-    """Within the thinking."""
+    """Inside the thinking."""
     POSSIBLE = auto()
-    """In front of it, if the model thinks at all."""
+    """Before it, if the model thinks at all."""
     OVER = auto()
-    """Behind it."""
+    """After it."""
 
 
 def thinking_at(prompt_tail: str, *, always: bool) -> Thinking:
-    """Where the answer to a prompt begins.
+    """Returns where the answer to a prompt begins.
 
     Args:
         prompt_tail: text of the prompt's last tokens, special ones included.
-        always: the model thinks although nothing opens it (DeepSeek R1 under its first templates).
+        always: the model thinks even if the prompt does not open the thinking (DeepSeek R1 with its first
+            templates).
     """
     tail = prompt_tail.rstrip()
     if tail.endswith(END):
@@ -53,9 +55,10 @@ def thinking_at(prompt_tail: str, *, always: bool) -> Thinking:
 
 
 class ThinkParser(ParserBase):
-    """Yields thinking as :class:`Reasoning` and the rest as :class:`Text`; see :class:`gateway.parsers.events.ToolParser`.
+    """Yields thinking as :class:`Reasoning` and the rest as :class:`Text`.
 
-    Text that ends within the thinking is all thinking. Only the first end marker counts.
+    Implements :class:`gateway.parsers.events.ToolParser`.     If the text ends inside the thinking, all of it
+    is thinking. Only the first end marker counts.
     """
 
     def __init__(self, at: Thinking) -> None:

@@ -73,7 +73,8 @@ async def respond(
         body: the parsed request body.
         served: the model.
         prompts: token ids, one list per prompt.
-        echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the prompt.
+        echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the
+            prompt.
 
     Raises:
         Unavailable: if no scheduler is connected.
@@ -167,6 +168,9 @@ def _effort(body: SamplingRequest, generation: Generation, ends: Sequence[Delta]
 
 
 def unique_wire_id(request: Request) -> str:
-    """Returns the request's id with a suffix that makes it unique among a client's retries; leaves room for a prompt's index."""
+    """Returns the request's id with a suffix that makes it unique among a client's retries.
+
+    The result leaves room for a prompt's index.
+    """
     given: str = request.scope["triptych.request_id"]
     return f"{given[: MAX_REQUEST_ID - _UNIQUE_DIGITS - 8]}-{context_of(request).new_id()[:_UNIQUE_DIGITS]}"

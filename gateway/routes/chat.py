@@ -33,8 +33,8 @@ router = APIRouter(tags=["Generation"])
 async def chat_completions(request: Request) -> Response:
     """Generates the assistant's next message for a conversation, as OpenAI's endpoint does.
 
-    The model's chat template turns the messages into a prompt. With `tools`, the message may contain tool calls. With
-    `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
+    The model's chat template turns the messages into a prompt. With `tools`, the message may contain tool
+    calls. With `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, ChatCompletionRequest)
     context = context_of(request)

@@ -31,8 +31,8 @@ router = APIRouter(tags=["Generation"])
 async def completions(request: Request) -> Response:
     """Continues one or more prompts, given as text or as token ids, as OpenAI's endpoint does.
 
-    Choices are numbered prompt by prompt: with `n=2`, choices 0 and 1 continue the first prompt. With `stream`, the answer
-    arrives as server-sent events that end with `data: [DONE]`.
+    Choices are numbered prompt by prompt: with `n=2`, choices 0 and 1 continue the first prompt. With
+    `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, CompletionRequest)
     context = context_of(request)

@@ -1,6 +1,7 @@
 """What the routes add to the OpenAPI document: request bodies, answers and errors.
 
-The routes parse bodies and write answers themselves, so FastAPI cannot find these schemas in their signatures.
+The routes parse bodies and write answers themselves, so FastAPI cannot find these schemas in their
+signatures.
 """
 
 from typing import Any

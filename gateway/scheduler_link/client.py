@@ -1,7 +1,7 @@
-"""The gateway's client of the scheduler: one Connect stream for all requests of this process, and unary calls.
+"""The client of the scheduler: one Connect stream for all requests of this process, and unary calls.
 
-When the stream breaks, its requests are not lost. As soon as a scheduler answers again, they are sent with the tokens received so far,
-and their clients see a pause. After ``resume_timeout_s`` they fail.
+When the stream breaks, its requests are not lost. As soon as a scheduler answers again, they are sent with
+the tokens received so far, and their clients see a pause. After ``resume_timeout_s`` they fail.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Stays below Prometheus' default scrape timeout of 10 s: the scrape must still return the gateway's own metrics.
+# Stays below Prometheus' default scrape timeout of 10 s: the scrape must still return the gateway's own
+# metrics.
 _METRICS_TIMEOUT_S: Final = 2.0
 
 # A tokenizer is megabytes: it gets this many times the deadline of other calls.
@@ -109,7 +110,9 @@ class InferenceClient:
         self._table.fail_all(error)
 
     async def pool(self, requests: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
-        """Returns the results of a pooling model, in the order of ``requests``. A lost scheduler costs a pause.
+        """Returns the results of a pooling model, in the order of ``requests``.
+
+        A lost scheduler costs a pause.
 
         Args:
             requests: complete, with ids unique in this process.
@@ -144,7 +147,7 @@ class InferenceClient:
         return await _typed(self._stub.GetLoad(inference.GetLoadRequest(), timeout=self._call_timeout_s))
 
     async def get_metrics(self) -> bytes:
-        """Returns the scheduler's metrics in Prometheus' text format; raises as :meth:`get_model` does, and sooner."""
+        """Returns the scheduler's metrics in Prometheus' text format; raises as :meth:`get_model` does."""
         timeout = min(self._call_timeout_s, _METRICS_TIMEOUT_S)
         response = await _typed(self._stub.GetMetrics(inference.GetMetricsRequest(), timeout=timeout))
         return response.text

@@ -84,7 +84,8 @@ class Connection:
         writer = None
         call = None
         try:
-            # A stream opened on a dead channel fails only after its first write. A ready channel has a scheduler.
+            # A stream opened on a dead channel fails only after its first write. A ready channel has a
+            # scheduler.
             await channel.channel_ready()
             call = stub.Connect()
             await call.write(_HELLO)
@@ -107,7 +108,8 @@ class Connection:
                 raise
             return Unavailable("the stream to the scheduler was cut off")
         except Exception as error:  # noqa: BLE001 - any bug
-            # The requests on this stream must not hang, whatever the bug: the next stream starts from a clean state.
+            # The requests on this stream must not hang, whatever the bug: the next stream starts from a clean
+            # state.
             self._log.exception("the stream to the scheduler failed")
             return Unavailable(f"the gateway failed on the stream to the scheduler ({type(error).__name__})")
         finally:

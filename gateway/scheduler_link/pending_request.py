@@ -48,7 +48,8 @@ class PendingRequest:
     prompt_logprobs: list[pb.TokenLogprobs]
     """Log-probabilities of the prompt's tokens but the first, as far as they have arrived."""
     held_events: list[tuple[int, inference.GenerateEvent]]
-    """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's number in the group."""
+    """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
+    number in the group."""
     accepted: bool
     """Whether a scheduler has run it: further trouble then means waiting, not failing."""
     deadline: asyncio.TimerHandle | None
@@ -106,7 +107,8 @@ class PendingRequest:
     def on_written(self) -> None:
         """Stops the deadline: a scheduler has the request and may queue it.
 
-        The time until then stays spent. Otherwise a scheduler that refuses the request again and again would never be given up.
+        The time until then stays spent. Otherwise a scheduler that refuses the request again and again would
+        never be given up.
         """
         if self.deadline is not None:
             self.time_left_s = max(0.0, self.deadline.when() - asyncio.get_running_loop().time())
@@ -158,7 +160,8 @@ class RequestGroup:
 
         Args:
             requests: the requests to send.
-            abort: drops a request, or one of its sequences, here and at the scheduler; does nothing for finished ones.
+            abort: drops a request, or one of its sequences, here and at the scheduler; does nothing for
+                finished ones.
         """
         self.requests = []
         self._sequences: list[tuple[PendingRequest, int]] = []
@@ -173,7 +176,9 @@ class RequestGroup:
         self._waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> list[tuple[int, inference.GenerateEvent]]:
-        """Waits for events and returns all there are, each with its sequence's number; empty once all sequences have finished.
+        """Waits for events and returns all there are, each with its sequence's number.
+
+        Returns an empty list once all sequences have finished.
 
         Raises:
             TriptychError: if a request failed; the others of the group have been aborted.
@@ -193,7 +198,8 @@ class RequestGroup:
     def put(self, index: int, event: inference.GenerateEvent) -> None:
         """Adds an event of sequence ``index``.
 
-        Events wait until all log-probabilities of their prompt have arrived, so that readers know them before an answer begins.
+        Events wait until all log-probabilities of their prompt have arrived, so that readers know them before
+        an answer begins.
         """
         if event.finish_reason:
             self._unfinished.discard(index)
@@ -208,7 +214,10 @@ class RequestGroup:
         self._wake()
 
     def fail(self, error: TriptychError) -> None:
-        """Ends the group with ``error``. Earlier events are still delivered, unless they wait for their prompt."""
+        """Ends the group with ``error``.
+
+        Earlier events are still delivered, unless they wait for their prompt.
+        """
         self.abort()
         if self._error is None:
             self._error = error
@@ -232,7 +241,7 @@ class RequestGroup:
 def missed_end(
     request: inference.GenerateRequest, sequence: int, received: list[int], eos_token_ids: frozenset[int]
 ) -> inference.GenerateEvent | None:
-    """Returns the last event of a sequence whose tokens are complete, although its end never arrived; ``None`` if it goes on.
+    """Returns the end of a sequence whose tokens are complete; ``None`` if it goes on.
 
     A connection can break between a sequence's last token and its finish reason.
     """

@@ -54,7 +54,10 @@ class RequestTable:
         self._outbox.put(inference.ConnectRequest(generate=pending.request))
 
     def deliver(self, response: inference.ConnectResponse) -> None:
-        """Hands one step's events to their requests. The hot path: runs once per step, a few operations per token."""
+        """Hands one step's events to their requests.
+
+        The hot path: runs once per step, a few operations per token.
+        """
         pending_by_id = self._pending
         for event in response.events:
             pending = pending_by_id.get(event.request_id)
@@ -96,7 +99,10 @@ class RequestTable:
             self.resubmit(pending)
 
     def resubmit(self, pending: PendingRequest) -> None:
-        """Sends a request again, under a new id: a scheduler that has not noticed the loss may still know the old one."""
+        """Sends a request again.
+
+        Its id is new, because a scheduler that has not noticed the loss may still know the old one.
+        """
         if pending.retry is not None:
             pending.retry.cancel()
             pending.retry = None
@@ -137,7 +143,7 @@ class RequestTable:
             pending.stop_timers()
 
     def abort(self, pending: PendingRequest, sequence: int | None = None) -> None:
-        """Drops a request, or one of its sequences, and aborts it at the scheduler if it may still run there."""
+        """Drops a request, or one of its sequences, and aborts it at the scheduler."""
         if self._pending.get(pending.wire_id) is not pending:
             return
         abort = inference.AbortRequest(request_id=pending.wire_id)

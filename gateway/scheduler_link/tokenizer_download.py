@@ -25,7 +25,8 @@ async def download_tokenizer(stub: "InferenceAsyncStub", folder: Path, timeout_s
         timeout_s: for the whole download.
 
     Raises:
-        Internal: if the stream cannot be a tokenizer: it has unsafe file names, too many files or too many bytes.
+        Internal: if the stream cannot be a tokenizer: it has unsafe file names, too many files or too many
+            bytes.
         TriptychError: if the scheduler is away or refuses.
     """
     names: set[str] = set()

@@ -1,6 +1,6 @@
 """Bodies of requests and answers as pydantic models, one file per family of endpoints.
 
-``base`` parses bodies and words refusals, ``sampling`` holds the parameters that chats and completions share, ``structured`` the
-constraints, ``tools`` the tools. ``answers`` describes answers for the OpenAPI document. Routes, answers and request builders import this
-room; it imports only ``quoting``.
+``base`` parses bodies and words refusals, ``sampling`` holds the parameters that chats and completions share,
+``structured`` the constraints, ``tools`` the tools. ``answers`` describes answers for the OpenAPI document.
+Routes, answers and request builders import this room; it imports only ``quoting``.
 """

@@ -1,7 +1,7 @@
 """Answers as the OpenAPI document describes them.
 
-The routes write their JSON directly, because validation would cost time with every answer. A test checks real answers against these
-models.
+The routes write their JSON directly, because validation would cost time with every answer. A test checks real
+answers against these models.
 """
 
 from typing import Annotated, Any, Literal
@@ -55,15 +55,13 @@ FinishReason = Annotated[
 ]
 StopReason = Annotated[
     str | int | None,
-    Field(
-        description="The stop string or stop token id that ended the text; null for the model's own end token."
-    ),
+    Field(description="The stop string or token id that ended the text; null for the model's end token."),
 ]
 PromptLogprobs = Annotated[
     list[dict[str, dict[str, Any]] | None] | None,
     Field(
-        description="With prompt_logprobs: for each prompt token but the first, its log-probability, rank and text, and those of"
-        " the likeliest tokens, by token id."
+        description="With prompt_logprobs: for each prompt token but the first, its log-probability, rank and text, and"
+        " those of the likeliest tokens, by token id."
     ),
 ]
 

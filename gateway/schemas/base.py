@@ -1,4 +1,4 @@
-"""How request bodies are read and refused."""
+"""Parsing of request bodies, and the wording of refusals."""
 
 import difflib
 from collections.abc import Mapping
@@ -13,29 +13,32 @@ from protos.errors import InvalidArgument, Unsupported
 
 M = TypeVar("M", bound="RequestModel")
 
-# Longest unknown name that is compared with the known ones: the effort grows with the name, and the longest known one has 27 letters.
+# Longest unknown name that is compared with the known ones: the effort grows with the name, and the longest
+# known name has 27 letters.
 _MISTYPED: Final = 40
 
-# No object of ours has as many fields; beyond it, a finding about each of them would take seconds.
+# No request object has as many fields. Beyond this, checking each of them would take seconds.
 _MAX_FIELDS: Final = 256
 
 
 class Unserved(NamedTuple):
-    """A parameter that clients send out of habit, accepted only where it changes nothing.
+    """A parameter that clients send out of habit, accepted only with values that change nothing.
 
-    ``null`` is always neutral.
+    ``null`` is always accepted.
     """
 
     neutral: tuple[Any, ...] = ()
-    hint: str = "it is not served by this deployment; leave it out"
+    """The accepted values."""
+    hint: str = "it is not served by this deployment; omit it"
+    """What to do instead, for the error."""
 
 
 class RequestModel(BaseModel):
-    """A request body: strict types, no unknown fields."""
+    """A request body, or an object in one: strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
-    # Known parameters that this build does not serve, by name.
+    # Known parameters that are not served, by name.
     unserved: ClassVar[Mapping[str, Unserved]] = {}
 
     @model_validator(mode="before")
@@ -55,12 +58,12 @@ class RequestModel(BaseModel):
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # 0 == False and 1 == True in Python, not in JSON.
+    # 0 == False and 1 == True in Python, but not in JSON.
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
 def path_of(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "role")`` as ``messages[0].role``; long names are cut."""
+    """Writes ``("messages", 0, "role")`` as ``messages[0].role``; cuts long names."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{clip(part)}" if text else clip(part)
@@ -68,10 +71,10 @@ def path_of(location: tuple[int | str, ...]) -> str:
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """Reads a JSON body.
+    """Parses a JSON body.
 
     Raises:
-        InvalidArgument: with one line that names the first offending parameter and what to change.
+        InvalidArgument: one line that names the first invalid parameter and what to change.
     """
     if not body.strip():
         raise InvalidArgument("the request has no body; send a JSON object")
@@ -88,7 +91,7 @@ def parse(model: type[M], body: bytes) -> M:
 
 
 def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
-    """One of pydantic's findings as our error."""
+    """Returns the error for one of pydantic's findings."""
     location, value = detail["loc"], detail["input"]
     param = path_of(location)
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -98,7 +101,7 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
         case "extra_forbidden":
             return InvalidArgument(_unknown(model, location), param=param)
         case "value_error":
-            # A finding about a whole object opens with the parameter's name.
+            # A finding about a whole object starts with the parameter's name.
             name = message.partition("=")[0].partition(" ")[0]
             if isinstance(value, dict) and name in value:
                 param = path_of((*location, name))
@@ -120,8 +123,9 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
 
 def _unknown(model: type[RequestModel], location: tuple[int | str, ...]) -> str:
     name = str(location[-1])
-    # Only the top level's names are at hand here, which is where people mistype.
+    # Suggestions need the known names, which are only at hand for the top level. That is where people
+    # mistype.
     comparable = len(location) == 1 and len(name) <= _MISTYPED
     near = difflib.get_close_matches(name, model.model_fields, n=1) if comparable else []
-    hint = f"did you mean '{near[0]}'?" if near else "leave it out"
+    hint = f"did you mean '{near[0]}'?" if near else "omit it"
     return f"unknown parameter '{path_of(location)}'; {hint}"

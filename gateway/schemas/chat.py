@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: the request."""
+"""The body of ``/v1/chat/completions``."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -10,12 +10,16 @@ from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
 from gateway.schemas.tools import FUNCTIONS_HINT, NamedChoice, ToolCall, ToolChoice, Tools, few_calls
 
-# A conversation's turns: far more than people have, few enough to check without a pause in everybody's streams.
+# Turns of a conversation: more than real ones have, few enough to check without delaying other requests'
+# streams.
 MAX_MESSAGES: Final = 4096
 
 
 def _text(content: Any) -> str:
-    """A message's text; a list of text parts is joined by line breaks, as vLLM does for templates that expect text."""
+    """Returns a message's text.
+
+    Joins text parts with line breaks, as vLLM does for templates that expect text.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -25,12 +29,12 @@ def _text(content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise ValueError(
-                f"part {index} is not served: only parts of type 'text' are, got {quote(kind or part)}"
+                f"part {index} is not served; only parts of type 'text' are, got {quote(kind or part)}"
             )
         if not isinstance(part.get("text"), str):
             raise ValueError(f"part {index} needs 'text', a string")  # noqa: TRY004 - pydantic's signal
         if unknown := part.keys() - {"type", "text"}:
-            raise ValueError(f"part {index} has an unknown field '{clip(min(unknown))}'; leave it out")
+            raise ValueError(f"part {index} has an unknown field '{clip(min(unknown))}'; omit it")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -46,7 +50,7 @@ def _role(value: Any) -> Any:
 class Message(RequestModel):
     """One turn of a conversation."""
 
-    # The null fields come back when a client appends an answer's message to its next request.
+    # Clients that append an answer's message to their next request send its null fields back.
     unserved: ClassVar[Mapping[str, Unserved]] = {
         "function_call": Unserved((), "it is OpenAI's older form; send 'tool_calls'"),
         "refusal": Unserved(),
@@ -55,19 +59,33 @@ class Message(RequestModel):
     }
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]])]
+    content: Annotated[
+        str,
+        BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]]),
+        Field(description="Text, or a list of parts of type text."),
+    ]
     tool_calls: Annotated[
-        list[ToolCall], Field(fail_fast=True), BeforeValidator(few_calls), or_default([])
+        list[ToolCall],
+        Field(fail_fast=True, description="Calls of an assistant's earlier turn."),
+        BeforeValidator(few_calls),
+        or_default([]),
     ] = Field(default_factory=list)
-    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
-    name: Annotated[str | None, Field(max_length=256)] = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
+    tool_call_id: Annotated[
+        str | None,
+        Field(
+            max_length=256, description="With the role tool: the id of the call that this message answers."
+        ),
+    ] = None
+    name: Annotated[
+        str | None, Field(max_length=256, description="With the role tool: the function's name.")
+    ] = None
+    reasoning: Annotated[str | None, Field(description="Thinking of an assistant's earlier turn.")] = None
+    reasoning_content: Annotated[str | None, Field(description="The same under DeepSeek's name.")] = None
 
     @model_validator(mode="before")
     @classmethod
-    def _an_assistant_may_say_nothing(cls, data: Any) -> Any:
-        """Beside calls or thinking, an assistant's turn needs no content."""
+    def _content_is_optional_beside_calls(cls, data: Any) -> Any:
+        """Allows an assistant's turn without content if it has calls or thinking."""
         if not isinstance(data, dict) or data.get("role") != "assistant" or data.get("content") is not None:
             return data
         beside = any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
@@ -78,20 +96,20 @@ class Message(RequestModel):
         if self.role != "assistant":
             for name in ("tool_calls", "reasoning", "reasoning_content"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} belongs to messages of the role 'assistant'; leave it out")
+                    raise ValueError(f"{name} belongs to messages with the role 'assistant'; omit it")
         if self.role == "tool":
             if not self.tool_call_id:
                 raise ValueError("needs 'tool_call_id', the id of the call that it answers")
         elif self.tool_call_id is not None:
-            raise ValueError("tool_call_id belongs to messages of the role 'tool'; leave it out")
+            raise ValueError("tool_call_id belongs to messages with the role 'tool'; omit it")
         elif self.name is not None:
             raise ValueError(
-                "name is not supported: chat templates do not use it outside the role 'tool'; write it into the content"
+                "name is not supported: chat templates use it only with the role 'tool'; write it into the content"
             )
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it; a call's arguments are an object, or an empty one where the model's text was none."""
+        """Returns the turn in the form that chat templates expect."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -105,8 +123,8 @@ class Message(RequestModel):
         return turn
 
 
-def _few(messages: Any) -> Any:
-    # Before the messages are looked at one by one.
+def _few_messages(messages: Any) -> Any:
+    # Checked before the messages themselves.
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(
             f"takes at most {MAX_MESSAGES} messages, got {len(messages)}; shorten the conversation"
@@ -114,16 +132,20 @@ def _few(messages: Any) -> Any:
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
 
 
 class Conversation(RequestModel):
-    """What a chat template turns into a prompt; shared with ``/tokenize``."""
+    """The input of a chat template; ``/tokenize`` has the same."""
 
     messages: Messages
-    tools: Tools = Field(default_factory=list)
-    add_generation_prompt: Annotated[bool, or_default(True)] = True
-    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(default_factory=dict)
+    tools: Tools = Field(default_factory=list, description="Functions that the model may call.")
+    add_generation_prompt: Annotated[
+        bool, or_default(True), Field(description="End the prompt with the header of the assistant's turn.")
+    ] = True
+    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
+        default_factory=dict, description="Further variables for the model's chat template."
+    )
 
 
 CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
@@ -136,12 +158,12 @@ CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
 
 
 class ChatCompletionRequest(SamplingRequest, Conversation):
-    """A chat completion."""
+    """A request for a chat completion."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
         **CONVERSATION_UNSERVED,
-        "echo": Unserved((False,), "the answer never repeats the prompt"),
+        "echo": Unserved((False,), "an answer never repeats the prompt"),
         "functions": Unserved(([],), FUNCTIONS_HINT),
         "function_call": Unserved(("none", "auto"), FUNCTIONS_HINT),
         "modalities": Unserved((["text"],), "only text is served"),
@@ -156,26 +178,40 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         "safety_identifier": Unserved((), "send it as 'user'"),
     }
 
-    tool_choice: Annotated[ToolChoice, Field(description='Left out: "auto" if there are tools.')] = None
-    parallel_tool_calls: Annotated[bool, or_default(True)] = True
-    include_reasoning: Annotated[bool, or_default(True)] = True
-    max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**32 - 1)] = None
-    logprobs: Annotated[bool, or_default(False)] = False
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    tool_choice: Annotated[ToolChoice, Field(description='Omitted: "auto" if there are tools.')] = None
+    parallel_tool_calls: Annotated[
+        bool, or_default(True), Field(description="Whether an answer may have more than one call.")
+    ] = True
+    include_reasoning: Annotated[
+        bool, or_default(True), Field(description="Whether the answer includes the model's thinking.")
+    ] = True
+    max_completion_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=2**32 - 1, description="Maximum number of new tokens; the same as max_tokens."),
+    ] = None
+    logprobs: Annotated[
+        bool, or_default(False), Field(description="Report the log-probability of each new token.")
+    ] = False
+    top_logprobs: Annotated[
+        int | None,
+        Field(
+            ge=0, le=MAX_LOGPROBS, description="Also report that many of the likeliest tokens in each place."
+        ),
+    ] = None
 
     @model_validator(mode="after")
-    def _top_of_what(self) -> "ChatCompletionRequest":
+    def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed together with logprobs=true")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are told with each new one; ``None``: no log-probabilities at all."""
+        """How many of the likeliest tokens to report with each new token; ``None``: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "ChatCompletionRequest":
+    def _limits_agree(self) -> "ChatCompletionRequest":
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(
@@ -184,7 +220,7 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         return self
 
     @model_validator(mode="after")
-    def _choices_are_among_the_tools(self) -> "ChatCompletionRequest":
+    def _choice_names_a_tool(self) -> "ChatCompletionRequest":
         choice = self.tool_choice
         if choice in (None, "none", "auto"):
             return self
@@ -196,5 +232,5 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
 
     @property
     def output_limit(self) -> int | None:
-        """New tokens at most; ``None``: as many as the context has room for."""
+        """Maximum number of new tokens; ``None``: as many as fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,4 +1,4 @@
-"""``/v1/completions``: the request."""
+"""The body of ``/v1/completions``."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
@@ -9,7 +9,7 @@ from gateway.quoting import quote
 from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
 
-# OpenAI's default for this endpoint; chats go on to the context's end.
+# OpenAI's default for this endpoint; chats continue to the end of the context.
 DEFAULT_MAX_TOKENS: Final = 16
 
 _SHAPES: Final = "a string, a list of strings, a list of token ids or a list of such lists"
@@ -21,16 +21,16 @@ def is_token_ids(value: Any) -> bool:
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """A list of prompts, each a text or token ids, from any of the shapes that OpenAI's API takes.
+    """Returns a list of prompts, each text or token ids, from any of the shapes that OpenAI's API accepts.
 
     Raises:
-        ValueError: saying what may be sent.
+        ValueError: with the shapes that are accepted.
     """
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
         raise ValueError(f"must be {_SHAPES}, got {quote(value)}")  # noqa: TRY004 - pydantic's signal
-    # Whether a model could begin with nothing depends on its BOS token; what would come of it is never what was meant.
+    # A model might start from an empty prompt, depending on its BOS token, but a client never means that.
     if not value or any(item in ("", []) for item in value):
         raise ValueError("is empty: it must give at least one character or token id")
     if type(value[0]) is int:
@@ -42,7 +42,7 @@ def as_prompts(value: Any) -> list[str | list[int]]:
 
 
 class CompletionRequest(SamplingRequest):
-    """A plain completion of one or more prompts."""
+    """A request to continue one or more prompts."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
@@ -52,31 +52,49 @@ class CompletionRequest(SamplingRequest):
     prompt: Annotated[
         list[str | list[int]],
         BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        Field(description="One prompt or several, as text or as token ids."),
     ]
 
-    max_tokens: Annotated[int | None, Field(ge=0, le=2**32 - 1, description="0 only with echo.")] = None
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    echo: Annotated[bool, or_default(False), Field(description="Begin each answer with its prompt.")] = False
+    max_tokens: Annotated[
+        int | None,
+        Field(
+            ge=0, le=2**32 - 1, description="Maximum number of new tokens, 16 by default; 0 only with echo."
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MAX_LOGPROBS,
+            description="Report each token's log-probability, and those of that many of the likeliest tokens.",
+        ),
+    ] = None
+    echo: Annotated[
+        bool, or_default(False), Field(description="Repeat the prompt at the beginning of each choice.")
+    ] = False
 
     @model_validator(mode="after")
-    def _something_to_answer(self) -> "CompletionRequest":
+    def _zero_tokens_need_echo(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens=0 is only allowed together with echo=true; ask for at least 1 token")
         return self
 
     @property
     def output_limit(self) -> int:
-        """New tokens at most, per prompt."""
+        """Maximum number of new tokens per choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are told with each new one; ``None``: no log-probabilities at all."""
+        """How many of the likeliest tokens to report with each new token; ``None``: no log-probabilities."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """An answer that repeats its prompt tells of the prompt's tokens what it tells of its own."""
+        """The same for the prompt's tokens.
+
+        An answer that repeats its prompt reports the prompt's tokens in the same detail as its own.
+        """
         asked = [
             count
             for count in (self.prompt_logprobs, self.logprobs if self.echo else None)
@@ -86,5 +104,5 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing but the prompt is to be answered."""
+        """Whether the answer consists of the prompt alone."""
         return self.max_tokens == 0

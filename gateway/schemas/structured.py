@@ -1,4 +1,4 @@
-"""``response_format`` (OpenAI's) and ``structured_outputs`` (vLLM's): what an answer must match."""
+"""``response_format`` (OpenAI's) and ``structured_outputs`` (vLLM's): constraints on the answer."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -19,7 +19,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 
 def _schema(value: Any) -> Any:
     if not isinstance(value, dict | bool):
-        raise ValueError(f"must be a JSON schema (an object), got {quote(value)}")  # noqa: TRY004 - pydantic's signal
+        raise ValueError(f"must be a JSON schema (an object), got {quote(value)}")  # noqa: TRY004
     return value
 
 
@@ -31,22 +31,30 @@ Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_schema)]
 
 
 class JsonSchema(RequestModel):
-    """OpenAI's wrapping of a schema. It is always enforced, whatever ``strict`` says."""
+    """OpenAI's wrapping of a schema. The schema is always enforced, whatever ``strict`` says."""
 
-    name: Annotated[str | None, Field(max_length=256)] = None
-    description: Annotated[str | None, Field(max_length=MAX_TEXT)] = None
-    schema_: Annotated[Schema, Field(alias="schema")]
-    strict: bool | None = None
+    name: Annotated[str | None, Field(max_length=256, description="Ignored.")] = None
+    description: Annotated[str | None, Field(max_length=MAX_TEXT, description="Ignored.")] = None
+    schema_: Annotated[Schema, Field(alias="schema", description="A JSON schema.")]
+    strict: Annotated[bool | None, Field(description="Ignored: the schema is always enforced.")] = None
 
 
 class ResponseFormat(RequestModel):
-    """How an answer is to look."""
+    """OpenAI's constraint on the form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchema | None = None
-    format: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    json_schema: Annotated[JsonSchema | None, Field(description="With type json_schema.")] = None
+    format: Annotated[
+        dict[str, Any] | None,
+        Field(description="With type structural_tag: the format, as xgrammar defines it."),
+    ] = None
+    structures: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description="With type structural_tag, in its older form: objects with begin, schema and end."),
+    ] = None
+    triggers: Annotated[
+        list[str] | None, Field(description="With structures: texts that begin a structure in free text.")
+    ] = None
 
     @model_validator(mode="after")
     def _complete(self) -> "ResponseFormat":
@@ -59,10 +67,10 @@ class ResponseFormat(RequestModel):
         return self
 
     def to_proto(self) -> pb.StructuredOutput | None:
-        """The wire form; ``None`` for an answer that may be anything.
+        """Returns the constraint for the wire; ``None`` if the answer may be any text.
 
         Raises:
-            InvalidArgument: if it is nested too deep to be written.
+            InvalidArgument: if the constraint is too deep or too large to send.
         """
         match self.type:
             case "text":
@@ -78,27 +86,37 @@ class ResponseFormat(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """vLLM's constraint: exactly one of the first six."""
+    """vLLM's constraint: exactly one of the first six fields."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         "disable_any_whitespace": Unserved(
-            (False,), "white space between the parts of JSON is the model's choice"
+            (False,), "the model chooses the white space between the parts of JSON"
         ),
         "disable_additional_properties": Unserved(
             (False,),
-            "properties that a schema does not list are left out unless it says additionalProperties",
+            "properties that a schema does not list are omitted unless it sets additionalProperties",
         ),
-        "whitespace_pattern": Unserved((), "white space between the parts of JSON is the model's choice"),
+        "whitespace_pattern": Unserved((), "the model chooses the white space between the parts of JSON"),
     }
 
     json_: Annotated[
-        dict[str, Any] | bool | Text | None, BeforeValidator(_schema_or_text), Field(alias="json")
+        dict[str, Any] | bool | Text | None,
+        BeforeValidator(_schema_or_text),
+        Field(alias="json", description="A JSON schema, as an object or as text."),
     ] = None
-    regex: Text | None = None
-    choice: Annotated[list[Text] | None, Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] = None
-    grammar: Text | None = None
-    structural_tag: Text | None = None
-    json_object: bool | None = None
+    regex: Annotated[Text | None, Field(description="A regular expression for the whole answer.")] = None
+    choice: Annotated[
+        list[Text] | None,
+        Field(
+            min_length=1,
+            max_length=MAX_CHOICES,
+            fail_fast=True,
+            description="The answer is one of these texts.",
+        ),
+    ] = None
+    grammar: Annotated[Text | None, Field(description="A grammar in EBNF.")] = None
+    structural_tag: Annotated[Text | None, Field(description="A structural tag, as JSON text.")] = None
+    json_object: Annotated[bool | None, Field(description="Any JSON object.")] = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "StructuredOutputs":
@@ -112,10 +130,10 @@ class StructuredOutputs(RequestModel):
         return self
 
     def to_proto(self) -> pb.StructuredOutput:
-        """The wire form.
+        """Returns the constraint for the wire.
 
         Raises:
-            InvalidArgument: if a schema is nested too deep to be written.
+            InvalidArgument: if a schema is too deep or too large to send.
         """
         if self.json_ is not None:
             text = self.json_ if isinstance(self.json_, str) else _json(self.json_, "structured_outputs")
@@ -135,9 +153,7 @@ def _json(value: Any, param: str) -> str:
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        raise InvalidArgument(
-            f"'{param}' is nested too deep; at most 64 levels are compiled", param=param
-        ) from error
+        raise InvalidArgument(f"'{param}' is nested too deep; use at most 64 levels", param=param) from error
     if len(text) > MAX_TEXT:
-        raise InvalidArgument(f"'{param}' has {len(text)} bytes; at most {MAX_TEXT} are taken", param=param)
+        raise InvalidArgument(f"'{param}' has {len(text)} bytes; send at most {MAX_TEXT}", param=param)
     return text.decode()

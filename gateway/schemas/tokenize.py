@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: the requests (as vLLM has them)."""
+"""The bodies of ``/tokenize`` and ``/detokenize``, with vLLM's interface."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
@@ -12,31 +12,44 @@ from gateway.schemas.tools import Tools
 
 
 class TokenizeRequest(RequestModel):
-    """Text, or a conversation, to be counted or looked at."""
+    """A text or a conversation to tokenize."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **CONVERSATION_UNSERVED,
-        "tool_choice": Unserved(("none", "auto"), "no choice changes the prompt; leave it out"),
+        "tool_choice": Unserved(("none", "auto"), "it does not change the prompt; omit it"),
     }
 
     model: ModelName | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    tools: Tools = Field(default_factory=list)
-    add_generation_prompt: Annotated[bool, or_default(True)] = True
-    add_special_tokens: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, object], or_default({})] = Field(default_factory=dict)
-    return_token_strs: Annotated[bool, or_default(False)] = False
+    prompt: Annotated[str | None, Field(description="A text.")] = None
+    messages: Annotated[
+        Messages | None, Field(description="A conversation, for the model's chat template.")
+    ] = None
+    tools: Tools = Field(default_factory=list, description="Functions that the conversation offers.")
+    add_generation_prompt: Annotated[
+        bool,
+        or_default(True),
+        Field(description="End a conversation with the header of the assistant's turn."),
+    ] = True
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(description="Add the model's special tokens; by default for a prompt, not for messages."),
+    ] = None
+    chat_template_kwargs: Annotated[dict[str, object], or_default({})] = Field(
+        default_factory=dict, description="Further variables for the model's chat template."
+    )
+    return_token_strs: Annotated[
+        bool, or_default(False), Field(description="Also return the vocabulary's spelling of each token.")
+    ] = False
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "TokenizeRequest":
+    def _one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either 'prompt' or 'messages' is required, and not both")
+            raise ValueError("send either 'prompt' or 'messages', not both")
         return self
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids to be read as text."""
+    """Token ids to decode."""
 
     model: ModelName | None = None
     tokens: TokenIds

@@ -1,6 +1,6 @@
-"""Tools in a chat request: what may be called, what must be called, and the calls of earlier turns.
+"""Tools in a chat request: callable functions, the choice among them, and calls of earlier turns.
 
-Everything is bounded before it is looked at closely: a request of ten thousand tools costs no more than one of ten.
+Sizes are checked before contents: a request with ten thousand tools costs no more than one with ten.
 """
 
 import re
@@ -15,13 +15,16 @@ from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import or_default
 
 MAX_TOOLS: Final = 128
+
+# Calls in one earlier turn.
 MAX_CALLS: Final = 128
-# Of a tool's schema: levels of nesting, and values of all kinds over all tools of a request.
+
+# Levels of nesting in one tool's schema, and values of all kinds in all tools of a request.
 MAX_SCHEMA_DEPTH: Final = 64
 MAX_SCHEMA_VALUES: Final = 16_384
-# Letters over all tools of a request.
+# Characters in all tools of a request.
 MAX_TOOLS_TEXT: Final = 512 * 1024
-# Of one earlier call, letters.
+# Characters in the arguments of one earlier call.
 MAX_ARGUMENTS: Final = 1024 * 1024
 
 FUNCTIONS_HINT: Final = "it is OpenAI's older form; send 'tools' and 'tool_choice'"
@@ -39,18 +42,18 @@ ToolName = Annotated[str, BeforeValidator(_name)]
 
 
 def _bounded(tools: Any) -> Any:
-    """Refuses what is too many, too large or too deep, at an effort that is bounded, too."""
+    """Refuses too many, too large or too deep tools, with bounded effort."""
     if not isinstance(tools, list):
         return tools
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
-    values = letters = 0
+    values = chars = 0
     waiting: list[tuple[Any, int]] = [(tools, 0)]
     while waiting:
         value, depth = waiting.pop()
         values += 1
         if isinstance(value, str):
-            letters += len(value)
+            chars += len(value)
         elif isinstance(value, dict | list):
             # The list, the tool and its function surround the schema.
             if depth > MAX_SCHEMA_DEPTH + 3:
@@ -58,14 +61,14 @@ def _bounded(tools: Any) -> Any:
             if values + len(value) > MAX_SCHEMA_VALUES:
                 raise ValueError(f"has more than {MAX_SCHEMA_VALUES} values; send fewer or smaller tools")
             if isinstance(value, dict):
-                letters += sum(map(len, value))
+                chars += sum(map(len, value))
                 waiting.extend((item, depth + 1) for item in value.values())
             else:
                 waiting.extend((item, depth + 1) for item in value)
         if values > MAX_SCHEMA_VALUES:
             raise ValueError(f"has more than {MAX_SCHEMA_VALUES} values; send fewer or smaller tools")
-        if letters > MAX_TOOLS_TEXT:
-            raise ValueError(f"has more than {MAX_TOOLS_TEXT} letters; shorten the descriptions")
+        if chars > MAX_TOOLS_TEXT:
+            raise ValueError(f"has more than {MAX_TOOLS_TEXT} characters; shorten the descriptions")
     return tools
 
 
@@ -78,19 +81,23 @@ def _schema(value: Any) -> Any:
 
 
 class Function(RequestModel):
-    """What a tool is."""
+    """The definition of a tool."""
 
     name: ToolName
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_schema)] = None
-    strict: Annotated[
-        bool | None, Field(description="Whether arguments must fit the schema also where a call is optional.")
+    description: Annotated[str | None, Field(description="What the function does, for the model.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(_schema),
+        Field(description="JSON schema of the arguments, of type object; omitted: no parameters."),
     ] = None
+    strict: Annotated[bool | None, Field(description="Enforce the schema even if the call is optional.")] = (
+        None
+    )
 
 
 def _function_only(value: Any) -> Any:
     if value != "function":
-        raise ValueError(f"{quote(value)} is not served: only tools of type 'function' are")
+        raise ValueError(f"{quote(value)} is not served; only tools of type 'function' are")
     return value
 
 
@@ -104,7 +111,7 @@ class Tool(RequestModel):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Returns the tool in the form that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
 
 
@@ -151,9 +158,9 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(RequestModel):
-    """An earlier call's name and arguments."""
+    """The name and arguments of an earlier call."""
 
-    # Whatever a model made up: refusing it would end the conversation.
+    # Any name: a model may have made it up, and refusing it would end the conversation.
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
         str | None, Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")
@@ -163,15 +170,18 @@ class CalledFunction(RequestModel):
 class ToolCall(RequestModel):
     """A call in an earlier turn of the assistant."""
 
-    # Streams carry it, and clients that collect them send it back.
+    # Streams carry it, so clients that collect a stream send it back.
     unserved: ClassVar[Mapping[str, Unserved]] = {"index": Unserved(tuple(range(MAX_CALLS)))}
 
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: Annotated[str, Field(min_length=1, max_length=256, description="The call's id.")]
     type: FunctionType = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments are an object, an empty one where the model's text was none (as in vLLM)."""
+        """Returns the call in the form that chat templates expect.
+
+        Arguments are an object; an empty one if the model's text was not an object, as in vLLM.
+        """
         try:
             arguments = orjson.loads(self.function.arguments or "{}")
         except orjson.JSONDecodeError:
@@ -183,7 +193,7 @@ class ToolCall(RequestModel):
 
 
 def few_calls(calls: Any) -> Any:
-    """Refuses more calls in a turn than anybody makes, before they are looked at."""
+    """Refuses an excessive number of calls before looking at them."""
     if isinstance(calls, list) and len(calls) > MAX_CALLS:
         raise ValueError(f"takes at most {MAX_CALLS} calls, got {len(calls)}")
     return calls

@@ -1,6 +1,7 @@
 """Text and token ids of one model.
 
-``tokenization`` loads tokenizer files, encodes and decodes; ``detokenizer`` decodes token by token; ``chat_template`` renders
-conversations, and ``template_probe`` finds out what a template shows about answers; ``stop_strings`` ends streamed text. Every room above
-imports this one; it imports only the format names and ``quoting``.
+``tokenization`` loads tokenizer files, encodes and decodes; ``detokenizer`` decodes token by token;
+``chat_template`` renders conversations, and ``template_probe`` finds out what a template shows about answers;
+``stop_strings`` ends streamed text. Every room above imports this one; it imports only the format names and
+``quoting``.
 """

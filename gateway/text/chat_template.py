@@ -1,6 +1,7 @@
-"""Chat templates: Jinja, rendered as transformers renders them (``transformers.utils.chat_template_utils``), without importing it.
+"""Chat templates: Jinja, rendered as transformers does, without importing it.
 
-transformers would import torch wherever torch is installed (175 MB and a second, measured with 5.17); the rendering itself is a page.
+The code follows ``transformers.utils.chat_template_utils``. Importing transformers loads torch where torch is
+installed (175 MB and a second, measured with 5.17). The rendering itself is a page.
 """
 
 import json
@@ -20,9 +21,9 @@ from protos.errors import InvalidArgument
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it only renders its body."""
+    """``{% generation %}…{% endgeneration %}`` marks text for training; here it only renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it as a class attribute
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -40,30 +41,33 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def _strftime_now(pattern: str) -> str:
-    # Local time without zone: what the template's authors saw in training.
+    # Local time without a zone, as templates' authors saw it in training.
     return datetime.now().strftime(pattern)  # noqa: DTZ005
 
 
 class ChatTemplate:
-    """One model's chat template.
+    """One model's chat template."""
 
-    Attributes:
-        variables: names that the template reads from its caller; any other one would be ignored by it.
-        knows_developer: whether it treats the role "developer" by itself.
-        knows_tools: whether it shows tools to the model.
-        knows_calls: whether it shows an assistant's calls to the model.
-        source: the Jinja text.
-    """
+    variables: frozenset[str]
+    """Names that the template reads from its caller. It would ignore any other."""
+    knows_developer: bool
+    """Whether the template handles the role "developer" itself."""
+    knows_tools: bool
+    """Whether the template shows tools to the model."""
+    knows_calls: bool
+    """Whether the template shows an assistant's calls to the model."""
+    source: str
+    """The Jinja text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compiles ``source``.
 
         Args:
             source: Jinja text.
-            special_tokens: ``bos_token``, ``eos_token``, … for the template's use.
+            special_tokens: ``bos_token``, ``eos_token`` and so on, for the template's use.
 
         Raises:
-            jinja2.TemplateSyntaxError: if it is not a template.
+            jinja2.TemplateSyntaxError: if ``source`` is not a template.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -87,16 +91,17 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text for a conversation.
+        """Returns the prompt's text for a conversation.
 
         Args:
-            messages: role and content each, and what else turns have.
+            messages: dictionaries with role, content and whatever else a turn has.
             add_generation_prompt: end with the header of the assistant's turn.
             variables: further variables of this template.
-            tools: what may be called, as OpenAI's API has it.
+            tools: callable functions, in the form of OpenAI's API.
 
         Raises:
-            InvalidArgument: if the template refuses the conversation (its own words are in the message) or does not know a variable.
+            InvalidArgument: if the template refuses the conversation (the message quotes it) or does not know
+                a variable.
         """
         reserved = {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
         for name in variables or ():

@@ -1,8 +1,9 @@
-"""Token ids to text, token by token: never half a character, never text that a later token would change.
+"""Incremental detokenization: never half a character, never text that a later token would change.
 
-Most tokenizers decode *bytewise*: each token stands for bytes that do not depend on its neighbours, and the text is those bytes read
-as UTF-8. For them a table from id to bytes and an incremental UTF-8 decoder are exact and cost well under a microsecond a token. The
-others (word pieces, for example) are decoded again over a short window of recent tokens.
+Most tokenizers decode *bytewise*: each token stands for bytes that do not depend on its neighbours, and the
+text is those bytes read as UTF-8. For them, a table from id to bytes and an incremental UTF-8 decoder are
+exact and cost well under a microsecond per token. The others (word pieces, for example) decode a short window
+of recent tokens again.
 """
 
 import codecs
@@ -16,10 +17,11 @@ from tokenizers import Tokenizer
 
 REPLACEMENT: Final = "\ufffd"
 
-# What `<0x0A>` means to tokenizers that fall back to bytes.
+# How tokenizers with byte fallback write a byte: `<0x0A>`.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# Prompt tokens that a windowed decoder sees before the first new one, so that a leading space is kept or dropped rightly.
+# Prompt tokens that a windowed decoder sees before the first new token, so that a leading space is kept or
+# dropped correctly.
 _CONTEXT_TOKENS: Final = 6
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -29,14 +31,17 @@ class Detokenizer(Protocol):
     """Turns one sequence's tokens into text."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these further tokens settle; may be empty while a character is incomplete."""
+        """Returns the text that these further tokens complete; may be empty in the middle of a character."""
 
     def finish(self) -> str:
-        """What was held back, when no token follows; incomplete characters become U+FFFD. Call once."""
+        """Returns the text held back, at the end of the sequence; incomplete characters become U+FFFD.
+
+        Call once.
+        """
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE gives to all 256 bytes (GPT-2, ``bytes_to_unicode``)."""
+    """Returns byte-level BPE's printable stand-ins for the 256 bytes (GPT-2's ``bytes_to_unicode``)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
@@ -49,7 +54,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes([_GPT2_BYTES[char] for char in token])
     except KeyError:
-        # An added token written in plain text.
+        # An added token is written in plain text.
         return token.encode()
 
 
@@ -60,10 +65,10 @@ def _sentencepiece(token: str) -> bytes:
 
 
 def _bytewise_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
-    """How a decoder of ``tokenizer.json`` turns one token into bytes; ``None`` if that depends on its neighbours.
+    """Returns how a decoder turns one token into bytes; ``None`` if that depends on its neighbours.
 
-    A trailing ``Strip`` of sentencepiece models drops the space before a text's first word. Generated text continues a prompt, so
-    it never applies here.
+    The trailing ``Strip`` of sentencepiece models drops the space before a text's first word. It never
+    applies here, because generated text continues a prompt.
     """
     if decoder is None:
         return None
@@ -81,7 +86,7 @@ def _bytewise_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | N
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of each token id, filled on first use: most of a vocabulary is never generated."""
+    """The bytes of each token id, filled on first use: most of a vocabulary is never generated."""
 
     def __init__(self, tokenizer: Tokenizer, rule: Callable[[str], bytes], skipped: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(skipped, b""))
@@ -89,14 +94,14 @@ class _TokenBytes(dict[int, bytes]):
         self._rule = rule
 
     def __missing__(self, token_id: int) -> bytes:
-        # A model's vocabulary is often padded beyond the tokenizer's; such ids have no text.
+        # A model's vocabulary is often padded beyond the tokenizer's; the extra ids have no text.
         token = self._tokenizer.id_to_token(token_id)
         value = self[token_id] = b"" if token is None else self._rule(token)
         return value
 
 
 class BytewiseDetokenizer:
-    """For tokenizers whose tokens are bytes; holds back at most the bytes of one unfinished character."""
+    """For tokenizers whose tokens are bytes. Holds back at most the bytes of one unfinished character."""
 
     __slots__ = ("_bytes", "_decode")
 
@@ -115,9 +120,10 @@ class BytewiseDetokenizer:
 
 
 class WindowedDetokenizer:
-    """For every other tokenizer: decodes a window of recent tokens with and without the new ones, and emits the difference.
+    """For all other tokenizers: decodes a window of recent tokens again with each new one.
 
-    The window starts at the last token boundary before which everything is settled (vLLM and TGI call its ends prefix and read offset).
+    It emits what the new token adds to the window's text. The window starts at the last token boundary before
+    which all text is settled. vLLM and TGI call its ends prefix and read offset.
     """
 
     __slots__ = ("_decode", "_glued", "_ids", "_read", "_settled", "_start")
@@ -128,12 +134,12 @@ class WindowedDetokenizer:
         context: Sequence[int],
         glued: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Starts behind ``context``, the last tokens of the prompt.
+        """Starts behind ``context``.
 
         Args:
-            decode: text of a few tokens.
-            context: see above.
-            glued: tokens that are written without a space between them, and how.
+            decode: returns the text of a few tokens.
+            context: the last tokens of the prompt.
+            glued: tokens that are written without a space between them, with their spelling.
         """
         self._decode = decode
         self._glued = glued
@@ -164,7 +170,7 @@ class WindowedDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes the right detokenizer for a tokenizer; tables are shared by all sequences."""
+    """Makes detokenizers for one tokenizer. All sequences share its tables."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -173,11 +179,12 @@ class DetokenizerFactory:
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
-        # By the special tokens that are skipped: a handful of sets, as markers belong to formats.
+        # Keyed by the special tokens that are skipped: a handful of sets, because each format has its
+        # markers.
         self._tables: dict[frozenset[int], _TokenBytes] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for by itself, special ones included; part of a character where that is what it is."""
+        """Returns the bytes that a token stands for, special tokens included; may be part of a character."""
         if self._rule is not None:
             return self._table(frozenset(), self._rule)[token_id]
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -197,13 +204,14 @@ class DetokenizerFactory:
         spaces_between_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> Detokenizer:
-        """A detokenizer for one sequence.
+        """Returns a detokenizer for one sequence.
 
         Args:
-            skip_special_tokens: leave out special tokens.
-            shown: but not these.
-            spaces_between_special_tokens: whether a tokenizer that writes spaces between tokens does so between added ones, too.
-            prompt: what the sequence continues; its last tokens are enough.
+            skip_special_tokens: omit special tokens.
+            shown: special tokens that are not omitted.
+            spaces_between_special_tokens: whether a tokenizer that writes spaces between tokens also does so
+                between added tokens.
+            prompt: the tokens that the sequence continues; the last few are enough.
         """
         skipped = frozenset[int]()
         if skip_special_tokens:

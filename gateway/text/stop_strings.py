@@ -1,4 +1,4 @@
-"""Stop strings in streamed text, also where they cross token borders."""
+"""Stop strings in streamed text, including those that cross token boundaries."""
 
 from collections.abc import Sequence
 
@@ -6,31 +6,31 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one sequence's text for the first of several strings.
 
-    The match whose last character comes first wins; of two that end together, the longer one. So the result does not depend on how
-    the text was cut into pieces. Only text that may still become a stop string is held back.
-
-    Attributes:
-        matched: the stop string that was found, or ``None``. Afterwards nothing may be fed any more.
+    The match that ends first wins; of two that end together, the longer one. The result therefore does not
+    depend on how the text was cut into pieces. Only text that may still become a stop string is held back.
     """
 
     __slots__ = ("_held", "_include", "_longest", "_stops", "matched")
 
+    matched: str | None
+    """The stop string that was found. Feed no more text afterwards."""
+
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
-        """Watches for ``stops`` (not empty, no empty string).
+        """Watches for ``stops``.
 
         Args:
-            stops: the strings.
+            stops: at least one string, none of them empty.
             include_in_output: whether the matched string itself is emitted.
         """
-        # Longest first: the first of equal ends is the longest.
+        # Longest first: of matches that end together, the loop then keeps the longest.
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._longest = len(self._stops[0])
         self._include = include_in_output
         self._held = ""
-        self.matched: str | None = None
+        self.matched = None
 
     def feed(self, text: str) -> str:
-        """Takes the next piece; returns what may be emitted now. Look at ``matched`` afterwards."""
+        """Takes the next piece and returns the text that is ready to emit. Check ``matched`` afterwards."""
         if not text:
             return ""
         buffer = self._held + text
@@ -48,12 +48,12 @@ class StopStrings:
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """Returns the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _undecided(self, buffer: str) -> int:
-        """Length of the longest tail of ``buffer`` that begins a stop string."""
+        """Returns the length of the longest tail of ``buffer`` that begins a stop string."""
         for length in range(min(len(buffer), self._longest - 1), 0, -1):
             tail = buffer[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -40,8 +40,8 @@ _TOOLS: Final[list[dict[str, Any]]] = [
 # Ends the thinking of every format in which templates show it.
 _THINKING_END: Final = "</think>"
 
-# How each format writes the probe's call. Patterns include the text in front of a call, because formats share their JSON and differ
-# in their markers.
+# How each format writes the probe's call. Patterns include the text in front of a call, because formats share
+# their JSON and differ in their markers.
 _PATTERNS: Final[list[tuple[ToolFormat, re.Pattern[str]]]] = [
     ("hermes", re.compile(r'<tool_call>\s*\{"name": ?"probe_function", ?"arguments": ?\{"probe')),
     ("mistral_v13", re.compile(r"\[TOOL_CALLS\] ?probe_function(?:\[CALL_ID\]probe0000)?\[ARGS\] ?\{")),
@@ -64,7 +64,7 @@ _PATTERNS: Final[list[tuple[ToolFormat, re.Pattern[str]]]] = [
 
 
 def tool_format(template: ChatTemplate | None) -> ToolFormat | None:
-    """Returns the format in which ``template`` writes tool calls, or ``None`` if it does not show a known one."""
+    """Returns the format in which ``template`` writes tool calls; ``None`` if it shows no known format."""
     if template is None or not template.knows_tools:
         return None
     try:

@@ -1,6 +1,6 @@
-"""A model's text side, made from the tokenizer files that its worker sent: encode, decode, chat template.
+"""The text side of a model, loaded from its worker's tokenizer files: encoding, decoding, chat template.
 
-Uses the ``tokenizers`` library directly: it reads the same ``tokenizer.json`` that transformers wraps.
+Uses the ``tokenizers`` library directly, which reads the same ``tokenizer.json`` that transformers wraps.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import jinja2
 from tokenizers import Tokenizer
 
+from gateway.format_names import ToolFormat
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import DetokenizerFactory
 from gateway.text.template_probe import thinks, tool_format
@@ -20,7 +21,7 @@ from protos.errors import Internal
 
 T = TypeVar("T")
 
-# Up to here an encode takes well under a millisecond; a hop to a thread would cost more than it saves.
+# Encoding this many bytes takes well under a millisecond; a hop to a thread would cost more.
 _INLINE_SIZE: Final = 2_000
 
 _NAMED_TOKENS: Final = (
@@ -29,17 +30,22 @@ _NAMED_TOKENS: Final = (
 
 
 class TextCodec:
-    """Tokenizer and chat template of one model. Immutable once loaded, so every thread may use it.
+    """The tokenizer and chat template of one model. Immutable once loaded, so all threads may use it."""
 
-    Attributes:
-        chat_template: the template, or ``None`` if the model has none.
-        tool_template: the one for conversations with tools; usually the same.
-        tool_format: how the model writes tool calls, a name of ``gateway.tools.formats``; ``None`` if its template does not show it.
-        thinks: whether its template knows thinking between ``<think>`` and ``</think>``.
-        tokenizer: the library's own object.
-        detokenizers: makes the incremental detokenizers.
-        special_tokens: ``bos_token`` and its like, by name.
-    """
+    tokenizer: Tokenizer
+    """The library's own object."""
+    chat_template: ChatTemplate | None
+    """The template, or ``None`` if the model has none."""
+    tool_template: ChatTemplate | None
+    """The template for conversations with tools; usually the same."""
+    tool_format: ToolFormat | None
+    """How the model writes tool calls; ``None`` if its template does not show a known format."""
+    thinks: bool
+    """Whether the template handles thinking between ``<think>`` and ``</think>``."""
+    special_tokens: dict[str, str]
+    """``bos_token``, ``eos_token`` and so on, by name."""
+    detokenizers: DetokenizerFactory
+    """Makes the incremental detokenizers."""
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path) -> "TextCodec":
-        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and the chat template from ``folder``. Takes 0.1 s and more.
+        """Reads a model's tokenizer and chat template from ``folder``. Takes 0.1 s or more.
 
         Raises:
             Internal: if a file is missing or cannot be read; the message names it.
@@ -75,7 +81,7 @@ class TextCodec:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise Internal(f"tokenizer.json cannot be read: {error}") from error
-        # Truncation and padding in the file are left-overs of training.
+        # The file may keep truncation and padding from training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
@@ -87,49 +93,54 @@ class TextCodec:
         return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"))
 
     def wrapped(self, wrap: Callable[[], Any]) -> Any:
-        """What ``wrap`` makes of the tokenizer, made at the first call and kept: another library's wrapper copies all of it."""
+        """Returns what ``wrap`` makes of the tokenizer.
+
+        Made once and kept, because another library's wrapper copies the whole tokenizer.
+        """
         if self._wrapped is None:
             self._wrapped = wrap()
         return self._wrapped
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``; special tokens written in it are recognised, as in transformers.
+        """Returns the token ids of ``text``. Recognizes special tokens in it, as transformers does.
 
         Args:
             text: the text.
-            add_special_tokens: also add those that the model expects around a text (BOS), as tokenizer.json says; transformers 5
-                ignores ``add_bos_token`` of the configuration beside it, too. Chat templates carry their own.
+            add_special_tokens: also add the tokens that the model expects around a text (BOS), as
+                tokenizer.json says. Like transformers 5, this ignores ``add_bos_token`` in the configuration.
+                Chat templates bring their own.
         """
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of all these tokens at once."""
+        """Returns the text of ``token_ids``."""
         detokenizer = self.detokenizers.make(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each token."""
+        """Returns the vocabulary's spelling of each token."""
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 class TextWorker:
-    """Runs slow text work beside the event loop, quick work within it.
+    """Runs slow text work in threads and quick work in the event loop.
 
-    The tokenizer releases the interpreter lock while it encodes; streams of other requests go on meanwhile.
+    The tokenizer releases the interpreter lock while it encodes, so other requests' streams continue
+    meanwhile.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """The result of ``work``, whose effort grows with ``size`` (bytes, or token ids)."""
+        """Returns the result of ``work``, whose effort grows with ``size`` (bytes or token ids)."""
         if size <= _INLINE_SIZE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
-        """Lets running work finish; no new work may come."""
+        """Refuses new work; running work finishes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -144,7 +155,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
-    """Named special tokens; a token is a string or an object with ``content``."""
+    """Returns the named special tokens, which are strings or objects with ``content``."""
     found = {}
     for name in _NAMED_TOKENS:
         value = config.get(name, special_map.get(name))
@@ -156,7 +167,10 @@ def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict
 
 
 def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates "default" and "tool_use", as far as they exist: a file, or inside the configuration (one text, or several by name)."""
+    """Returns the sources of the templates "default" and "tool_use", if they exist.
+
+    A source is a file, or an entry in the configuration: one text, or several by name.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         return {"default": path.read_text(encoding="utf-8")}

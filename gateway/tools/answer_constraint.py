@@ -1,4 +1,4 @@
-"""What a request's answer must match, as a part of the structural tag that holds all of the output."""
+"""A client's constraint as a part of a structural tag that covers the whole output."""
 
 import json
 from collections.abc import Callable
@@ -12,29 +12,27 @@ from protos.triptych.v1 import common_pb2 as pb
 def place_constraint(
     asked: pb.StructuredOutput, place: Callable[[Tag], Tag], param: str
 ) -> pb.StructuredOutput:
-    """A constraint for the whole output, in which ``asked`` holds only the answer.
+    """Returns a constraint for the whole output, in which ``asked`` covers only the answer.
 
     Args:
-        asked: what the client asked for.
-        place: puts it where it belongs; what it returns as it is needs no place.
-        param: the client's name of it.
+        asked: the client's constraint.
+        place: puts the constraint's tag where it belongs; may return it unchanged.
+        param: the client's name for the constraint.
 
     Raises:
-        InvalidArgument: if it is no JSON where it must be, lacks what it needs, or is nested too deep.
+        InvalidArgument: if the constraint is invalid JSON, incomplete, or nested too deep.
     """
     try:
-        form = _form(asked)
+        form = _tag_of(asked)
         whole = place(form)
         return asked if whole is form else structural(whole)
     except RecursionError as error:
-        raise InvalidArgument(
-            f"'{param}' is nested too deep; at most 64 levels are compiled", param=param
-        ) from error
+        raise InvalidArgument(f"'{param}' is nested too deep; use at most 64 levels", param=param) from error
     except ValueError as error:
         raise InvalidArgument(f"'{param}' cannot be read: {error}", param=param) from error
 
 
-def _form(asked: pb.StructuredOutput) -> Tag:
+def _tag_of(asked: pb.StructuredOutput) -> Tag:
     match asked.WhichOneof("spec"):
         case "json_schema":
             return json_schema(json.loads(asked.json_schema))
@@ -51,9 +49,12 @@ def _form(asked: pb.StructuredOutput) -> Tag:
 
 
 def _format_of(tag_: Any) -> Tag:
-    """What a structural tag holds the output to; tags of the older form (``structures``, ``triggers``) are rewritten."""
+    """Returns the format of a structural tag.
+
+    Rewrites tags of the older form (``structures``, ``triggers``).
+    """
     if not isinstance(tag_, dict):
-        raise ValueError("a structural tag must be a JSON object")  # noqa: TRY004 - told as what cannot be read
+        raise ValueError("a structural tag must be a JSON object")  # noqa: TRY004 - the caller catches ValueError
     if "structures" not in tag_:
         if not isinstance(tag_.get("format"), dict):
             raise ValueError("a structural tag needs 'format', an object")

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, by name."""
+"""The formats in which models write tool calls: each with its parser and its grammar."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ class Format:
     """One format."""
 
     make: Callable[[Collection[str]], ToolParser]
-    """A parser for one sequence, given the names of the request's tools."""
+    """Makes a parser for one sequence, given the names of the request's tools."""
     markers: frozenset[str] | None = frozenset()
-    """Texts that the parser must see although a tokenizer may take them for special tokens; ``None``: any may be one."""
+    """Texts that the parser must see although they may be special tokens; ``None``: any special token may be
+    one."""
     shape: Shape | ArgumentsAlone | None = None
-    """How to hold a model to it; ``None``: it cannot be."""
+    """The grammar's shape; ``None``: the format has no grammar."""
 
 
 def _mistral(shape: Shape) -> Format:
@@ -72,7 +73,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     ),
 }
 
-# What models without a format of their own are held to, as in vLLM: a JSON list.
+# A JSON list, as in vLLM: for models without a format of their own.
 LIST: Final = Format(
     lambda _: PlainListParser(call_id),
     shape=Shape(before=_NAME, between=_PARAMETERS, after="}", separator=", ", opening="[", closing="]"),
@@ -80,5 +81,5 @@ LIST: Final = Format(
 
 
 def named(name: str) -> Format:
-    """The same for the call of a named tool: its arguments alone."""
+    """Returns the format for a call of the tool ``name`` alone: nothing but its arguments."""
     return Format(lambda _: NamedToolParser(call_id, name), shape=ArgumentsAlone())

@@ -1,7 +1,7 @@
-"""Tools and calls in the prompts of models whose chat templates know neither.
+"""Tools and calls as plain text in prompts, for models whose chat templates handle neither.
 
-Such models can still be made to call (their output is constrained), so they are told in plain words what there is to call and what they
-have called. What is told is in the form that they are held to.
+Such models can still call tools because their output is constrained. The prompt describes the functions and
+earlier calls in the format of that constraint.
 """
 
 import json
@@ -20,26 +20,26 @@ _INTRODUCTION: Final = (
 def show_tools_in_words(
     template: ChatTemplate, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """``turns`` with everything in their contents that ``template`` would not show.
+    """Returns ``turns`` with descriptions of the tools and calls that ``template`` would not show.
 
     Args:
         template: the model's.
-        turns: the conversation, for the template.
-        tools: what the model is to know of.
+        turns: the conversation, in the template's form.
+        tools: the tools to describe.
     """
-    told = [_calls_in_words(turn) if not template.knows_calls else turn for turn in turns]
+    described = [_calls_in_words(turn) if not template.knows_calls else turn for turn in turns]
     if not tools or template.knows_tools:
-        return told
+        return described
     text = "\n".join([_INTRODUCTION, *(_json(tool["function"]) for tool in tools)])
-    # Every template takes a user's turn; not every one takes a system's.
-    for at, turn in enumerate(told):
+    # Every template accepts a user's turn; some refuse a system's.
+    for at, turn in enumerate(described):
         if turn["role"] in ("system", "developer"):
-            told[at] = {**turn, "content": f"{turn['content']}\n\n{text}"}
-            return told
+            described[at] = {**turn, "content": f"{turn['content']}\n\n{text}"}
+            return described
         if turn["role"] == "user":
-            told[at] = {**turn, "content": f"{text}\n\n{turn['content']}"}
-            return told
-    return [{"role": "system", "content": text}, *told]
+            described[at] = {**turn, "content": f"{text}\n\n{turn['content']}"}
+            return described
+    return [{"role": "system", "content": text}, *described]
 
 
 def _calls_in_words(turn: dict[str, Any]) -> dict[str, Any]:
@@ -57,5 +57,5 @@ def _json(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise InvalidArgument(
-            "arguments of an earlier call are nested too deeply", param="messages"
+            "the arguments of an earlier call are nested too deep; flatten them", param="messages"
         ) from error

@@ -1,7 +1,7 @@
-"""Structural tags: what holds a model to its tools, in the format that its parser reads.
+"""Structural tags: grammars that make a model write tool calls in the format that its parser reads.
 
-A structural tag is JSON (xgrammar 0.2 defines it); the worker compiles it. Every tool's schema is a document of its own in it, so that
-references within a schema mean what they meant to the client.
+A structural tag is JSON, defined by xgrammar 0.2; the worker compiles it. Each tool's schema is a separate
+document inside it, so that references within a schema keep their meaning.
 """
 
 import json
@@ -14,10 +14,11 @@ from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]
 
-# Keywords of JSON Schema that say nothing about what fits: they are not sent, as long texts would fill what a compiler takes.
+# Keywords of JSON Schema that do not constrain values. They are removed, because long texts would use up the
+# compiler's limits.
 _ANNOTATIONS: Final = frozenset({"$comment", "default", "description", "examples", "title"})
-# Keywords whose value is a schema or a list of schemas, and those whose value has one schema a name. What stands in the others
-# (``enum``, ``const`` and their like) is data, whatever it looks like.
+# Keywords with a schema or a list of schemas, and keywords with one schema per name. All other values
+# (``enum``, ``const`` and so on) are data, even if they look like schemas.
 _SCHEMAS: Final = frozenset({
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf", "prefixItems",
     "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
@@ -28,35 +29,35 @@ _BY_NAME: Final = frozenset({
 
 
 class Callee(NamedTuple):
-    """A tool, as far as a grammar needs it."""
+    """The part of a tool that a grammar needs."""
 
-    # Letters, digits and "_.-" only, so that it is itself in JSON.
     name: str
-    # JSON Schema of the arguments.
+    """Only letters, digits and "_.-", so JSON needs no escapes for it."""
     schema: Mapping[str, Any]
+    """JSON schema of the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a format writes calls."""
+    """How a format writes calls: the constant texts around names and arguments."""
 
     before: str
-    """In front of a call's name."""
+    """Before a call's name."""
     between: str
     """Between the name and the arguments."""
     after: str
-    """Behind the arguments."""
+    """After the arguments."""
     separator: str = ""
     """Between two calls."""
     opening: str = ""
-    """In front of all calls."""
+    """Before all calls."""
     closing: str = ""
-    """Behind all calls."""
+    """After all calls."""
     trigger: str = ""
-    """What begins calls in free text; empty: such text cannot be told from calls."""
+    """The text that begins calls in free text; empty: calls in free text cannot be recognized."""
 
     def required(self, tools: Sequence[Callee], *, parallel: bool) -> Tag:
-        """Calls and nothing else: one, or at least one."""
+        """Returns a tag for nothing but calls: exactly one, or with ``parallel`` at least one."""
         calls: Tag = {
             "type": "tags_with_separator",
             "tags": self._tags(tools),
@@ -69,7 +70,7 @@ class Shape:
         return {"type": "sequence", "elements": [constant(self.opening), calls, constant(self.closing)]}
 
     def optional(self, tools: Sequence[Callee], *, parallel: bool) -> Tag:
-        """Free text, in which calls must be right."""
+        """Returns a tag for free text in which calls must be valid."""
         if self.opening:
             calls = self.required(tools, parallel=parallel)["elements"][1]
             tags, once = [tag(self.opening, calls, self.closing)], True
@@ -91,35 +92,35 @@ class Shape:
 
 
 class ArgumentsAlone:
-    """The shape of one call whose name is known: nothing but its arguments."""
+    """The shape of a call whose name is known: its arguments alone."""
 
     def required(self, tools: Sequence[Callee], *, parallel: bool) -> Tag:  # noqa: ARG002 - as Shape's
-        """The arguments of the first tool."""
+        """Returns a tag for the arguments of the first tool."""
         return json_schema(tools[0].schema)
 
 
 def tag(begin: str, content: Tag, end: str) -> Tag:
-    """``begin content end``."""
+    """Returns a tag for ``begin content end``."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def constant(text: str) -> Tag:
-    """Just ``text``."""
+    """Returns a tag for ``text`` alone."""
     return {"type": "const_string", "value": text}
 
 
 def one_of(texts: Sequence[str]) -> Tag:
-    """Any of ``texts``: as a grammar, because a tag may have fewer parts than there may be texts."""
+    """Returns a tag for any of ``texts``: a grammar, because the number of a tag's parts is limited."""
     return {"type": "grammar", "grammar": "root ::= " + " | ".join(map(_literal, texts))}
 
 
 def _literal(text: str) -> str:
-    # JSON's escapes are a grammar's, too.
+    # Grammars use JSON's escapes.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def json_schema(schema: Any) -> Tag:
-    """JSON that fits ``schema``, an object or a boolean."""
+    """Returns a tag for JSON that matches ``schema``, an object or a boolean."""
     return {"type": "json_schema", "json_schema": _without_annotations(schema)}
 
 
@@ -140,10 +141,10 @@ def _without_annotations(schema: Any) -> Any:
 
 
 def structural(form: Tag) -> pb.StructuredOutput:
-    """A structural tag as the wire has it.
+    """Returns ``form`` as a structural tag for the wire.
 
     Raises:
-        RecursionError: if it is nested too deep to be written.
+        RecursionError: if the tag is nested too deep to be written.
     """
     return pb.StructuredOutput(
         structural_tag=json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)

@@ -1,7 +1,8 @@
 """Parsers of an installed vLLM, by name: ``--tool-call-parser vllm:NAME``, ``--reasoning-parser vllm:NAME``.
 
-The one place outside the worker that imports vLLM, and only if somebody asks for it: a gateway without such a setting stays free of
-vLLM and torch. vLLM's parsers want token ids, too; they get those of each piece of text, which have the same markers in them.
+This is the only place outside the worker that imports vLLM, and only if a setting asks for it: other gateways
+stay free of vLLM and torch. vLLM's parsers also need token ids; they get those of each piece of text, which
+contain the same markers.
 """
 
 import importlib
@@ -25,7 +26,9 @@ from protos.errors import ConfigurationRefused
 
 
 def check(setting: str, value: str) -> None:
-    """Looks for the parser that ``value`` names, if it names one of vLLM's; imports vLLM then (seconds, and torch with it).
+    """Checks that vLLM has the parser that ``value`` names, if it names one of vLLM's.
+
+    Importing vLLM takes seconds and loads torch.
 
     Args:
         setting: the setting's flag, for the error.
@@ -39,17 +42,19 @@ def check(setting: str, value: str) -> None:
     name = value.removeprefix(VLLM_PREFIX)
     if importlib.util.find_spec("vllm") is None:
         raise ConfigurationRefused(
-            f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or choose a parser of the gateway's own"
+            f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or choose one of the gateway's own parsers"
         )
     manager = _manager(setting)
     known = manager.list_registered()
     if name not in known:
-        raise ConfigurationRefused(f"{setting} {value}: vLLM has no such parser; it has {', '.join(known)}")
+        raise ConfigurationRefused(
+            f"{setting} {value}: vLLM has no such parser; choose one of {', '.join(known)}"
+        )
     try:
         _class(manager, value)
     except ImportError as error:
         raise ConfigurationRefused(
-            f"{setting} {value}: vLLM cannot load that parser: {error}; install what is missing beside vLLM"
+            f"{setting} {value}: vLLM cannot load that parser: {error}; install the missing package beside vLLM"
         ) from error
 
 
@@ -67,20 +72,20 @@ def _manager(setting: str) -> Any:
 
 
 def names_one(*settings: str) -> bool:
-    """Whether any of some settings' values names a parser of vLLM."""
+    """Whether any of these settings names a parser of vLLM."""
     return any(value.startswith(VLLM_PREFIX) for value in settings)
 
 
 def prepare(text: TextCodec) -> None:
-    """Does what takes long before a request needs it: imports (seconds) and the tokenizer (0.1 s and more)."""
+    """Does slow work before a request needs it: imports (seconds), wrapping the tokenizer (0.1 s or more)."""
     _tokenizer(text)
     _request(())
 
 
 def _tokenizer(text: TextCodec) -> Any:
-    """The model's tokenizer as vLLM's parsers expect it: wrapped by transformers, with a vocabulary that is not copied at every look.
+    """Returns the tokenizer as vLLM's parsers expect it: wrapped by transformers, with a cached vocabulary.
 
-    It is a copy of the tokenizer, made once a model and shared by all parsers.
+    The wrapper is a copy of the tokenizer, made once per model and shared by all parsers.
     """
 
     def wrap() -> Any:
@@ -99,7 +104,7 @@ def _request(tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 class _History:
-    """What vLLM's streaming interface wants to know: text and token ids before, with and of each piece."""
+    """The arguments of vLLM's streaming interface: text and token ids before, with and of each piece."""
 
     def __init__(self, text: TextCodec) -> None:
         self._codec = text
@@ -107,7 +112,7 @@ class _History:
         self._ids: list[int] = []
 
     def push(self, piece: str) -> tuple[str, str, str, list[int], list[int], list[int]]:
-        """The arguments for the next piece."""
+        """Returns the arguments for the next piece."""
         ids = self._codec.encode(piece, add_special_tokens=False)
         before, ids_before = self._text, self._ids
         self._text, self._ids = before + piece, ids_before + ids
@@ -115,24 +120,24 @@ class _History:
 
 
 class _VllmToolParser:
-    """See :class:`gateway.parsers.events.ToolParser`; how exact it is, is vLLM's matter."""
+    """Adapts a tool parser of vLLM to :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, parser: Any, request: Any, text: TextCodec) -> None:
         self._parser = parser
         self._request = request
         self._history = _History(text)
-        # Streams name a call first and number it themselves.
+        # Calls that have been announced.
         self._started: set[int] = set()
 
     def feed(self, text: str) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.feed`."""
         if not text:
             return []
         delta = self._parser.extract_tool_calls_streaming(*self._history.push(text), self._request)
         return self._events(delta)
 
     def finish(self) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.finish`."""
         flush = getattr(self._parser, "finish_streaming", None)
         found = self._events(flush()) if flush is not None else []
         if self._started and (rest := self._parser.get_remaining_unstreamed_args()):
@@ -140,7 +145,7 @@ class _VllmToolParser:
         return found
 
     def whole(self, text: str) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.whole`."""
         found = self._parser.extract_tool_calls(text, self._request)
         events: list[Event] = [Text(found.content or "")]
         for index, call in enumerate(found.tool_calls):
@@ -163,7 +168,7 @@ class _VllmToolParser:
 
 
 class ReasoningParser:
-    """A reasoning parser of vLLM; see :class:`gateway.parsers.events.ToolParser`."""
+    """Adapts a reasoning parser of vLLM to :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, parser: Any, request: Any, text: TextCodec, prompt: Sequence[int]) -> None:
         self._parser = parser
@@ -175,19 +180,22 @@ class ReasoningParser:
 
     @property
     def marks(self) -> Marks | None:
-        """What it finds thinking by; ``None`` if it does not tell."""
+        """The markers that it looks for; ``None`` if it does not say."""
         start, end = self._parser.reasoning_start_str, self._parser.reasoning_end_str
         return Marks(start, end) if start and end else None
 
     def begins(self) -> Thinking:
-        """Where it takes an answer to begin, seen from what it makes of text without markers; it reads no other text afterwards."""
+        """Returns where the parser takes an answer to begin.
+
+        Finds out by letting it read text without markers. The parser must not read other text afterwards.
+        """
         if self._over:
             return Thinking.OVER
         reasoning = any(event.text for event in self.whole("x") if isinstance(event, Reasoning))
         return Thinking.OPEN if reasoning else Thinking.POSSIBLE
 
     def feed(self, text: str) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.feed`."""
         if self._over:
             return [Text(text)]
         if not text:
@@ -203,13 +211,13 @@ class ReasoningParser:
         return events
 
     def finish(self) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.finish`."""
         if self._over or not self._parser.engine_based_streaming:
             return []
         return self._events(self._parser.finish_streaming())
 
     def whole(self, text: str) -> list[Event]:
-        """See :class:`gateway.parsers.events.ToolParser`."""
+        """See :meth:`gateway.parsers.events.ToolParser.whole`."""
         if self._over:
             return [Text(text)]
         reasoning, content = self._parser.extract_reasoning(text, self._request)
@@ -220,10 +228,10 @@ class ReasoningParser:
 
 
 def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> Callable[[], ToolParser]:
-    """Makes parsers for the sequences of one request.
+    """Returns a function that makes parsers for the sequences of one request.
 
     Args:
-        value: the setting, which :func:`check` has found good.
+        value: the setting, accepted by :func:`check`.
         text: the model's text side.
         tools: the request's.
     """
@@ -233,6 +241,6 @@ def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]
 
 
 def reasoning_parser(value: str, text: TextCodec, prompt: Sequence[int]) -> ReasoningParser:
-    """The same for thinking, one parser; ``prompt`` says whether it has begun, or is over."""
+    """Returns a parser of thinking; ``prompt`` shows whether the thinking has begun or is over."""
     cls = _class(_manager("--reasoning-parser"), value)
     return ReasoningParser(cls(_tokenizer(text)), _request(()), text, prompt)

@@ -88,7 +88,7 @@ async def test_a_new_tokenizer_is_loaded(
     """If the served model changes, its tokenizer is fetched again; else it is not."""
     assert peer.num_tokenizer_loads == 1
     peer.model = "other"
-    gateway.app.state.context.watcher._poke.set()
+    gateway.app.state.context.watcher._wake.set()
     async with asyncio.timeout(10):
         while (await http.get("/v1/models/other")).status_code != 200:
             await asyncio.sleep(0.02)
@@ -97,7 +97,7 @@ async def test_a_new_tokenizer_is_loaded(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('changed') }}")
     peer.folder = tmp_path
-    gateway.app.state.context.watcher._poke.set()
+    gateway.app.state.context.watcher._wake.set()
     async with asyncio.timeout(10):
         while (await http.post("/v1/chat/completions", json=CHAT)).status_code != 400:
             await asyncio.sleep(0.02)

@@ -89,8 +89,8 @@ def test_usage_is_null_until_its_chunk(cls: type[Chunks]) -> None:
 def test_usage_may_come_with_every_chunk(cls: type[Chunks]) -> None:
     """continuous_usage_stats."""
     chunks = make(cls, with_usage=True)
-    chunks.tell({"total_tokens": 2})
-    chunks.tell({"total_tokens": 3})
+    chunks.set_usage({"total_tokens": 2})
+    chunks.set_usage({"total_tokens": 3})
     (chunk,) = read(chunks.write(Delta(1, "a")))
     assert chunk["usage"] == {"total_tokens": 3}
     assert chunk["choices"][0]["index"] == 1
