@@ -67,7 +67,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-async def peer() -> AsyncIterator[tuple[FakeScheduler, int]]:
+async def scheduler() -> AsyncIterator[tuple[FakeScheduler, int]]:
     scripted = FakeScheduler(smollm2_folder(), [504, 505, 506])
     async with serving(scripted) as server:
         yield scripted, server.port
@@ -87,9 +87,9 @@ def test_ready_within_three_seconds_without_a_scheduler() -> None:
         assert times.user + times.system < READY_S
 
 
-async def test_memory_imports_and_a_clean_end(peer: tuple[FakeScheduler, int]) -> None:
+async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, int]) -> None:
     """With SmolLM2's tokenizer at work it stays small and without torch; SIGTERM ends it with 0 and no traceback."""
-    with started("--scheduler-address", f"127.0.0.1:{peer[1]}") as gateway:
+    with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
             await healthy(http)
             body = {"messages": [{"role": "user", "content": "hello " * 50}], "max_tokens": 50}
@@ -106,9 +106,11 @@ async def test_memory_imports_and_a_clean_end(peer: tuple[FakeScheduler, int]) -
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_streams_finish(peer: tuple[FakeScheduler, int], sig: signal.Signals) -> None:
+async def test_a_signal_lets_streams_finish(
+    scheduler: tuple[FakeScheduler, int], sig: signal.Signals
+) -> None:
     """A stream under way goes on to its end; the process then exits with 0."""
-    scripted, port = peer
+    scripted, port = scheduler
     scripted.pause_after = 3
     with started("--scheduler-address", f"127.0.0.1:{port}") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
@@ -137,9 +139,9 @@ async def refuses_connections(base_url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_streams_that_take_too_long_are_told(peer: tuple[FakeScheduler, int]) -> None:
+async def test_streams_that_take_too_long_are_told(scheduler: tuple[FakeScheduler, int]) -> None:
     """When the drain time is over, a stream ends with an error object instead of a cut connection."""
-    scripted, port = peer
+    scripted, port = scheduler
     scripted.pause_after = 3
     with started("--scheduler-address", f"127.0.0.1:{port}", "--drain-timeout-s", "0.3") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:

@@ -1,4 +1,4 @@
-"""Detokenization of anything: texts, and token streams that are no text at all."""
+"""Detokenization of arbitrary texts and arbitrary token streams."""
 
 import functools
 
@@ -20,21 +20,21 @@ def loaded() -> tuple[TextCodec, Tokenizer]:
 
 
 token_streams = st.lists(st.integers(0, 49151), max_size=40)
-# Rare bytes and controls live at the vocabulary's start: streams of them break characters most often.
+# The vocabulary starts with rare bytes and control characters: streams of them break characters most often.
 broken_streams = st.lists(st.integers(0, 300), max_size=40)
 
 
 @given(text=st.text(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_any_text_survives_token_by_token(text: str) -> None:
-    """Deltas of an encoded text add up to the text, each of them valid by itself."""
+    """The deltas of an encoded text add up to the text, and each is valid by itself."""
     codec, tokenizer = loaded()
     ids = codec.encode(text, add_special_tokens=False)
     detokenizer = codec.detokenizers.make(skip_special_tokens=False)
     parts = [detokenizer.push([i]) for i in ids]
     out = "".join(parts) + detokenizer.finish()
     assert out == tokenizer.decode(ids, skip_special_tokens=False)
-    # A few bytes that no text of its training had are unknown to this tokenizer; such texts cannot come back.
+    # This tokenizer lacks a few bytes, so texts with them cannot come back.
     if out == text:
         assert sum(part.count("\ufffd") for part in parts) == text.count("\ufffd")
 

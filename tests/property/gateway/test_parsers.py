@@ -1,4 +1,4 @@
-"""However an answer's text is cut into pieces, its calls, content and thinking are the same, and no part of a marker is content."""
+"""Parsers of answers: the result does not depend on how the text is cut, and no part of a marker is content."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.property
 
 NAMES = frozenset({"f", "get_weather"})
 
-# Pieces of which answers are made, right ones and wrong ones; they are joined at random.
+# Building blocks of answers, valid and invalid, joined at random.
 WORDS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abc123def", "<|python_tag|>",
     "<|python_start|>", "<|python_end|>", '{"name": "f", "arguments": ', '{"name": "f", "parameters": ', '{"arguments": {"x": 1}, "name": "f"}',
@@ -58,7 +58,7 @@ def read(reader: AnswerReader, parts: list[str]) -> list[events.Event]:
 def test_pieces_add_up_to_the_whole(
     name: str, text: str, at: list[int], thinking: Thinking | None, one: bool
 ) -> None:
-    """Every cut, also the one into single characters, yields what the text yields as a whole."""
+    """Every cut, including single characters, yields the same events as the whole text."""
 
     def reader() -> AnswerReader:
         return AnswerReader(ThinkParser(thinking) if thinking else None, PARSERS[name](), one_call=one)
@@ -71,7 +71,7 @@ def test_pieces_add_up_to_the_whole(
 @pytest.mark.parametrize("name", [*FORMATS, "list"])
 @given(text=texts)
 def test_complete_calls_have_arguments(name: str, text: str) -> None:
-    """Arguments of calls that something follows are JSON objects; a collected message never has others, unless the text was cut off."""
+    """The arguments of a call are a JSON object, unless the text was cut off."""
     found = read(AnswerReader(None, PARSERS[name]()), [text])
     calls = list(Message.of(found).calls.values())
     for call in calls[:-1]:
@@ -81,7 +81,7 @@ def test_complete_calls_have_arguments(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", [*FORMATS, "list"])
 @given(text=texts)
 def test_nothing_is_lost(name: str, text: str) -> None:
-    """Letters are either content, part of a call, or a marker: text without calls comes out as it is."""
+    """Every character is content, part of a call, or part of a marker."""
     found = read(AnswerReader(None, PARSERS[name]()), list(text))
     if not any(isinstance(event, events.CallStart) for event in found):
         assert "".join(event.text for event in found if isinstance(event, events.Text)) == text
@@ -103,7 +103,7 @@ json_values = st.recursive(
 def test_any_arguments_come_through_every_json_format(
     value: dict[str, object], at: list[int], indent: int | None, ascii_: bool
 ) -> None:
-    """What the model wrote is what the client gets, letter by letter."""
+    """The client gets the arguments exactly as the model wrote them."""
     written = json.dumps(value, indent=indent, ensure_ascii=ascii_)
     for name, text in {
         "hermes": f'Well.\n<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>\n',
@@ -122,7 +122,7 @@ def test_any_arguments_come_through_every_json_format(
 
 @given(value=st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), json_values, max_size=4), at=cuts)
 def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object], at: list[int]) -> None:
-    """Python's literals mean what JSON's mean."""
+    """Python's literals have the same values as JSON's."""
     text = "[f(" + ", ".join(f"{key}={item!r}" for key, item in value.items()) + "), get_weather()]"
     message = Message.of(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
     first, second = message.calls.values()
@@ -135,7 +135,7 @@ def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object]
     | json_values.map(json.dumps)
 )
 def test_the_scanner_agrees_with_pythons_json(text: str) -> None:
-    """It takes what RFC 8259 takes, and ends where the value ends."""
+    """The scanner accepts what RFC 8259 accepts, and ends where the value ends."""
     scanner = ValueScanner()
     at = sum(
         scanner.feed(char)
@@ -144,7 +144,7 @@ def test_the_scanner_agrees_with_pythons_json(text: str) -> None:
     try:
         _, end = json.JSONDecoder(parse_constant=lambda _: 1 / 0).raw_decode(text.lstrip(" \n"))
     except (ValueError, ZeroDivisionError):
-        # What is cut off may still become JSON.
+        # Text that is cut off may still become JSON.
         assert not scanner.done
         return
     assert scanner.done or scanner.failed

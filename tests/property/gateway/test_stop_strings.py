@@ -14,7 +14,7 @@ texts = st.text("abc", max_size=30)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Character by character: the first end of any stop string, the longest of those that end there."""
+    """Searches character by character: the first end of any stop string, the longest of those that end there."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -30,7 +30,7 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     include=st.booleans(),
 )
 def test_agrees_with_a_naive_search(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
-    """Emitted text and match are those of a character-by-character search, for every way to cut the text."""
+    """Emitted text and match equal those of a character-by-character search, for every cut of the text."""
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     watcher = StopStrings(stops, include_in_output=include)
     out = ""
@@ -45,8 +45,8 @@ def test_agrees_with_a_naive_search(text: str, stops: list[str], cuts: list[int]
 
 
 @given(text=texts, stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_holds_back_only_what_may_become_a_stop_string(text: str, stops: list[str]) -> None:
-    """What is held back is a beginning of some stop string."""
+def test_holds_back_only_beginnings_of_stop_strings(text: str, stops: list[str]) -> None:
+    """Text held back is the beginning of some stop string."""
     watcher = StopStrings(stops, include_in_output=False)
     out = ""
     for character in text:

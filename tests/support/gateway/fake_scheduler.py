@@ -1,7 +1,7 @@
-"""The gateway's peer in tests: a small scripted ``Inference`` service with faults at the press of a button.
+"""A fake scheduler for tests of the gateway: a scripted ``Inference`` service that can fail on demand.
 
-It answers every prompt with the same tokens, one event a step, all requests of a stream together, as the scheduler does. Run as a
-program (``python -m tests.support.gateway.fake_scheduler --port 50051``) it serves load tests of the gateway.
+It answers every prompt with the same tokens, one event per sequence and step, with all requests of a stream together, as the scheduler
+does. As a program (``python -m tests.support.gateway.fake_scheduler --port 50051``) it serves load tests of the gateway.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SCHEDULER_METRICS = (
 )
 GENERATE = inference.GenerateRequest
 
-# The base class answers UNIMPLEMENTED for what is not written here; its type insists on every method.
+# The base class answers UNIMPLEMENTED for the methods that are missing here; its type insists on every method.
 if TYPE_CHECKING:
     _Servicer = Any
 else:
@@ -39,39 +39,49 @@ else:
 
 
 @dataclass
-class Running:
-    """One sequence of a request of a stream."""
+class FakeSequence:
+    """One sequence of a request on a stream."""
 
     request: GENERATE
     sequence: int
     sent: int
+    """Tokens sent so far."""
     first: bool = True
-    # Who computes the prompt, if not this one, and of how many of its tokens log-probabilities were told.
-    teller: "Running | None" = None
-    told: int = 0
+    """Whether no event has been sent yet."""
+    prompt_sequence: "FakeSequence | None" = None
+    """The sequence that computes the prompt, if not this one."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities have been sent."""
 
     @property
-    def telling(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be told, so that no token may come."""
-        missing = len(self.request.prompt_token_ids) - 1 - (self.teller or self).told
+    def awaits_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are missing, so that tokens must wait."""
+        sent = (self.prompt_sequence or self).num_prompt_logprobs
+        missing = len(self.request.prompt_token_ids) - 1 - sent
         return self.request.sampling.HasField("prompt_logprobs") and missing > 0
 
 
-def sequences_of(request: GENERATE) -> dict[tuple[str, int], Running]:
-    """What has to run of a request, by id and sequence. The first one tells of the prompt."""
-    running: dict[tuple[str, int], Running] = {}
+def sequences_of(request: GENERATE) -> dict[tuple[str, int], FakeSequence]:
+    """Returns the sequences of ``request`` that must run, by id and number. The first one computes the prompt."""
+    running: dict[tuple[str, int], FakeSequence] = {}
     known = {one.sequence: one for one in request.resumed}
     for sequence in range(request.n or 1):
         part = known.get(sequence, inference.ResumedSequence())
         if not part.finished:
-            teller = next(iter(running.values()), None)
-            one = Running(request, sequence, len(part.token_ids), first=teller is None, teller=teller)
+            prompt_sequence = next(iter(running.values()), None)
+            one = FakeSequence(
+                request,
+                sequence,
+                len(part.token_ids),
+                first=prompt_sequence is None,
+                prompt_sequence=prompt_sequence,
+            )
             running[request.request_id, sequence] = one
     return running
 
 
 def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
-    """What the peer says of a token: it is the second likeliest one, behind token 7."""
+    """Returns the fake's log-probabilities of a token: it is the second likeliest one, after token 7."""
     top = [(7, -0.25), (token_id, -1.0 - position), (9, -20.0)][:count]
     return pb.TokenLogprobs(
         logprob=-1.0 - position,
@@ -83,59 +93,60 @@ def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
 
 @dataclass
 class FakeScheduler(_Servicer):  # type: ignore[misc]
-    """Plays ``reply`` to every request, and to its further sequences ``reply`` without its first so many tokens.
-
-    Attributes:
-        folder: the tokenizer files.
-        reply: tokens of every answer.
-        tokens_per_event: how many of them an event carries.
-        step_s: pause between steps.
-        prompt_logprobs_per_event: in events of how many the log-probabilities of a prompt come; ``None``: all at once.
-        others_first: a prompt's further sequences begin without waiting for its log-probabilities.
-        break_in_prompt: break the stream once, between two of those.
-        pause_after: stop stepping requests after that many tokens until :meth:`resume`; ``None``: never.
-        refuse: what to answer to new requests instead, given the request; ``None`` result: run it.
-        ready: whether a replica is ready.
-        metrics: the answer to GetMetrics; ``None``: unavailable.
-        pooled_size: of a pooling model, values of a result; 0 for one that generates.
-        pool_gate: pooling requests are answered while this is set.
-        refuse_pool: what to answer to pooling requests instead, by their prompts.
-        requests, pooled, aborted: what came in, in order.
-    """
+    """Answers every request with ``reply``, and its further sequences with ``reply`` without its first tokens."""
 
     folder: Path
+    """The tokenizer files."""
     reply: list[int] = field(default_factory=list)
+    """The tokens of every answer."""
     model: str = "smollm2"
     max_model_len: int = 512
     eos: int = 2
     tokens_per_event: int = 1
     prompt_logprobs_per_event: int | None = None
+    """How many log-probabilities of a prompt come with one event; ``None``: all."""
     others_first: bool = False
+    """Whether a prompt's further sequences begin before its log-probabilities are complete."""
     step_s: float = 0.0
+    """Pause between steps."""
     pause_after: int | None = None
+    """Stop stepping a sequence after this many tokens until :meth:`resume`; ``None``: never."""
     refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
+    """The error for a new request; ``None`` as the result: run it."""
     ready: bool = True
+    """Whether a replica is ready."""
     break_after: int | None = None
+    """Break the stream once, after this many tokens of a sequence."""
     break_in_prompt: bool = False
+    """Break the stream once, between two events with log-probabilities of a prompt."""
     schema_revision: int = wire.SCHEMA_REVISION
     requests: list[GENERATE] = field(default_factory=list)
+    """Requests so far, in order."""
     aborted: list[str] = field(default_factory=list)
+    """Ids of aborted requests so far, in order; ``id#sequence`` if only one sequence was aborted."""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Notified after every change."""
     sampling_defaults: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     num_tokenizer_loads: int = 0
     metrics: bytes | None = SCHEDULER_METRICS
+    """The answer to GetMetrics; ``None``: unavailable."""
 
     pooled_size: int = 0
+    """Values of a pooling result; 0: the model generates text."""
     pool_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Pooling requests are answered while this is set."""
     refuse_pool: Callable[[inference.PoolRequest], TriptychError | None] = lambda _: None
+    """The error for a pooling request; ``None`` as the result: answer it."""
     pooled: list[inference.PoolRequest] = field(default_factory=list)
+    """Pooling requests so far, in order."""
     pooling: int = 0
+    """Pooling requests under way."""
 
     def __post_init__(self) -> None:
         self.pool_gate.set()
 
     def reset(self) -> None:
-        """Forgets what came in and every fault that was set."""
+        """Forgets all requests, and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
@@ -147,7 +158,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.aborted.clear()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until ``condition`` holds; it is looked at after every change."""
+        """Waits until ``condition`` holds; checks it after every change."""
         async with self.changed, asyncio.timeout(20):
             await self.changed.wait_for(condition)
 
@@ -156,7 +167,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             self.changed.notify_all()
 
     async def resume(self) -> None:
-        """Goes on after ``pause_after``."""
+        """Continues after ``pause_after``."""
         self.pause_after = None
         await self._notify()
 
@@ -209,7 +220,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         return inference.GetMetricsResponse(text=self.metrics, content_type=CONTENT_TYPE_LATEST)
 
     async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-        running: dict[tuple[str, int], Running] = {}
+        running: dict[tuple[str, int], FakeSequence] = {}
         refused: list[inference.GenerateEvent] = []
         first = True
 
@@ -248,7 +259,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
                     if (
                         self.break_after is not None
                         and any(one.sent >= self.break_after for one in running.values())
-                    ) or (self.break_in_prompt and any(one.telling for one in running.values())):
+                    ) or (self.break_in_prompt and any(one.awaits_prompt for one in running.values())):
                         self.break_after, self.break_in_prompt = None, False
                         await abort(context, Unavailable("the stream was broken on purpose"))
                     await asyncio.sleep(self.step_s)
@@ -262,24 +273,24 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             self.aborted.extend(dict.fromkeys(name for name, _ in running))
             await self._notify()
 
-    def _abort(self, abort: inference.AbortRequest, running: dict[tuple[str, int], Running]) -> None:
-        """Ends a request (noted by its id), or one of its sequences (``id#sequence``)."""
+    def _abort(self, abort: inference.AbortRequest, running: dict[tuple[str, int], FakeSequence]) -> None:
+        """Ends a request, or one of its sequences, and records it."""
         name, only = abort.request_id, abort.sequence if abort.HasField("sequence") else None
         self.aborted.append(name if only is None else f"{name}#{only}")
         for key in [key for key in running if key[0] == name and only in (None, key[1])]:
             del running[key]
 
-    def _tell_prompt(self, one: Running, event: inference.GenerateEvent) -> None:
-        """Adds the next of the prompt's log-probabilities."""
+    def _add_prompt_logprobs(self, one: FakeSequence, event: inference.GenerateEvent) -> None:
+        """Adds the next log-probabilities of the prompt."""
         prompt = one.request.prompt_token_ids
-        end = min(len(prompt), one.told + 1 + (self.prompt_logprobs_per_event or len(prompt)))
+        end = min(len(prompt), one.num_prompt_logprobs + 1 + (self.prompt_logprobs_per_event or len(prompt)))
         event.prompt_logprobs.extend(
             logprobs_of(prompt[position], position, one.request.sampling.prompt_logprobs)
-            for position in range(one.told + 1, end)
+            for position in range(one.num_prompt_logprobs + 1, end)
         )
-        one.told = end - 1
+        one.num_prompt_logprobs = end - 1
 
-    def _step(self, one: Running) -> inference.GenerateEvent | None:
+    def _step(self, one: FakeSequence) -> inference.GenerateEvent | None:
         limit = min(
             one.request.sampling.max_tokens or 10**9,
             self.max_model_len - len(one.request.prompt_token_ids),
@@ -295,9 +306,9 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             one.first = False
             event.prompt.num_tokens = len(one.request.prompt_token_ids)
             event.prompt.num_cached_tokens = 3
-        if one.teller is None and one.telling:
-            self._tell_prompt(one, event)
-        if one.telling and not (self.others_first and one.teller is not None):
+        if one.prompt_sequence is None and one.awaits_prompt:
+            self._add_prompt_logprobs(one, event)
+        if one.awaits_prompt and not (self.others_first and one.prompt_sequence is not None):
             return event if event.prompt_logprobs else None
         stops = set(one.request.sampling.stop_token_ids) | (
             set() if one.request.sampling.ignore_eos else {self.eos}
@@ -322,10 +333,10 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
 
 
 @contextlib.asynccontextmanager
-async def serving(peer: FakeScheduler, port: int = 0) -> AsyncIterator[Server]:
-    """Serves ``peer`` on a real port."""
+async def serving(fake: FakeScheduler, port: int = 0) -> AsyncIterator[Server]:
+    """Serves ``fake`` on a real port."""
     server = Server(
-        ["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(peer, grpc_server)
+        ["triptych.v1.Inference"], lambda grpc_server: add_InferenceServicer_to_server(fake, grpc_server)
     )
     await server.start("127.0.0.1", port)
     await server.set_serving(True)
@@ -337,8 +348,8 @@ async def serving(peer: FakeScheduler, port: int = 0) -> AsyncIterator[Server]:
 
 async def _main(arguments: argparse.Namespace) -> None:
     reply = [504 + n for n in range(100)]
-    peer = FakeScheduler(arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0)
-    async with serving(peer, arguments.port):
+    fake = FakeScheduler(arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0)
+    async with serving(fake, arguments.port):
         print("ready", time.time(), file=sys.stderr, flush=True)
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""What several of the gateway's tests need: SmolLM2's tokenizer files, and a gateway that listens."""
+"""Gateways that listen, and SmolLM2's tokenizer files, for tests of the gateway."""
 
 import asyncio
 import atexit
@@ -23,12 +23,16 @@ from gateway.settings import Settings
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import demo_models as models
 
+# What the fake scheduler answers in most tests, and a conversation to send.
+TEXT = "Paris is the capital of France. It lies on the Seine."
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @functools.cache
 def smollm2_folder() -> Path:
-    """A folder with SmolLM2's tokenizer files and nothing else: what a scheduler would send."""
+    """Returns a folder with SmolLM2's tokenizer files and nothing else, as a scheduler sends them."""
     source = models.fetch("smollm2")
     folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
     atexit.register(folder.cleanup)
@@ -49,11 +53,16 @@ class Gateway:
 
 @dataclass
 class Stack:
-    """A gateway, its scripted scheduler, and an HTTP client for it."""
+    """A gateway, its fake scheduler, and an HTTP client."""
 
-    peer: FakeScheduler
+    scheduler: FakeScheduler
     gateway: Gateway
     http: httpx.AsyncClient
+
+    def reply_with(self, text: str) -> None:
+        """Makes ``text`` the answer to every request."""
+        tokenizer = Tokenizer.from_file(str(self.scheduler.folder / "tokenizer.json"))
+        self.scheduler.reply = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """Posts ``body`` and returns the objects of the event stream; the last one is the text "[DONE]"."""
@@ -71,23 +80,26 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def running_stack(text: str, *, folder: Path | None = None, **changes: Any) -> AsyncIterator[Stack]:
-    """A gateway whose scheduler answers everything with ``text``; the tokenizer files are SmolLM2's unless there is a ``folder``."""
+    """Runs a gateway whose scheduler answers everything with ``text``.
+
+    The tokenizer files are SmolLM2's, or those in ``folder``. ``changes`` are settings of the gateway.
+    """
     folder = folder or smollm2_folder()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    peer = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2])
+    scheduler = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2])
     async with (
-        serving(peer) as server,
+        serving(scheduler) as server,
         running_gateway(server.port, **changes) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
     ):
-        yield Stack(peer, gateway, http)
+        yield Stack(scheduler, gateway, http)
 
 
 @contextlib.asynccontextmanager
 async def running_gateway(
     scheduler_port: int, *, wait: bool = True, **changes: Any
 ) -> AsyncIterator[Gateway]:
-    """Serves a real gateway on a free port; by default waits until it knows its model."""
+    """Runs a real gateway on a free port; by default waits until it knows its model."""
     settings = Settings.model_construct(
         **{
             **{name: field.default for name, field in Settings.model_fields.items()},

@@ -1,4 +1,4 @@
-"""Chat requests with tools, what they are planned with, and a judge of the grammars that come of them."""
+"""Chat requests with tools, the models and settings to plan their answers with, and a check of the grammars."""
 
 import json
 from pathlib import Path
@@ -35,12 +35,12 @@ def settings(**fields: Any) -> Settings:
 
 
 def byte_compiler() -> xgrammar.GrammarCompiler:
-    """Over bytes: what tokens there are does not matter here."""
+    """Returns a compiler over bytes: these tests do not depend on the vocabulary."""
     vocab = [bytes([byte]) for byte in range(256)]
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocab, stop_token_ids=[0]))
 
 
 def accepts(compiler: xgrammar.GrammarCompiler, constraint: pb.StructuredOutput, text: str) -> bool:
-    """Whether ``text`` is a whole output."""
+    """Whether ``text`` is a complete output under ``constraint``."""
     matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(constraint.structural_tag))
     return bool(matcher.accept_string(text) and matcher.accept_token(0))

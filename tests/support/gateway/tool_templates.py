@@ -1,4 +1,4 @@
-"""Chat templates that write tool calls as well-known models do, and tokenizer folders that have them."""
+"""Chat templates that write tool calls as well-known models do, and tokenizer folders with these templates."""
 
 import shutil
 from pathlib import Path
@@ -30,7 +30,7 @@ _MISTRAL: Final = (
 _ARGUMENTS: Final = "{{ c.function.arguments | tojson }}"
 _NAME: Final = "{{ c.function.name }}"
 
-# By the format that each of them shows.
+# By the format that each template shows.
 TEMPLATES: Final[dict[str, str]] = {
     "hermes": _CHATML.replace(
         "CALL", f'\n<tool_call>\n{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}\n</tool_call>'
@@ -60,7 +60,7 @@ THINKING: Final = TEMPLATES["hermes"].replace(
 
 
 def folder_with(path: Path, template: str, special_tokens: list[str]) -> Path:
-    """SmolLM2's tokenizer files in ``path``, with another template and further special tokens."""
+    """Fills ``path`` with SmolLM2's tokenizer files, another template and further special tokens."""
     for name in FILES:
         shutil.copy(smollm2_folder() / name, path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Models as a gateway serves them, one without tools and thinking and one with both; read once a module that needs them."""
+"""Served models, one without tools and thinking and one with both; loaded once per module that needs them."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.gateway.tool_templates import THINKING, folder_with
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Calls tools as Qwen does, and thinks between special tokens."""
+    """A model that calls tools as Qwen does, and thinks between special tokens."""
     return served_with(
         folder_with(tmp_path_factory.mktemp("qwen"), THINKING, ["<tool_call>", "<think>", "</think>"])
     )
@@ -18,5 +18,5 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Served:
-    """Does neither."""
+    """A model with neither tools nor thinking."""
     return served_with(smollm2_folder())

@@ -1,4 +1,4 @@
-"""Flags and variables of the gateway."""
+"""The gateway's flags and variables."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults() -> None:
-    """Without anything set, a gateway listens on port 8000 of this machine."""
+    """By default, a gateway listens on port 8000 of this machine."""
     settings = load(Settings, [])
     assert (settings.host, settings.port, settings.scheduler_address) == (
         "127.0.0.1",
@@ -33,7 +33,7 @@ def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes them after the start."""
+    """Settings do not change after the start."""
     with pytest.raises(ValueError, match="frozen"):
         load(Settings, []).port = 5  # type: ignore[misc]
 
@@ -68,8 +68,8 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load(Settings, [])
 
 
-def test_what_is_empty_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose files and scripts pass on variables that nobody gave a value."""
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose files and scripts pass on variables without a value."""
     monkeypatch.setenv("TRIPTYCH_PORT", "")
     monkeypatch.setenv("TRIPTYCH_SCHEDULER_ADDRESS", "")
     assert load(Settings, ["--host", ""]) == Settings.model_construct()
@@ -77,10 +77,10 @@ def test_what_is_empty_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("address", ["[::1]:50051", "scheduler:1", "10.0.0.1:65535"])
 def test_addresses(address: str) -> None:
-    """Names, IPv4 and bracketed IPv6."""
+    """Names, IPv4 and bracketed IPv6 addresses are accepted."""
     assert load(Settings, ["--scheduler-address", address]).scheduler_address == address
 
 
 def test_every_setting_is_described() -> None:
-    """--help says something about each of them."""
+    """--help describes each setting."""
     assert all(field.description for field in Settings.model_fields.values())

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer
 
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
@@ -39,18 +38,6 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
         yield stack
 
 
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
-
-
-def play(stack: Stack, text: str) -> None:
-    """Makes ``text`` the answer to whatever comes."""
-    tokenizer = Tokenizer.from_file(str(stack.peer.folder / "tokenizer.json"))
-    stack.peer.reply = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
-
-
 @pytest.mark.parametrize(
     ("text", "content", "calls"), [("Hm.</think>\n\n12", "12", 0), (f"Hm.</think>\n\n{CALL}", None, 1)]
 )
@@ -58,14 +45,14 @@ async def test_a_thinking_model_answers_or_calls(
     stack: Stack, text: str, content: str | None, calls: int
 ) -> None:
     """With tools and a schema, the answer that fits is content, and calls are calls; both come behind the thinking."""
-    play(stack, text)
+    stack.reply_with(text)
     body = {
         **ASK, "tools": [WEATHER], "response_format": INTEGER, "chat_template_kwargs": {"opened": True},
     }  # fmt: skip
     message = (await stack.http.post(PATH, json=body)).json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", content)
     assert len(message.get("tool_calls", [])) == calls
-    form = json.loads(stack.peer.requests[-1].sampling.structured_output.structural_tag)["format"]
+    form = json.loads(stack.scheduler.requests[-1].sampling.structured_output.structural_tag)["format"]
     assert form["elements"][0]["end"] == "</think>"
     assert [one["type"] for one in form["elements"][-1]["elements"]] == ["tags_with_separator", "json_schema"]
 
@@ -85,7 +72,9 @@ async def test_a_grammar_that_is_refused_is_refused_in_the_clients_words(
     stack: Stack, body: dict[str, Any], param: str
 ) -> None:
     """The worker knows no tools: it speaks of its structured_output."""
-    stack.peer.refuse = lambda _: InvalidArgument("multipleOf 0.3 is not enforced", param="structured_output")
+    stack.scheduler.refuse = lambda _: InvalidArgument(
+        "multipleOf 0.3 is not enforced", param="structured_output"
+    )
     response = await stack.http.post(PATH, json={**ASK, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
@@ -94,8 +83,8 @@ async def test_completions_are_held_too(stack: Stack) -> None:
     """As they are: nobody reads their text."""
     body = {"prompt": "x", "structured_outputs": {"regex": "[ab]"}}
     assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
-    assert stack.peer.requests[-1].sampling.structured_output.regex == "[ab]"
-    stack.peer.refuse = lambda _: InvalidArgument("no", param="structured_output")
+    assert stack.scheduler.requests[-1].sampling.structured_output.regex == "[ab]"
+    stack.scheduler.refuse = lambda _: InvalidArgument("no", param="structured_output")
     refused = (await stack.http.post("/v1/completions", json=body)).json()["error"]
     assert refused["param"] == "structured_outputs"
 
@@ -112,7 +101,7 @@ async def test_what_the_gateway_refuses_itself(stack: Stack, body: dict[str, Any
     """400 and the parameter; nothing goes further."""
     response = await stack.http.post(PATH, json={**ASK, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert not stack.peer.requests
+    assert not stack.scheduler.requests
 
 
 async def test_parsers_of_vllm_are_ready_before_the_first_request(tmp_path: Path) -> None:

@@ -1,30 +1,13 @@
 """Answers over real HTTP and real gRPC, against a scripted scheduler."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from protos.triptych.v1 import common_pb2 as pb
-from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.serving import CHAT, TEXT, Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
-
-TEXT = "Paris is the capital of France. It lies on the Seine."
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Stack]:
-    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4) as stack:
-        yield stack
-
-
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
 
 
 async def test_chat(stack: Stack) -> None:
@@ -34,7 +17,7 @@ async def test_chat(stack: Stack) -> None:
     body = response.json()
     assert body.pop("id").startswith("chatcmpl-")
     assert body.pop("created") > 1_700_000_000
-    prompt_tokens = len(stack.peer.requests[0].prompt_token_ids)
+    prompt_tokens = len(stack.scheduler.requests[0].prompt_token_ids)
     assert body == {
         "object": "chat.completion",
         "model": "smollm2",
@@ -43,12 +26,12 @@ async def test_chat(stack: Stack) -> None:
             "logprobs": None, "finish_reason": "stop", "stop_reason": None,
         }],
         "usage": {
-            "prompt_tokens": prompt_tokens, "completion_tokens": len(stack.peer.reply),
-            "total_tokens": prompt_tokens + len(stack.peer.reply), "prompt_tokens_details": {"cached_tokens": 3},
+            "prompt_tokens": prompt_tokens, "completion_tokens": len(stack.scheduler.reply),
+            "total_tokens": prompt_tokens + len(stack.scheduler.reply), "prompt_tokens_details": {"cached_tokens": 3},
         },
     }  # fmt: skip
-    assert list(stack.peer.requests[0].prompt_token_ids)[:1] == [1]
-    assert not stack.peer.requests[0].sampling.HasField("max_tokens")
+    assert list(stack.scheduler.requests[0].prompt_token_ids)[:1] == [1]
+    assert not stack.scheduler.requests[0].sampling.HasField("max_tokens")
 
 
 async def test_completion(stack: Stack) -> None:
@@ -59,8 +42,8 @@ async def test_completion(stack: Stack) -> None:
     (choice,) = body["choices"]
     assert TEXT.startswith(choice["text"])
     assert (choice["finish_reason"], body["usage"]["completion_tokens"]) == (
-        "stop" if len(stack.peer.reply) <= 16 else "length",
-        min(16, len(stack.peer.reply)),
+        "stop" if len(stack.scheduler.reply) <= 16 else "length",
+        min(16, len(stack.scheduler.reply)),
     )
 
 
@@ -70,7 +53,7 @@ async def test_chat_stream(stack: Stack) -> None:
     assert events.pop() == "[DONE]"
     usage = events.pop()
     assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == len(stack.peer.reply)
+    assert usage["usage"]["completion_tokens"] == len(stack.scheduler.reply)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
     assert "".join(delta["content"] for delta in deltas[1:-1]) == TEXT
@@ -111,7 +94,7 @@ async def test_several_prompts(stack: Stack) -> None:
     for event in events[:-1]:
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert texts[0] == texts[1] == body["choices"][0]["text"]
-    assert [list(request.prompt_token_ids) for request in stack.peer.requests[-2:]] == [[5, 6], [7]]
+    assert [list(request.prompt_token_ids) for request in stack.scheduler.requests[-2:]] == [[5, 6], [7]]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -124,7 +107,7 @@ async def test_stop_strings(
     stack: Stack, streamed: bool, tokens_per_event: int, stop: Any, include: bool, text: str
 ) -> None:
     """A stop string, also within tokens, ends text, count and the request itself."""
-    stack.peer.tokens_per_event, stack.peer.pause_after = tokens_per_event, 12
+    stack.scheduler.tokens_per_event, stack.scheduler.pause_after = tokens_per_event, 12
     body = {"prompt": "x", "max_tokens": 100, "stop": stop, "include_stop_str_in_output": include}
     if streamed:
         events = await stack.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
@@ -138,15 +121,15 @@ async def test_stop_strings(
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] == (stop if isinstance(stop, str) else ".")
     assert usage["completion_tokens"] <= 7
-    await stack.peer.until(lambda: bool(stack.peer.aborted) or tokens_per_event == 100)
+    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted) or tokens_per_event == 100)
 
 
 async def test_a_broken_stream_below_is_a_pause_above(stack: Stack) -> None:
     """The HTTP client notices nothing: no error, no lost and no doubled text."""
-    stack.peer.break_after = 4
+    stack.scheduler.break_after = 4
     events = await stack.stream("/v1/chat/completions", CHAT)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == TEXT
-    assert stack.peer.requests[-1].resumed
+    assert stack.scheduler.requests[-1].resumed
 
 
 async def test_models(stack: Stack) -> None:
@@ -182,4 +165,6 @@ async def test_the_models_defaults_apply(stack: Stack) -> None:
     await stack.http.post(
         "/v1/completions", json={"prompt": "x", "temperature": 0, "seed": 5, "top_k": 3, "max_tokens": 2}
     )
-    assert stack.peer.requests[0].sampling == pb.SamplingParams(temperature=0, seed=5, top_k=3, max_tokens=2)
+    assert stack.scheduler.requests[0].sampling == pb.SamplingParams(
+        temperature=0, seed=5, top_k=3, max_tokens=2
+    )

@@ -23,19 +23,13 @@ URL = "/v1/embeddings"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
-    peer = FakeScheduler(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
+    scheduler = FakeScheduler(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
     async with (
-        serving(peer) as server,
+        serving(scheduler) as server,
         running_gateway(server.port, max_inputs=100) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
     ):
-        yield Stack(peer, gateway, http)
-
-
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
+        yield Stack(scheduler, gateway, http)
 
 
 async def post(stack: Stack, **body: Any) -> Any:
@@ -52,7 +46,7 @@ async def refusal(stack: Stack, **body: Any) -> tuple[int, Any]:
 async def test_one_text(stack: Stack) -> None:
     """OpenAI's shape, from the model's own tokens."""
     body = await post(stack, input="Hello there", model="minilm")
-    (request,) = stack.peer.pooled
+    (request,) = stack.scheduler.pooled
     count = len(request.prompt_token_ids)
     assert body == {
         "object": "list",
@@ -79,7 +73,7 @@ async def test_every_kind_of_input(stack: Stack, sent: Any, prompts: list[list[i
     """Results come in the order of the inputs."""
     body = await post(stack, input=sent)
     if prompts is not None:
-        assert sorted(list(request.prompt_token_ids) for request in stack.peer.pooled) == sorted(prompts)
+        assert sorted(list(request.prompt_token_ids) for request in stack.scheduler.pooled) == sorted(prompts)
         assert [entry["embedding"][:2] for entry in body["data"]] == [[len(p), p[0]] for p in prompts]
     assert [entry["index"] for entry in body["data"]] == list(range(len(body["data"])))
     assert body["usage"]["prompt_tokens"] == sum(entry["embedding"][0] for entry in body["data"])
@@ -89,7 +83,7 @@ async def test_more_inputs_than_run_at_once(stack: Stack) -> None:
     """All of them, each with an id of its own."""
     body = await post(stack, input=[[n + 1] * (n % 7 + 1) for n in range(100)])
     assert [entry["embedding"][1] for entry in body["data"]] == list(range(1, 101))
-    assert len({request.request_id for request in stack.peer.pooled}) == 100
+    assert len({request.request_id for request in stack.scheduler.pooled}) == 100
 
 
 async def test_base64(stack: Stack) -> None:
@@ -108,7 +102,7 @@ async def test_what_a_request_may_ask_for_reaches_the_scheduler(stack: Stack) ->
         URL, json={"input": "x", "normalize": False, "priority": 3}, headers={"X-Tenant": "acme"}
     )
     assert response.status_code == 200
-    (request,) = stack.peer.pooled
+    (request,) = stack.scheduler.pooled
     assert (request.HasField("normalize"), request.normalize) == (True, False)
     assert (request.priority, request.tenant) == (3, "acme")
 
@@ -137,7 +131,7 @@ async def test_what_cannot_be_served_is_refused(
     status, error = await refusal(stack, **body)
     assert (status, error["param"]) == (400, param)
     assert text in error["message"]
-    assert stack.peer.pooled == []
+    assert stack.scheduler.pooled == []
 
 
 async def test_another_model_is_not_found(stack: Stack) -> None:
@@ -148,24 +142,24 @@ async def test_another_model_is_not_found(stack: Stack) -> None:
 
 async def test_one_failure_fails_the_request(stack: Stack) -> None:
     """With its own error; the other inputs are given up."""
-    stack.peer.refuse_pool = lambda request: (
+    stack.scheduler.refuse_pool = lambda request: (
         Internal("not finite") if 66 in request.prompt_token_ids else None
     )
     status, error = await refusal(stack, input=[[1], [66], [2]])
     assert (status, error["message"]) == (500, "not finite")
-    stack.peer.refuse_pool = lambda _: Overloaded("full", retry_after_ms=3000)
+    stack.scheduler.refuse_pool = lambda _: Overloaded("full", retry_after_ms=3000)
     response = await stack.http.post(URL, json={"input": "x"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
 
 
 async def test_a_client_that_goes_takes_its_requests_along(stack: Stack) -> None:
     """The scheduler sees its calls end."""
-    stack.peer.pool_gate.clear()
+    stack.scheduler.pool_gate.clear()
     with pytest.raises(httpx.ReadTimeout):
         await stack.http.post(URL, json={"input": [[1], [2]]}, timeout=0.3)
-    assert len(stack.peer.pooled) == 2
+    assert len(stack.scheduler.pooled) == 2
     async with asyncio.timeout(10):
-        while stack.peer.pooling:
+        while stack.scheduler.pooling:
             await asyncio.sleep(0.01)
 
 
@@ -192,21 +186,21 @@ async def test_each_kind_of_model_says_where_to_go(stack: Stack) -> None:
 
 async def test_a_lost_scheduler_costs_a_pause() -> None:
     """The request is sent again, under another id, when a scheduler answers at the same address."""
-    peer = FakeScheduler(smollm2_folder(), model="minilm", pooled_size=4)
-    peer.pool_gate.clear()
-    async with serving(peer) as server:
+    scheduler = FakeScheduler(smollm2_folder(), model="minilm", pooled_size=4)
+    scheduler.pool_gate.clear()
+    async with serving(scheduler) as server:
         port = server.port
         gateway = running_gateway(port)
         stack = await gateway.__aenter__()
         http = httpx.AsyncClient(base_url=stack.base_url, timeout=20)
         call = asyncio.create_task(http.post(URL, json={"input": [5, 6]}))
-        await peer.until(lambda: len(peer.pooled) == 1)
+        await scheduler.until(lambda: len(scheduler.pooled) == 1)
     try:
-        peer.pool_gate.set()
-        async with serving(peer, port):
+        scheduler.pool_gate.set()
+        async with serving(scheduler, port):
             response = await call
     finally:
         await http.aclose()
         await gateway.__aexit__(None, None, None)
     assert response.json()["data"][0]["embedding"][:2] == [2, 5]
-    assert len({request.request_id for request in peer.pooled}) == 2
+    assert len({request.request_id for request in scheduler.pooled}) == 2

@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from protos.errors import (
     ContextExceeded,
@@ -15,24 +14,9 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.serving import Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
-
-TEXT = "Paris is the capital of France. It lies on the Seine."
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Stack]:
-    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4) as stack:
-        yield stack
-
-
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -49,7 +33,7 @@ def stack(running: Stack) -> Stack:
 )  # fmt: skip
 async def test_what_the_scheduler_refuses(stack: Stack, streamed: bool, error: TriptychError, status: int, code: str, retry_after: str | None) -> None:  # fmt: skip
     """Its typed errors become statuses, also for streams: nothing has been sent yet."""
-    stack.peer.refuse = lambda _: error
+    stack.scheduler.refuse = lambda _: error
     response = await stack.http.post("/v1/completions", json={"prompt": "x", "stream": streamed})
     assert response.status_code == status
     found = response.json()["error"]
@@ -59,16 +43,16 @@ async def test_what_the_scheduler_refuses(stack: Stack, streamed: bool, error: T
 
 async def test_one_refused_prompt_fails_the_whole_body(stack: Stack) -> None:
     """The other prompts are aborted."""
-    stack.peer.refuse = lambda request: Overloaded("full") if request.request_id.endswith("-1") else None
-    stack.peer.pause_after = 2
+    stack.scheduler.refuse = lambda request: Overloaded("full") if request.request_id.endswith("-1") else None
+    stack.scheduler.pause_after = 2
     response = await stack.http.post("/v1/completions", json={"prompt": ["a", "b"]})
     assert response.status_code == 429
-    await stack.peer.until(lambda: [name[-2:] for name in stack.peer.aborted] == ["-0"])
+    await stack.scheduler.until(lambda: [name[-2:] for name in stack.scheduler.aborted] == ["-0"])
 
 
 async def test_an_error_in_mid_stream(stack: Stack) -> None:
     """It comes as an error object, and the stream still ends properly."""
-    stack.peer.pause_after = 3
+    stack.scheduler.pause_after = 3
     async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
         lines = response.aiter_lines()
         await anext(lines)

@@ -1,37 +1,20 @@
 """What operators see: health, metrics, ids."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.version import VERSION
-from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.serving import CHAT, Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
-
-TEXT = "Paris is the capital of France. It lies on the Seine."
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Stack]:
-    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4) as stack:
-        yield stack
-
-
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
 
 
 async def test_health_follows_the_scheduler(stack: Stack) -> None:
     """200 only while a replica is ready; otherwise the reason."""
     assert (await stack.http.get("/health")).status_code == 200
-    stack.peer.ready = False
+    stack.scheduler.ready = False
     response = await stack.http.get("/health")
     assert response.status_code == 503
     assert "compiling 3 of 7" in response.json()["error"]["message"]
@@ -67,7 +50,7 @@ async def test_request_ids_travel(stack: Stack, given: str) -> None:
             "/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": given}
         )
         assert response.headers["x-request-id"] == given
-    one, two = (request.request_id for request in stack.peer.requests)
+    one, two = (request.request_id for request in stack.scheduler.requests)
     assert one != two
     assert one.startswith(given[:90])
     assert max(len(one), len(two)) <= 120
@@ -88,7 +71,7 @@ async def test_tenants_travel(stack: Stack, path: str, given: str | None) -> Non
     body = {"prompt": "x"} if path == "/v1/completions" else CHAT
     headers = {} if given is None else {b"X-Tenant": given.encode()}
     assert (await stack.http.post(path, json=body, headers=headers)).status_code == 200
-    assert [request.tenant for request in stack.peer.requests] == [given or ""]
+    assert [request.tenant for request in stack.scheduler.requests] == [given or ""]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +92,7 @@ async def test_unusable_tenants_are_refused(stack: Stack, given: list[bytes], wo
     error = response.json()["error"]
     assert words in error["message"]
     assert error["param"] == "X-Tenant"
-    assert stack.peer.requests == []
+    assert stack.scheduler.requests == []
 
 
 async def test_a_bug_is_a_500_that_can_be_found(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,6 @@ async def running() -> AsyncIterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
-
-
 async def choices(stack: Stack, body: dict[str, Any]) -> list[dict[str, Any]]:
     response = await stack.http.post(PATH, json=body)
     assert response.status_code == 200, response.text
@@ -59,11 +53,11 @@ async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool, othe
     scored = {**SCORED, "prompt_logprobs": 1}
     whole = [await choices(stack, scored), await choices(stack, ECHOED)]
     stream = await streamed(stack, ECHOED)
-    stack.peer.prompt_logprobs_per_event, stack.peer.others_first = size, others_first
+    stack.scheduler.prompt_logprobs_per_event, stack.scheduler.others_first = size, others_first
     for body, expected in zip((scored, ECHOED), whole, strict=True):
-        stack.peer.break_in_prompt = break_in_prompt
+        stack.scheduler.break_in_prompt = break_in_prompt
         assert await choices(stack, body) == expected
-    stack.peer.break_in_prompt = break_in_prompt
+    stack.scheduler.break_in_prompt = break_in_prompt
     assert await streamed(stack, ECHOED) == stream
     assert stream == [(choice["text"], choice["logprobs"]["tokens"]) for choice in whole[1]]
 

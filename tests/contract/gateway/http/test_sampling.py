@@ -11,24 +11,17 @@ from tokenizers import Tokenizer
 
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.serving import Stack, running_stack, smollm2_folder
+from tests.support.gateway.serving import CHAT, Stack, running_stack, smollm2_folder
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 TEXT = "Paris is the capital of 日本 🇫🇷 too."
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
     async with running_stack(TEXT) as stack:
         yield stack
-
-
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +38,7 @@ async def post(stack: Stack, path: str = "/v1/completions", **body: Any) -> dict
 
 def texts(stack: Stack, tokenizer: Tokenizer, n: int) -> list[str]:
     """What the scripted scheduler says in each of n choices."""
-    return [tokenizer.decode(stack.peer.reply[sequence:-1]) for sequence in range(n)]
+    return [tokenizer.decode(stack.scheduler.reply[sequence:-1]) for sequence in range(n)]
 
 
 async def test_choices_are_numbered_prompt_by_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -54,8 +47,8 @@ async def test_choices_are_numbered_prompt_by_prompt(stack: Stack, tokenizer: To
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert [choice["text"] for choice in answer["choices"]] == 2 * texts(stack, tokenizer, 3)
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
-    assert [request.n for request in stack.peer.requests] == [3, 3]
-    length = len(stack.peer.reply)
+    assert [request.n for request in stack.scheduler.requests] == [3, 3]
+    length = len(stack.scheduler.reply)
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["completion_tokens"] == 2 * (length + length - 1 + length - 2)
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
@@ -81,48 +74,48 @@ async def test_choices_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
 async def test_a_stop_string_ends_one_choice(stack: Stack, tokenizer: Tokenizer) -> None:
     """Only the first choice says Paris: it alone is aborted at the scheduler."""
     # Long enough for the first choice to be over, not for any other.
-    stack.peer.pause_after = 3
+    stack.scheduler.pause_after = 3
     answering = asyncio.create_task(post(stack, prompt="x", n=3, max_tokens=99, stop=["Paris"]))
-    await stack.peer.until(lambda: bool(stack.peer.aborted))
-    await stack.peer.resume()
+    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
+    await stack.scheduler.resume()
     answer = await answering
     assert [one["finish_reason"] for one in answer["choices"]] == ["stop", "stop", "stop"]
     assert [one["stop_reason"] for one in answer["choices"]] == ["Paris", None, None]
     assert answer["choices"][0]["text"] == ""
     assert answer["choices"][2]["text"] == texts(stack, tokenizer, 3)[2]
-    (aborted,) = stack.peer.aborted
-    assert aborted == f"{stack.peer.requests[0].request_id}#0"
+    (aborted,) = stack.scheduler.aborted
+    assert aborted == f"{stack.scheduler.requests[0].request_id}#0"
 
 
 async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenizer) -> None:
     """Each is resumed behind what was received of it; none is lost or doubled, and ended ones do not run again."""
-    stack.peer.break_after = len(stack.peer.reply) - 2
+    stack.scheduler.break_after = len(stack.scheduler.reply) - 2
     answer = await post(stack, prompt="x", n=4, max_tokens=99, logprobs=0, stop=["Paris"])
     assert [one["text"] for one in answer["choices"]] == ["", *texts(stack, tokenizer, 4)[1:]]
     for sequence, choice in enumerate(answer["choices"][1:], start=1):
-        assert len(choice["logprobs"]["tokens"]) == len(stack.peer.reply) - sequence
-    resumed = stack.peer.requests[-1]
+        assert len(choice["logprobs"]["tokens"]) == len(stack.scheduler.reply) - sequence
+    resumed = stack.scheduler.requests[-1]
     assert resumed.n == 4
     parts = {part.sequence: part for part in resumed.resumed}
     assert parts[0].finished
-    assert list(parts[1].token_ids) == stack.peer.reply[1 : 1 + len(parts[1].token_ids)]
+    assert list(parts[1].token_ids) == stack.scheduler.reply[1 : 1 + len(parts[1].token_ids)]
     assert len(parts[1].token_ids) > 3
 
 
 async def test_a_client_that_leaves_aborts_all_choices(stack: Stack) -> None:
     """One abort of the whole request."""
-    stack.peer.pause_after = 2
+    stack.scheduler.pause_after = 2
     async with stack.http.stream(
         "POST", "/v1/completions", json={"prompt": "x", "n": 3, "stream": True}
     ) as r:
         await anext(r.aiter_lines())
-    await stack.peer.until(lambda: bool(stack.peer.aborted))
-    assert stack.peer.aborted == [stack.peer.requests[0].request_id]
+    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
+    assert stack.scheduler.aborted == [stack.scheduler.requests[0].request_id]
 
 
 async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> None:
     """OpenAI's four columns; the chosen token is always among the likeliest, and offsets point into the text."""
-    reply = stack.peer.reply
+    reply = stack.scheduler.reply
     answer = await post(stack, prompt="x", logprobs=1, max_tokens=99)
     (choice,) = answer["choices"]
     told = choice["logprobs"]
@@ -159,7 +152,7 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
     answer = await post(stack, "/v1/chat/completions", **body)
     content = answer["choices"][0]["logprobs"]["content"]
-    assert len(content) == len(stack.peer.reply)
+    assert len(content) == len(stack.scheduler.reply)
     assert set(content[0]) == {"token", "logprob", "bytes", "top_logprobs"}
     assert bytes(byte for entry in content[:-1] for byte in entry["bytes"]).decode() == TEXT
     assert any("\ufffd" in entry["token"] for entry in content)
@@ -175,15 +168,15 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
     assert streamed == content
     bare = await post(stack, "/v1/chat/completions", **CHAT, logprobs=True)
     assert {len(entry["top_logprobs"]) for entry in bare["choices"][0]["logprobs"]["content"]} == {0}
-    assert stack.peer.requests[-1].sampling.HasField("logprobs")
-    assert stack.peer.requests[-1].sampling.logprobs == 0
+    assert stack.scheduler.requests[-1].sampling.HasField("logprobs")
+    assert stack.scheduler.requests[-1].sampling.logprobs == 0
 
 
 async def test_tokens_may_be_written_as_ids(stack: Stack) -> None:
     """Where texts are ambiguous, return_tokens_as_token_ids tells which token it was."""
     answer = await post(stack, prompt="x", logprobs=1, max_tokens=2, return_tokens_as_token_ids=True)
     told = answer["choices"][0]["logprobs"]
-    assert told["tokens"] == [f"token_id:{token}" for token in stack.peer.reply[:2]]
+    assert told["tokens"] == [f"token_id:{token}" for token in stack.scheduler.reply[:2]]
     assert told["top_logprobs"][0] == {told["tokens"][0]: -1.0, "token_id:7": -0.25}
 
 
@@ -225,7 +218,7 @@ async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
     whole = (await post(stack, **body))["choices"][0]
     assert whole["text"] == prompt + plain["choices"][0]["text"]
     told = whole["logprobs"]
-    assert told["tokens"] == [tokenizer.decode([token]) for token in [*ids, *stack.peer.reply[:2]]]
+    assert told["tokens"] == [tokenizer.decode([token]) for token in [*ids, *stack.scheduler.reply[:2]]]
     assert told["token_logprobs"] == [None, *(-1.0 - n for n in range(1, len(ids))), -1.0, -2.0]
     assert told["top_logprobs"][0] is None
     for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
@@ -254,7 +247,7 @@ async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: To
         stack, prompt="x", max_tokens=9, min_tokens=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5,
         logit_bias={"5": -100, "6": 1.5}, allowed_token_ids=[5, 6], bad_words=["Paris", " of France"], top_k=-1,
     )  # fmt: skip
-    sampling = stack.peer.requests[-1].sampling
+    sampling = stack.scheduler.requests[-1].sampling
     assert (sampling.min_tokens, sampling.max_tokens) == (2, 9)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
         0.5,
@@ -267,20 +260,20 @@ async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: To
         tokenizer.encode(text).ids for text in ("Paris", " Paris", "of France", " of France")
     ]
     assert not sampling.HasField("top_k")
-    assert not stack.peer.requests[-1].HasField("n")
+    assert not stack.scheduler.requests[-1].HasField("n")
 
 
 async def test_recommended_penalties_are_passed_on(stack: Stack) -> None:
     """generation_config's repetition_penalty holds unless the request says otherwise."""
-    stack.peer.sampling_defaults = pb.SamplingParams(repetition_penalty=1.25)
+    stack.scheduler.sampling_defaults = pb.SamplingParams(repetition_penalty=1.25)
     try:
         await stack.gateway.app.state.context.watcher._refresh()
         await post(stack, prompt="x", max_tokens=1)
-        assert stack.peer.requests[-1].sampling.repetition_penalty == 1.25
+        assert stack.scheduler.requests[-1].sampling.repetition_penalty == 1.25
         await post(stack, prompt="x", max_tokens=1, repetition_penalty=1.0)
-        assert not stack.peer.requests[-1].sampling.HasField("repetition_penalty")
+        assert not stack.scheduler.requests[-1].sampling.HasField("repetition_penalty")
     finally:
-        stack.peer.sampling_defaults = pb.SamplingParams()
+        stack.scheduler.sampling_defaults = pb.SamplingParams()
         await stack.gateway.app.state.context.watcher._refresh()
 
 
@@ -293,13 +286,13 @@ async def test_truncation(stack: Stack, keep: int, side: str | None, kept: slice
     """The last tokens stay, or the first; -1 leaves room for the answer in a context of 512."""
     prompt = list(range(10, 610)) if keep == -1 else list(range(10, 60))
     await post(stack, prompt=prompt, max_tokens=2, truncate_prompt_tokens=keep, truncation_side=side)
-    assert list(stack.peer.requests[-1].prompt_token_ids) == prompt[kept]
+    assert list(stack.scheduler.requests[-1].prompt_token_ids) == prompt[kept]
 
 
 async def test_truncation_of_a_chat_and_of_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
     """A template's tokens are cut like others, and what was cut off is not repeated."""
     await post(stack, "/v1/chat/completions", **CHAT, max_tokens=1, truncate_prompt_tokens=2)
-    assert len(stack.peer.requests[-1].prompt_token_ids) == 2
+    assert len(stack.scheduler.requests[-1].prompt_token_ids) == 2
     answer = await post(
         stack, prompt="The capital of France", max_tokens=0, echo=True, truncate_prompt_tokens=2
     )
@@ -374,4 +367,4 @@ async def test_top_logprobs_need_logprobs(stack: Stack) -> None:
 async def test_best_of_n_is_n(stack: Stack) -> None:
     """Clients that send both equal are served."""
     assert len((await post(stack, prompt="x", n=2, best_of=2))["choices"]) == 2
-    assert inference.GenerateRequest.FromString(stack.peer.requests[-1].SerializeToString()).n == 2
+    assert inference.GenerateRequest.FromString(stack.scheduler.requests[-1].SerializeToString()).n == 2

@@ -8,21 +8,19 @@ import httpx
 import pytest
 
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
+from tests.support.gateway.serving import CHAT, Gateway, running_gateway, smollm2_folder
 
 pytestmark = pytest.mark.contract
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
 
 @pytest.fixture
-def peer() -> FakeScheduler:
+def scheduler() -> FakeScheduler:
     return FakeScheduler(smollm2_folder(), [504, 505, 2])
 
 
 @pytest.fixture
-async def gateway(peer: FakeScheduler) -> AsyncIterator[Gateway]:
-    async with serving(peer) as server, running_gateway(server.port) as running:
+async def gateway(scheduler: FakeScheduler) -> AsyncIterator[Gateway]:
+    async with serving(scheduler) as server, running_gateway(server.port) as running:
         yield running
 
 
@@ -32,11 +30,11 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_before_the_first_replica(peer: FakeScheduler) -> None:
+async def test_before_the_first_replica(scheduler: FakeScheduler) -> None:
     """A gateway is up before its model: 503 with a reason, and it serves as soon as the model is there."""
-    peer.ready = False
+    scheduler.ready = False
     async with (
-        serving(peer) as server,
+        serving(scheduler) as server,
         running_gateway(server.port, wait=False) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url) as http,
     ):
@@ -45,7 +43,7 @@ async def test_before_the_first_replica(peer: FakeScheduler) -> None:
             assert response.status_code == 503
             assert response.headers["retry-after"]
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 503
-        peer.ready = True
+        scheduler.ready = True
         async with asyncio.timeout(10):
             while (await http.get("/health")).status_code != 200:
                 await asyncio.sleep(0.02)
@@ -67,9 +65,9 @@ async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
         assert "no tokenizer.json" in response.json()["error"]["message"]
 
 
-async def test_without_a_scheduler(peer: FakeScheduler) -> None:
+async def test_without_a_scheduler(scheduler: FakeScheduler) -> None:
     """A gateway whose scheduler is away says so, and finds it when it comes."""
-    async with serving(peer) as server:
+    async with serving(scheduler) as server:
         port = server.port
     async with (
         running_gateway(port, wait=False) as gateway,
@@ -77,28 +75,28 @@ async def test_without_a_scheduler(peer: FakeScheduler) -> None:
     ):
         assert (await http.get("/health")).status_code == 503
         assert (await http.get("/version")).status_code == 200
-        async with serving(peer, port), asyncio.timeout(10):
+        async with serving(scheduler, port), asyncio.timeout(10):
             while (await http.get("/health")).status_code != 200:
                 await asyncio.sleep(0.02)
 
 
 async def test_a_new_tokenizer_is_loaded(
-    http: httpx.AsyncClient, gateway: Gateway, peer: FakeScheduler, tmp_path: Any
+    http: httpx.AsyncClient, gateway: Gateway, scheduler: FakeScheduler, tmp_path: Any
 ) -> None:
     """If the served model changes, its tokenizer is fetched again; else it is not."""
-    assert peer.num_tokenizer_loads == 1
-    peer.model = "other"
+    assert scheduler.num_tokenizer_loads == 1
+    scheduler.model = "other"
     gateway.app.state.context.watcher._wake.set()
     async with asyncio.timeout(10):
         while (await http.get("/v1/models/other")).status_code != 200:
             await asyncio.sleep(0.02)
-    assert peer.num_tokenizer_loads == 1
+    assert scheduler.num_tokenizer_loads == 1
     for path in smollm2_folder().iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('changed') }}")
-    peer.folder = tmp_path
+    scheduler.folder = tmp_path
     gateway.app.state.context.watcher._wake.set()
     async with asyncio.timeout(10):
         while (await http.post("/v1/chat/completions", json=CHAT)).status_code != 400:
             await asyncio.sleep(0.02)
-    assert peer.num_tokenizer_loads == 2
+    assert scheduler.num_tokenizer_loads == 2

@@ -33,8 +33,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
 
 @pytest.fixture
 def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    play(running, CALL)
+    running.scheduler.reset()
+    running.reply_with(CALL)
     return running
 
 
@@ -43,12 +43,6 @@ async def plain() -> AsyncIterator[Stack]:
     """SmolLM2 as it is: its template knows neither tools nor thinking."""
     async with running_stack("x") as stack:
         yield stack
-
-
-def play(stack: Stack, text: str) -> None:
-    """Makes ``text`` the answer to whatever comes."""
-    tokenizer = Tokenizer.from_file(str(stack.peer.folder / "tokenizer.json"))
-    stack.peer.reply = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
 
 
 async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
@@ -84,7 +78,7 @@ def functions(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def structural_tag(stack: Stack) -> dict[str, Any]:
-    tag: dict[str, Any] = json.loads(stack.peer.requests[-1].sampling.structured_output.structural_tag)
+    tag: dict[str, Any] = json.loads(stack.scheduler.requests[-1].sampling.structured_output.structural_tag)
     return tag
 
 
@@ -96,14 +90,14 @@ async def test_a_call(stack: Stack) -> None:
     assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
     assert choice["message"]["content"] is None
     assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", None)
-    assert not stack.peer.requests[-1].sampling.HasField("structured_output")
+    assert not stack.scheduler.requests[-1].sampling.HasField("structured_output")
 
 
 @pytest.mark.parametrize("tokens_per_event", [1, 2, 7, 100])
 async def test_a_streamed_call(stack: Stack, tokens_per_event: int) -> None:
     """Role first, then the call's id, type and name, then pieces of its arguments, then the reason."""
-    play(stack, f"Let me look.\n{CALL}\n{CALL.replace('Paris', 'Oslo')}")
-    stack.peer.tokens_per_event = tokens_per_event
+    stack.reply_with(f"Let me look.\n{CALL}\n{CALL.replace('Paris', 'Oslo')}")
+    stack.scheduler.tokens_per_event = tokens_per_event
     choice, deltas = await streamed(stack)
     assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
     starts = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
@@ -121,7 +115,7 @@ async def test_a_streamed_call(stack: Stack, tokens_per_event: int) -> None:
 
 async def test_one_call_at_a_time(stack: Stack) -> None:
     """parallel_tool_calls=false drops further calls, streamed or not."""
-    play(stack, f"{CALL}\n{CALL}")
+    stack.reply_with(f"{CALL}\n{CALL}")
     assert len(functions(await collected(stack))) == 2
     assert len(functions(await collected(stack, parallel_tool_calls=False))) == 1
     assert len(functions((await streamed(stack, parallel_tool_calls=False))[0])) == 1
@@ -130,7 +124,7 @@ async def test_one_call_at_a_time(stack: Stack) -> None:
 @pytest.mark.parametrize("choice", ["none", "auto"])
 async def test_text_stays_text(stack: Stack, choice: str) -> None:
     """An answer without calls is the same with and without tools, to the last line break."""
-    play(stack, "It is < 5 degrees.\n\nTake a <tool>.\n")
+    stack.reply_with("It is < 5 degrees.\n\nTake a <tool>.\n")
     answer = await collected(stack, tool_choice=choice)
     assert answer["message"]["content"] == "It is < 5 degrees.\n\nTake a <tool>.\n"
     assert (answer["finish_reason"], "tool_calls" in answer["message"]) == ("stop", False)
@@ -149,7 +143,7 @@ async def test_none_reads_no_calls(stack: Stack) -> None:
 async def test_malformed_calls_are_content(stack: Stack) -> None:
     """Nothing is lost, and nothing is called."""
     text = '<tool_call>\n{"name": "get_weather"}\n</tool_call>'
-    play(stack, text)
+    stack.reply_with(text)
     for answer in (await collected(stack), (await streamed(stack))[0]):
         assert answer["message"]["content"] == text
         assert answer["finish_reason"] == "stop"
@@ -159,7 +153,7 @@ async def test_malformed_calls_are_content(stack: Stack) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cut_off_arguments(stack: Stack, stream: bool) -> None:
     """max_tokens within the arguments leaves them as they are, and says "length"."""
-    tokenizer = Tokenizer.from_file(str(stack.peer.folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
     cut = len(tokenizer.encode(CALL.partition("Par")[0], add_special_tokens=False).ids)
     answer = (await streamed(stack, max_tokens=cut))[0] if stream else await collected(stack, max_tokens=cut)
     ((name, arguments),) = functions(answer)
@@ -221,7 +215,7 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
     written = (
         '[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]'
     )
-    play(plain, written)
+    plain.reply_with(written)
 
     async def ask(**body: Any) -> dict[str, Any]:
         return (await streamed(plain, **body))[0] if stream else await collected(plain, **body)
@@ -231,10 +225,10 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
     assert answer["finish_reason"] == "tool_calls"
     elements = structural_tag(plain)["format"]["elements"]
     assert (elements[0]["value"], elements[-1]["value"]) == ("[", "]")
-    tokenizer = Tokenizer.from_file(str(plain.peer.folder / "tokenizer.json"))
-    prompt = tokenizer.decode(list(plain.peer.requests[-1].prompt_token_ids), skip_special_tokens=False)
+    tokenizer = Tokenizer.from_file(str(plain.scheduler.folder / "tokenizer.json"))
+    prompt = tokenizer.decode(list(plain.scheduler.requests[-1].prompt_token_ids), skip_special_tokens=False)
     assert '"description": "The weather of a city."' in prompt
-    play(plain, '{"city": "Paris"}')
+    plain.reply_with('{"city": "Paris"}')
     answer = await ask(tool_choice={"type": "function", "function": {"name": "get_weather"}})
     assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
     assert structural_tag(plain)["format"] == {
@@ -253,7 +247,7 @@ async def test_optional_calls_need_a_parser(plain: Stack) -> None:
     none = await plain.http.post(PATH, json={**ASK, "tool_choice": "none"})
     assert (without.status_code, none.status_code) == (200, 200)
     # Nor is it told of what it may not call.
-    assert len({tuple(request.prompt_token_ids) for request in plain.peer.requests[-2:]}) == 1
+    assert len({tuple(request.prompt_token_ids) for request in plain.scheduler.requests[-2:]}) == 1
 
 
 async def test_a_conversation_with_calls(stack: Stack) -> None:
@@ -269,21 +263,23 @@ async def test_a_conversation_with_calls(stack: Stack) -> None:
     body = {**ASK, "messages": messages}
     await collected(stack, **body)
     prompt = (
-        await stack.http.post("/detokenize", json={"tokens": list(stack.peer.requests[-1].prompt_token_ids)})
+        await stack.http.post(
+            "/detokenize", json={"tokens": list(stack.scheduler.requests[-1].prompt_token_ids)}
+        )
     ).json()["prompt"]
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
     assert "<think>\nLook it up.\n</think>" in prompt
     assert "<|im_start|>tool\n12 degrees<|im_end|>" in prompt
     assert '"description": "The weather of a city."' in prompt
     counted = (await stack.http.post("/tokenize", json=body)).json()
-    assert counted["tokens"] == list(stack.peer.requests[-1].prompt_token_ids)
+    assert counted["tokens"] == list(stack.scheduler.requests[-1].prompt_token_ids)
 
 
 @pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
 async def test_thinking(stack: Stack, tokens_per_event: int) -> None:
     """Thinking, answer and calls apart, under both names that clients know."""
-    stack.peer.tokens_per_event = tokens_per_event
-    play(stack, f"<think>\nHm, <tool_call> is\na marker.\n</think>\n\nYes.\n{CALL}")
+    stack.scheduler.tokens_per_event = tokens_per_event
+    stack.reply_with(f"<think>\nHm, <tool_call> is\na marker.\n</think>\n\nYes.\n{CALL}")
     for answer in (await collected(stack), (await streamed(stack))[0]):
         assert answer["message"]["reasoning_content"] == "Hm, <tool_call> is\na marker."
         assert answer["message"]["content"] == "Yes."
@@ -305,7 +301,7 @@ async def test_the_prompt_says_where_thinking_begins(
     stack: Stack, kwargs: dict[str, Any], text: str, reasoning: str | None, content: str
 ) -> None:
     """Opened by the template, closed by it, or left to the model."""
-    play(stack, text)
+    stack.reply_with(text)
     answer = await collected(stack, chat_template_kwargs=kwargs)
     assert (answer["message"]["reasoning"], answer["message"]["content"]) == (reasoning, content)
 
@@ -316,7 +312,7 @@ async def test_an_end_within_the_thinking(
     stack: Stack, stream: bool, limit: dict[str, Any], reason: str
 ) -> None:
     """There is thinking and no answer."""
-    play(stack, "<think>\nI see a marker here and there.\n</think>\n\nYes.")
+    stack.reply_with("<think>\nI see a marker here and there.\n</think>\n\nYes.")
     answer = (await streamed(stack, **limit))[0] if stream else await collected(stack, **limit)
     assert answer["message"]["reasoning_content"]
     assert "I see a marker here and there.".startswith(answer["message"]["reasoning_content"])
@@ -326,7 +322,7 @@ async def test_an_end_within_the_thinking(
 
 async def test_the_openai_client(stack: Stack) -> None:
     """The official client reads calls, streamed and not, and sends its own answer back."""
-    play(stack, f"Let me look.\n{CALL}")
+    stack.reply_with(f"Let me look.\n{CALL}")
     async with openai.AsyncOpenAI(
         base_url=f"{stack.gateway.base_url}/v1", api_key="unused", max_retries=0
     ) as client:
@@ -366,7 +362,7 @@ def _deep(levels: int) -> dict[str, Any]:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "enum": [0] * 100_000}}}]},
             "more than 16384 values",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 1_000_000}}]}, "letters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 1_000_000}}]}, "characters"),
         (
             {
                 "messages": [
@@ -388,7 +384,7 @@ async def test_hostile_requests_are_refused_fast(stack: Stack, body: dict[str, A
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert response.elapsed.total_seconds() < 2
-    assert not stack.peer.requests
+    assert not stack.scheduler.requests
 
 
 async def test_arguments_longer_than_a_body(stack: Stack) -> None:

@@ -1,4 +1,4 @@
-"""Events become text, counts and ends."""
+"""Events become text, counts and finish reasons."""
 
 import pytest
 
@@ -11,7 +11,7 @@ END = 99
 
 
 class Letters:
-    """A detokenizer for tests: token 1 is "a", 2 is "b", …; the end token has text, too."""
+    """A detokenizer for tests: token 1 is "a", 2 is "b" and so on; the end token has text, too."""
 
     def push(self, token_ids: object) -> str:
         return "".join("<end>" if i == END else chr(96 + i) for i in token_ids)  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def event(*tokens: int, reason: int = 0, stop: int | None = None) -> inference.G
 
 
 def test_text_grows() -> None:
-    """Tokens of an event become one delta."""
+    """The tokens of an event become one delta."""
     sequence = make()
     assert sequence.push(event(1, 2)) == Delta(0, "ab")
     assert sequence.push(event(3, reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "c", "length")
@@ -43,7 +43,7 @@ def test_text_grows() -> None:
 
 
 def test_an_event_may_only_finish() -> None:
-    """Without tokens, it only ends the sequence."""
+    """An event without tokens only ends the sequence."""
     sequence = make()
     sequence.push(event(1))
     assert sequence.push(event(reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "", "length")
@@ -51,20 +51,20 @@ def test_an_event_may_only_finish() -> None:
 
 
 def test_end_tokens_count_but_do_not_show() -> None:
-    """The end token has no text, and no stop_reason, but is part of the usage."""
+    """An end token counts in the usage, but has no text and no stop_reason."""
     sequence = make()
     assert sequence.push(event(1, END, reason=pb.FINISH_REASON_STOP, stop=END)) == Delta(0, "a", "stop")
     assert sequence.num_tokens == 2
 
 
 def test_stop_tokens_are_named() -> None:
-    """A stop token that the client gave is its stop_reason."""
+    """A stop token from the client is the stop_reason."""
     delta = make(ids=(2,)).push(event(1, 2, reason=pb.FINISH_REASON_STOP, stop=2))
     assert delta == Delta(0, "a", "stop", 2)
 
 
 def test_a_field_that_is_not_set_is_no_stop_token() -> None:
-    """Unset it reads as token 0, which a client may have given as one."""
+    """An unset field reads as token 0, which may be one of the client's stop tokens."""
     delta = make(ids=(0,)).push(event(1, reason=pb.FINISH_REASON_LENGTH))
     assert delta == Delta(0, "a", "length", None)
     delta = make(ids=(0,)).push(event(1, 0, reason=pb.FINISH_REASON_STOP, stop=0))
@@ -72,7 +72,7 @@ def test_a_field_that_is_not_set_is_no_stop_token() -> None:
 
 
 def test_stop_tokens_show_on_request() -> None:
-    """include_stop_str_in_output shows them."""
+    """include_stop_str_in_output shows stop tokens."""
     delta = make(include=True, ids=(2,)).push(event(1, 2, reason=pb.FINISH_REASON_STOP, stop=2))
     assert delta == Delta(0, "ab", "stop", 2)
 
@@ -80,7 +80,7 @@ def test_stop_tokens_show_on_request() -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3, 6])
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
 def test_a_stop_string_ends_text_and_count(cut: int, include: bool, text: str) -> None:
-    """Tokens behind the one that completed it are neither shown nor counted, however events are cut."""
+    """Tokens behind the one that completed the stop string are neither shown nor counted, however events are cut."""
     sequence, out, tokens = make(("cd",), include=include), "", [1, 2, 3, 4, 5, 6]
     delta = Delta(0, "")
     while not sequence.finished:
@@ -91,7 +91,7 @@ def test_a_stop_string_ends_text_and_count(cut: int, include: bool, text: str) -
 
 
 def test_a_near_miss_is_shown_at_the_end() -> None:
-    """What was held back for a stop string comes out when the sequence ends."""
+    """Text held back for a stop string appears when the sequence ends."""
     sequence = make(("cd",))
     assert sequence.push(event(1, 3)).text == "a"
     assert sequence.push(event(reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "c", "length")
@@ -104,7 +104,7 @@ def test_an_end_token_does_not_complete_a_stop_string() -> None:
 
 
 def test_min_tokens_come_before_stop_strings() -> None:
-    """Text of the first min_tokens tokens ends nothing, not even in part."""
+    """The text of the first min_tokens tokens is no part of a match."""
     sequence = make(("ab",), min_tokens=3)
     assert sequence.push(event(1, 2, 1)) == Delta(0, "aba")
     assert sequence.push(event(2)) == Delta(0, "b")

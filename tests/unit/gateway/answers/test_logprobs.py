@@ -24,7 +24,7 @@ def entry(logprob: float, rank: int, *top: tuple[int, float]) -> pb.TokenLogprob
     )
 
 
-def test_half_a_character_is_told_by_its_bytes() -> None:
+def test_half_a_character_is_reported_by_its_bytes() -> None:
     """Its text is U+FFFD; the bytes of both halves make the character."""
     tokens = [TokenReport(2, 0, -1.0), TokenReport(3, 0, -2.0, ((3, -2.0), (1, -3.0)))]
     told = REPORTER.chat(tokens)
@@ -38,20 +38,20 @@ def test_half_a_character_is_told_by_its_bytes() -> None:
 
 
 def test_tokens_that_look_alike_do_not_hide_the_chosen_one() -> None:
-    """Both halves of a character read U+FFFD; the chosen one's number stands."""
+    """Both halves of a character read U+FFFD; the chosen token's value wins."""
     told = REPORTER.completion([TokenReport(2, 0, -5.0, ((3, -0.5), (1, -1.0)))])
     assert told is not None
     assert told["top_logprobs"] == [{"\ufffd": -5.0, "a": -1.0}]
 
 
 def test_infinity_is_a_number() -> None:
-    """JSON has no infinity."""
+    """JSON has no infinity, so a finite number stands for it."""
     one = TokenReport.of(1, 0, entry(-math.inf, 9, (4, -math.inf)), 1)
     assert (one.logprob, one.top) == (LEAST, ((4, LEAST),))
 
 
 def test_no_more_than_was_asked_for() -> None:
-    """What an echo needs beside it is not told where it was not asked for."""
+    """Log-probabilities that only an echo needs are not reported elsewhere."""
     told = entry(-1.0, 4, (4, -0.1), (2, -0.2))
     ((token_id, logprob),) = TokenReport.of(1, 0, told, 1).top
     assert token_id == 4
@@ -65,8 +65,8 @@ def test_no_more_than_was_asked_for() -> None:
     }
 
 
-def test_nothing_wanted_nothing_told() -> None:
-    """null, as OpenAI has it."""
+def test_without_logprobs_the_field_is_null() -> None:
+    """Unrequested log-probabilities are null, as in OpenAI's API."""
     silent = Reporter(BYTES.__getitem__, wanted=False)
     assert silent.chat([]) is None
     assert silent.completion([]) is None
@@ -74,7 +74,7 @@ def test_nothing_wanted_nothing_told() -> None:
 
 
 class Letters:
-    """Token 1 is "a", 2 is "b", …; token 26 holds its text back until the next one."""
+    """A detokenizer for tests: token 1 is "a", 2 is "b" and so on; token 26 holds its text back until the next one."""
 
     def __init__(self) -> None:
         self.held = ""
@@ -100,7 +100,7 @@ def event(*tokens: int, reason: int = 0) -> inference.GenerateEvent:
 
 @pytest.mark.parametrize("stops", [(), ("nothing",)])
 def test_offsets_follow_the_text(stops: tuple[str, ...]) -> None:
-    """Also where text is held back: a token that says nothing yet stands where its text will be."""
+    """A token whose text is held back has the offset at which its text will appear."""
     watcher = StopStrings(stops, include_in_output=False) if stops else None
     sequence = SequenceText(0, 3, Letters(), watcher, 0, False, frozenset(), num_logprobs=0)
     first = sequence.push(event(1, 26))
@@ -111,8 +111,8 @@ def test_offsets_follow_the_text(stops: tuple[str, ...]) -> None:
     assert last.finish_reason == "length"
 
 
-def test_tokens_behind_a_stop_string_are_not_told() -> None:
-    """Those that complete it are: they count."""
+def test_tokens_behind_a_stop_string_are_not_reported() -> None:
+    """The tokens that complete the stop string count and are reported."""
     watcher = StopStrings(("cd",), include_in_output=False)
     sequence = SequenceText(0, 3, Letters(), watcher, 0, False, frozenset(), num_logprobs=0)
     delta = sequence.push(event(1, 2, 3, 4, 5, 6))
@@ -122,7 +122,7 @@ def test_tokens_behind_a_stop_string_are_not_told() -> None:
 
 
 def test_added_tokens_without_spaces_between_them() -> None:
-    """Where a tokenizer joins by spaces, two added tokens in a row are written without one, if that is asked for."""
+    """spaces_between_special_tokens=false joins neighbouring added tokens."""
     words = {1: "one", 2: "two", 8: "<x>", 9: "<y>"}
 
     def decode(token_ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Chunks, byte for byte."""
+"""Chunks of streamed answers, byte for byte."""
 
 import json
 from functools import partial
@@ -16,7 +16,7 @@ from protos.errors import Unavailable
 
 
 def read(data: bytes) -> list[dict[str, Any]]:
-    """The objects of some events; checks the framing."""
+    """Returns the objects of some events; checks the framing."""
     events = data.decode().split("\n\n")
     assert events.pop() == ""
     assert all(event.startswith("data: ") for event in events)
@@ -39,7 +39,7 @@ def test_text_survives_the_framing(cls: type[Chunks], text: str) -> None:
 
 
 def test_chat_chunks() -> None:
-    """Role first, then text, then the reason with an empty delta."""
+    """A chat stream has the role first, then text, then an empty delta with the reason."""
     chunks = make(ChatChunks)
     (opening,) = read(chunks.opening(0))
     assert opening == {
@@ -58,7 +58,7 @@ def test_chat_chunks() -> None:
 
 
 def test_completion_chunks() -> None:
-    """No role, and the reason comes with the last text."""
+    """A completion stream has no role, and the reason comes with the last text."""
     chunks = make(CompletionChunks)
     assert chunks.opening(0) == b""
     (end,) = read(chunks.write(Delta(3, "bye", "stop", "END")))
@@ -69,14 +69,14 @@ def test_completion_chunks() -> None:
 
 
 @pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
-def test_nothing_new_is_nothing_written(cls: type[Chunks]) -> None:
-    """Text may be held back."""
+def test_an_empty_delta_writes_nothing(cls: type[Chunks]) -> None:
+    """Text that is held back makes no chunk."""
     assert make(cls).write(Delta(0, "")) == b""
 
 
 @pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
 def test_usage_is_null_until_its_chunk(cls: type[Chunks]) -> None:
-    """With usage asked for, every chunk says null, and the last one has no choices."""
+    """With usage requested, every chunk says null, and the last one has no choices."""
     chunks = make(cls, with_usage=True)
     assert read(chunks.write(Delta(0, "a")))[0]["usage"] is None
     (last,) = read(chunks.usage({"total_tokens": 3}))
@@ -87,7 +87,7 @@ def test_usage_is_null_until_its_chunk(cls: type[Chunks]) -> None:
 
 @pytest.mark.parametrize("cls", [ChatChunks, CompletionChunks])
 def test_usage_may_come_with_every_chunk(cls: type[Chunks]) -> None:
-    """continuous_usage_stats."""
+    """continuous_usage_stats puts the usage so far into each chunk."""
     chunks = make(cls, with_usage=True)
     chunks.set_usage({"total_tokens": 2})
     chunks.set_usage({"total_tokens": 3})
@@ -102,8 +102,8 @@ def test_errors_and_the_end() -> None:
     assert DONE == b"data: [DONE]\n\n"
 
 
-def test_chunks_that_are_read_report_every_token_once() -> None:
-    """Log-probabilities of tokens whose text is held back, or is no text at all, come with what is told next."""
+def test_parsed_chunks_report_every_token_once() -> None:
+    """Tokens without visible text are reported with the next chunk."""
     reading = partial(AnswerReader, ThinkParser(Thinking.POSSIBLE), None, one_call=False, show_thinking=True)
     chunks = ChatChunks(
         "id-1", 1, "smol", with_usage=False, reporter=Reporter(lambda token_id: bytes([token_id]))

@@ -1,4 +1,4 @@
-"""The table from our errors to HTTP."""
+"""The table from error classes to HTTP."""
 
 import json
 
@@ -41,7 +41,7 @@ from protos import errors
 def test_each_error_has_its_status_and_body(
     error: errors.TriptychError, status: int, kind: str, code: str
 ) -> None:
-    """Status, type and code of every class."""
+    """Every class has its status, type and code."""
     response = error_response(error)
     assert response.status_code == status
     body = json.loads(bytes(response.body))
@@ -49,22 +49,22 @@ def test_each_error_has_its_status_and_body(
 
 
 def test_every_error_of_the_tree_has_a_row() -> None:
-    """A class that is added to the tree is never without an answer."""
+    """A class that is added to the tree always has an answer."""
     for cls in errors._BY_CODE.values():
         assert row_of(cls("m")).type
 
 
 @pytest.mark.parametrize(("after_ms", "header"), [(0, "1"), (1, "1"), (1000, "1"), (2500, "3")])
 def test_retry_after_is_in_whole_seconds(after_ms: int, header: str) -> None:
-    """Rounded up, at least one."""
+    """Retry-After is rounded up and at least one."""
     assert error_response(errors.Overloaded("m", retry_after_ms=after_ms)).headers["retry-after"] == header
 
 
 def test_only_retryable_errors_say_when_to_retry() -> None:
-    """A request that is wrong stays wrong."""
+    """An invalid request stays invalid, so it has no Retry-After."""
     assert "retry-after" not in error_response(errors.InvalidArgument("m")).headers
 
 
-def test_an_unexpected_exception_tells_nothing_of_its_text() -> None:
+def test_an_unexpected_exception_keeps_its_text_to_the_log() -> None:
     """Messages of unexpected exceptions may hold secrets."""
     assert "secret" not in internal(ValueError("secret")).message

@@ -1,4 +1,4 @@
-"""What each format's documents show is read as its authors meant it; what is malformed is content."""
+"""Each format is read as its documentation shows it; malformed calls are content."""
 
 import json
 import time
@@ -25,7 +25,7 @@ def reader(name: str, **options: Any) -> AnswerReader:
 
 
 def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Content and calls of a whole text; streamed letter by letter it must be the same."""
+    """Returns the content and calls of a whole text; checks that streaming character by character gives the same."""
     whole = Message.of(reader(name).whole(text))
     streaming = reader(name)
     streamed = Message.of([*(event for char in text for event in streaming.feed(char)), *streaming.finish()])
@@ -42,7 +42,7 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
 @pytest.mark.parametrize(
     ("name", "text", "content", "calls"),
     [
-        # Qwen's and Hermes' own layout, with and without line breaks, text before, between and behind.
+        # The layout of Qwen and Hermes, with and without line breaks, with text before, between and behind.
         ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', None, [("get_weather", PARIS)]),
         ("hermes", '<tool_call>{"arguments": {"city": "Paris"}, "name": "get_weather"}</tool_call>', None, [("get_weather", PARIS)]),
         (
@@ -51,11 +51,11 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
             "Let me look.",
             [("get_weather", PARIS), ("get_time", "{}")],
         ),
-        # An end marker within a string is a string; a missing one is forgiven.
+        # An end marker inside a string is part of the string; a missing end marker is accepted.
         ("hermes", '<tool_call>{"name": "f", "arguments": {"q": "</tool_call>"}}</tool_call> Done.', "Done.", [("f", '{"q": "</tool_call>"}')]),
         ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}', None, [("get_time", "{}")]),
         ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_', None, [("get_time", "{}")]),
-        # Llama: parameters or arguments, several by semicolon or line, with and without the marker.
+        # Llama: parameters or arguments, several calls separated by semicolons or lines, with and without the marker.
         ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", PARIS)]),
         ("llama3_json", '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", PARIS)]),
         ("llama3_json", '<|python_tag|>{"name": "elsewhere", "arguments": {}}', None, [("elsewhere", "{}")]),
@@ -68,14 +68,14 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
         ("llama3_json", '{"name": "get_time", "parameters": {}}\n{"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
         ("llama3_json", '{"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}}', None, [("get_time", "{}")] * 2),
         ("llama3_json", '{"name": "get_time", "parameters": {}}, and so on', ", and so on", [("get_time", "{}")]),
-        # What looks like the beginning of another call's marker and is the answer's end is text.
+        # An answer that ends with the beginning of a marker ends with text.
         ("llama3_json", '{"name": "get_time", "parameters": {}} <', "<", [("get_time", "{}")]),
         ("llama3_json", '{"name": "get_time", "parameters": {}}, <|pyth', ", <|pyth", [("get_time", "{}")]),
         ("llama3_json", '<|python_tag|>{"name": "get_time", "parameters": {}}\n<|python_tag|', "<|python_tag|", [("get_time", "{}")]),
         ("llama3_json", '{"name": "get_time", "parameters": {}} ; ', None, [("get_time", "{}")]),
         ("llama3_json", '{"name": "get_time", "parameters": {}};;{}', ";;{}", [("get_time", "{}")]),
         ("llama3_json", 'Sure: <|python_tag|>{"name": "get_time", "parameters": {}}', "Sure:", [("get_time", "{}")]),
-        # Mistral: the list of old tokenizers, names in front of arguments in newer ones.
+        # Mistral: the list of old tokenizers, and names before arguments in newer ones.
         ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]', None, [("get_weather", PARIS)]),
         (
             "mistral",
@@ -85,7 +85,7 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
         ),
         ("mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]get_time{}', None, [("get_weather", PARIS), ("get_time", "{}")]),
         ("mistral", 'Well.[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}', "Well.", [("get_weather", PARIS)]),
-        # Pythonic: literals by name, also where Python has no such name.
+        # Pythonic: keyword literals, including JSON's names that Python lacks.
         ("pythonic", "[get_weather(city='Paris')]", None, [("get_weather", PARIS)]),
         ("pythonic", '[get_weather(city="Paris"), get_time()]', None, [("get_weather", PARIS), ("get_time", "{}")]),
         ("pythonic", "<|python_start|>[get_time()]<|python_end|>", None, [("get_time", "{}")]),
@@ -95,7 +95,7 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
             None,
             [("from_to", '{"from": "a(b", "to": [1, -2.5, {"x": [true, null, false, null]}], "why": "it\'s"}')],
         ),
-        # Arguments as a text that holds an object, in front of the name or behind it.
+        # Arguments as a string that contains an object, before or after the name.
         ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"b\\n\"}"}</tool_call>', None, [("f", r'{"a": "b\n"}')]),
         ("hermes", r'<tool_call>{"arguments": " {} ", "name": "f"}</tool_call>', None, [("f", " {} ")]),
         ("llama3_json", r'{"name": "get_time", "parameters": "{\"a\": 1}"}', None, [("get_time", '{"a": 1}')]),
@@ -106,7 +106,7 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
     ],
 )  # fmt: skip
 def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    """Names and arguments come out as the model wrote them; white space around calls is no content."""
+    """Names and arguments come out as the model wrote them; white space around calls is not content."""
     assert read(name, text) == (content, calls)
 
 
@@ -169,7 +169,7 @@ def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str,
     ],
 )  # fmt: skip
 def test_malformed_calls_are_content(name: str, text: str) -> None:
-    """A collected answer shows them as they are, to the last character; so does one that may have no more than one call."""
+    """A collected answer shows malformed calls unchanged, even if it may have only one call."""
     assert read(name, text) == (text, [])
     assert _without_ids(Message.of(reader(name, one_call=True).whole(text)).body(with_reasoning=False)) == (
         text,
@@ -177,8 +177,8 @@ def test_malformed_calls_are_content(name: str, text: str) -> None:
     )
 
 
-def test_arguments_too_deep_are_no_arguments() -> None:
-    """They would break those who read them."""
+def test_deeply_nested_arguments_are_content() -> None:
+    """Such arguments would break their readers."""
     deep = '{"a": ' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)
     text = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
     assert read("hermes", text) == (text, [])
@@ -190,7 +190,7 @@ def test_arguments_too_deep_are_no_arguments() -> None:
 
 
 def test_deltas() -> None:
-    """A call is announced as soon as its arguments begin; they follow as they come."""
+    """A call is announced when its arguments begin; they follow as they arrive."""
     streaming = reader("hermes")
     assert streaming.feed("Well.\n<tool") == [Text("Well.")]
     assert streaming.feed('_call>\n{"name": "get_w') == []
@@ -203,8 +203,8 @@ def test_deltas() -> None:
     assert streaming.num_calls == 1
 
 
-def test_what_was_announced_and_turns_out_malformed_is_revoked() -> None:
-    """A stream has shown it by then; the end says that no call stands."""
+def test_a_malformed_call_is_revoked_after_its_announcement() -> None:
+    """A stream has already shown the call; the finish reason says that no call stands."""
     streaming = reader("hermes")
     events: list[Event] = streaming.feed('<tool_call>{"name": "f", "arguments": {"a": oops')
     revoked = events[-2]
@@ -215,7 +215,7 @@ def test_what_was_announced_and_turns_out_malformed_is_revoked() -> None:
 
 
 def test_a_call_that_is_cut_off_stays_a_call() -> None:
-    """max_tokens may end a call's arguments anywhere; finish_reason says so."""
+    """max_tokens may cut arguments anywhere; the finish_reason says so."""
     content, calls = read("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, 2')
     assert (content, calls) == (None, [("f", '{"a": [1, 2')])
     assert finish_reason("length", 1, named=False) == "length"
@@ -225,12 +225,12 @@ def test_a_call_that_is_cut_off_stays_a_call() -> None:
     ("num", "named", "word"), [(0, False, "stop"), (1, False, "tool_calls"), (1, True, "stop")]
 )
 def test_finish_reasons(num: int, named: bool, word: str) -> None:
-    """An answer that calls ends in tool_calls, except that a named tool's is an ordinary stop."""
+    """An answer with calls ends with tool_calls; a named tool's call ends with stop."""
     assert finish_reason("stop", num, named=named) == word
 
 
 def test_one_call_only() -> None:
-    """Without parallel calls, those behind the first are left out."""
+    """Without parallel calls, calls behind the first are left out."""
     text = '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Paris"}}'
     only = reader("llama3_json", one_call=True)
     assert _without_ids(Message.of(only.whole(text)).body(with_reasoning=False)) == (
@@ -240,8 +240,8 @@ def test_one_call_only() -> None:
     assert only.num_calls == 1
 
 
-def test_a_further_call_that_is_none_is_content() -> None:
-    """Without parallel calls nobody saw it begin, so that a stream shows all of it."""
+def test_a_further_malformed_call_is_content() -> None:
+    """Without parallel calls the client never saw it begin, so a stream shows its text."""
     good, bad = (
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {bad}}',
@@ -253,7 +253,7 @@ def test_a_further_call_that_is_none_is_content() -> None:
 
 
 def test_a_named_tools_answer_is_its_arguments() -> None:
-    """Everything but white space in front."""
+    """Everything but leading white space is arguments."""
     parser = NamedToolParser(lambda: "call_1", "f")
     assert parser.feed("\n ") == []
     assert parser.feed(' {"a"') == [CallStart(0, "call_1", "f"), CallArguments(0, '{"a"')]
@@ -262,7 +262,7 @@ def test_a_named_tools_answer_is_its_arguments() -> None:
 
 
 def test_mistrals_ids() -> None:
-    """Its templates take nine letters and digits; a model's own id is kept."""
+    """Mistral's templates accept nine letters and digits; a model's own id is kept."""
     for text, expected in (
         ("[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}", "a1b2c3d4e"),
         ("[TOOL_CALLS]f{}", None),
@@ -290,14 +290,14 @@ def test_mistrals_ids() -> None:
     ],
 )  # fmt: skip
 def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str | None) -> None:
-    """Thinking and answer apart, without the white space between them; what ends within the thinking has no answer."""
+    """Thinking and answer are separated without the white space between them; text that ends inside the thinking has no answer."""
     body = Message.of(AnswerReader(ThinkParser(at), None).whole(text)).body(with_reasoning=True)
     assert (body["reasoning"], body["content"]) == (reasoning, content)
     assert body["reasoning"] == body["reasoning_content"]
 
 
 def test_calls_behind_thinking() -> None:
-    """Only what comes behind the thinking is searched for calls."""
+    """Only the text behind the thinking is searched for calls."""
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     both = AnswerReader(ThinkParser(Thinking.OPEN), FORMATS["hermes"].make(NAMES))
     body = Message.of(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(with_reasoning=True)
@@ -306,7 +306,7 @@ def test_calls_behind_thinking() -> None:
 
 
 def test_thinking_may_be_hidden() -> None:
-    """include_reasoning=false leaves it out, not the answer."""
+    """include_reasoning=false leaves out the thinking and keeps the answer."""
     hidden = AnswerReader(ThinkParser(Thinking.OPEN), None, show_thinking=False)
     assert hidden.feed("Hm.</think>Paris") == [Text("Paris")]
     shown = AnswerReader(ThinkParser(Thinking.OPEN), None)
@@ -325,13 +325,13 @@ def test_thinking_may_be_hidden() -> None:
     ],
 )  # fmt: skip
 def test_where_an_answer_begins(tail: str, always: bool, at: Thinking) -> None:
-    """The end of the prompt says whether the model is thinking already."""
+    """The end of the prompt shows whether the model is already thinking."""
     assert thinking_at(tail, always=always) is at
 
 
 NESTED = '<tool_call>{"name": "f", "arguments": {"a": "'
 LONG: dict[str, tuple[str, str, str]] = {
-    # In front of what is repeated, that, and behind it.
+    # The beginning, the repeated text, and the end.
     "nested beginnings": ("hermes", "", NESTED),
     "arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "x"),
     "quoted arguments": ("hermes", '<tool_call>{"name": "f", "arguments": "{', " "),
@@ -355,7 +355,7 @@ LONG: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("case", LONG)
 def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
-    """Letter by letter, where that is dearest: eight times the text takes nowhere near 64 times the time."""
+    """Parsing is linear even character by character: eight times the text takes nowhere near 64 times the time."""
     name, before, repeated = LONG[case]
 
     def seconds(count: int) -> float:
@@ -372,7 +372,7 @@ def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
 
 
 def test_a_long_answer_comes_through() -> None:
-    """A million letters of arguments are no more than that."""
+    """A million characters of arguments arrive unchanged."""
     long = json.dumps({"text": "x" * 1_000_000})
     whole = reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')
     assert _without_ids(Message.of(whole).body(with_reasoning=False)) == (None, [("f", long)])

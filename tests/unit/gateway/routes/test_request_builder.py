@@ -1,4 +1,4 @@
-"""From a body to wire requests."""
+"""Wire requests from HTTP bodies."""
 
 import json
 import threading
@@ -37,8 +37,8 @@ def served(codec: TextCodec) -> Served:
     return Served(pb.ModelInfo(served_name="smol", vocab_size=49152, max_model_len=64), codec)
 
 
-def test_silence_asks_for_nothing() -> None:
-    """A body without sampling parameters leaves them to the model and the scheduler."""
+def test_an_empty_body_sets_no_sampling_parameters() -> None:
+    """Unset sampling parameters are left to the model and the scheduler."""
     params = sampling_of(body_of(), pb.ModelInfo())
     assert params == pb.SamplingParams(max_tokens=16)
 
@@ -68,13 +68,13 @@ def test_everything_arrives() -> None:
         {"presence_penalty": 0},
     ],
 )
-def test_what_switches_a_filter_off_stays_unset(fields: dict[str, Any]) -> None:
+def test_a_value_that_disables_a_filter_stays_unset(fields: dict[str, Any]) -> None:
     """A worker that lacks the filter has nothing to refuse."""
     assert sampling_of(body_of(**fields), pb.ModelInfo()) == pb.SamplingParams(max_tokens=16)
 
 
-def test_the_models_own_defaults_fill_the_gaps() -> None:
-    """generation_config.json speaks where the body is silent, and yields where it is not."""
+def test_the_models_defaults_fill_the_gaps() -> None:
+    """generation_config.json applies to parameters that the body leaves unset."""
     model = pb.ModelInfo(default_sampling=pb.SamplingParams(temperature=0.5, top_p=0.75, top_k=20))
     params = sampling_of(body_of(temperature=0.25, top_k=-1), model)
     assert (params.temperature, params.top_p) == (0.25, 0.75)
@@ -84,7 +84,7 @@ def test_the_models_own_defaults_fill_the_gaps() -> None:
 
 @pytest.mark.parametrize(("seed", "wire"), [(0, 0), (7, 7), (-1, 2**64 - 1)])
 def test_seeds_fit_64_bits(seed: int, wire: int) -> None:
-    """Negative seeds are legal."""
+    """Negative seeds are allowed."""
     assert sampling_of(body_of(seed=seed), pb.ModelInfo()).seed == wire
 
 
@@ -105,7 +105,7 @@ def test_token_ids_must_be_in_the_vocabulary(served: Served, fields: dict[str, A
         (1, 64, "at most 63"), (1000, 1000, "shorten the prompt"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_context_is_refused_in_numbers(
+def test_a_prompt_beyond_the_context_is_refused(
     served: Served, count: int, limit: int | None, words: str
 ) -> None:
     """The message has the numbers and what to change."""
@@ -115,19 +115,19 @@ def test_what_does_not_fit_the_context_is_refused_in_numbers(
 
 
 @pytest.mark.parametrize(("count", "limit"), [(63, None), (63, 1), (1, 63), (32, 32)])
-def test_what_fits_passes(served: Served, count: int, limit: int | None) -> None:
+def test_prompt_and_output_may_fill_the_context(served: Served, count: int, limit: int | None) -> None:
     """Prompt and output may fill the context exactly."""
     check_length(served, [1] * count, limit, param="prompt")
 
 
-def test_no_tokens_no_request(served: Served) -> None:
-    """A prompt that encodes to nothing is empty."""
+def test_a_prompt_without_tokens_is_refused(served: Served) -> None:
+    """A text that encodes to no tokens is an empty prompt."""
     with pytest.raises(InvalidArgument, match="is empty"):
         check_length(served, [], 1, param="prompt")
 
 
-def test_wire_requests_have_ids_of_their_own(served: Served) -> None:
-    """Several prompts of one body are told apart by their index."""
+def test_wire_requests_have_separate_ids(served: Served) -> None:
+    """The prompts of one body differ in their index."""
     body = body_of(prompt=["a", "b"], priority=-3, cache_salt="s")
     one, two = generate_requests(served, body, [[1], [2, 3]], "id")
     assert (one.request_id, two.request_id) == ("id-0", "id-1")
@@ -144,8 +144,8 @@ def test_errors_name_the_clients_parameter(served: Served) -> None:
     assert caught.value.param == "messages"
 
 
-async def test_prompts_are_encoded_or_taken(served: Served) -> None:
-    """Text is encoded; ids are taken as they are, within the vocabulary."""
+async def test_text_prompts_are_encoded(served: Served) -> None:
+    """Text is encoded; token ids pass unchanged if they are in the vocabulary."""
     worker = TextWorker()
     options: dict[str, Any] = {"special": True, "size": 30, "param": "prompt"}
     try:
@@ -158,7 +158,7 @@ async def test_prompts_are_encoded_or_taken(served: Served) -> None:
 
 
 async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None:
-    """Base models are told apart, with the endpoint that does work."""
+    """A chat with a base model is refused with the endpoint that works."""
     worker, messages = TextWorker(), [Message(role="user", content="hi")]
     options: dict[str, Any] = {
         "add_generation_prompt": True,
@@ -179,7 +179,7 @@ async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None
 async def test_thousands_of_short_messages_leave_the_event_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template's effort grows with the whole body, not with the text in it: what is long runs in a thread."""
+    """A template's effort grows with the whole body, not with the text in it, so a long body is rendered in a thread."""
     threads: list[str] = []
 
     def encode(_codec: TextCodec, _text: str, **_: object) -> list[int]:

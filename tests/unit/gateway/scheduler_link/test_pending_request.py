@@ -1,4 +1,4 @@
-"""The mailbox of requests under way, and what a lost scheduler leaves to be done."""
+"""Groups of pending requests, and how a lost request is resumed."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ GRAMMAR = pb.StructuredOutput(json_object=True)
 
 
 def make(size: int = 1, n: int | None = None) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
-    """With what was aborted: the request's first sequence in the group, and which of its sequences if not all."""
+    """Returns a group and its aborts: the aborted request's first sequence in the group, and one sequence if not all."""
     aborted: list[tuple[int, int | None]] = []
     requests = [inference.GenerateRequest(request_id=f"r{index}", n=n) for index in range(size)]
 
@@ -30,7 +30,7 @@ def event(
 
 
 async def test_events_that_wait_are_taken_together() -> None:
-    """A slow reader gets all there is, in order."""
+    """A slow reader gets all waiting events, in order."""
     group, _ = make()
     group.put(0, event(1))
     group.put(0, event(2))
@@ -38,7 +38,7 @@ async def test_events_that_wait_are_taken_together() -> None:
 
 
 async def test_a_reader_waits_for_the_next_event() -> None:
-    """take() returns as soon as there is something."""
+    """take() returns as soon as an event arrives."""
     group, _ = make()
     reader = asyncio.create_task(group.take())
     await asyncio.sleep(0)
@@ -48,7 +48,7 @@ async def test_a_reader_waits_for_the_next_event() -> None:
 
 
 async def test_the_end_is_empty() -> None:
-    """Once all have finished, take() returns nothing, again and again."""
+    """Once all sequences have finished, take() returns nothing, again and again."""
     group, _ = make(2)
     group.put(1, event(reason=pb.FINISH_REASON_STOP))
     group.put(0, event(reason=pb.FINISH_REASON_LENGTH))
@@ -57,8 +57,8 @@ async def test_the_end_is_empty() -> None:
     assert await group.take() == []
 
 
-async def test_a_failure_comes_after_what_arrived_before() -> None:
-    """Tokens that were there are delivered; then the error; everything is aborted."""
+async def test_a_failure_comes_after_earlier_events() -> None:
+    """Earlier events are delivered, then the error; all requests are aborted."""
     group, aborted = make(2)
     group.put(0, event(1))
     group.fail(Overloaded("full"))
@@ -69,14 +69,14 @@ async def test_a_failure_comes_after_what_arrived_before() -> None:
 
 
 async def test_aborting_drops_all() -> None:
-    """Whoever stops reading stops the requests."""
+    """A reader that stops aborts all requests of its group."""
     group, aborted = make(2)
     group.abort()
     assert aborted == [(0, None), (1, None)]
 
 
 async def test_finishing_one_leaves_the_others() -> None:
-    """A stop string in one prompt's answer does not end the rest, not even with its own end on the way."""
+    """A stop string in one answer does not end the others, even if its own end is still on the way."""
     group, aborted = make(2)
     group.put(0, event(1, reason=pb.FINISH_REASON_LENGTH))
     group.finish(0)
@@ -89,7 +89,7 @@ async def test_finishing_one_leaves_the_others() -> None:
     assert len(await reader) == 1
 
 
-def test_a_renewed_request_continues() -> None:
+def test_a_resumed_request_continues() -> None:
     """It has another id and the tokens received so far; the rest is unchanged."""
     group, _ = make()
     pending = group.requests[0]
@@ -103,17 +103,17 @@ def test_a_renewed_request_continues() -> None:
     assert list(pending.request.resumed) == [inference.ResumedSequence(token_ids=[1, 2, 3])]
 
 
-def test_a_renewed_request_says_what_is_there_of_each_sequence() -> None:
-    """One has finished, one goes on, one has not begun; the prompt is not asked about twice."""
+def test_a_resumed_request_describes_each_sequence() -> None:
+    """One sequence has finished, one continues, one has not begun; the prompt's log-probabilities are not requested twice."""
     group, _ = make(n=3)
     pending = group.requests[0]
     pending.request.prompt_token_ids.extend([7, 8])
     pending.request.sampling.prompt_logprobs = 1
     pending.prepare_resume()
     assert pending.request.sampling.HasField("prompt_logprobs")
-    told = event(5, sequence=2)
-    told.prompt_logprobs.add(logprob=-1.0, rank=1)
-    pending.on_event(told)
+    prompt_logprobs = event(5, sequence=2)
+    prompt_logprobs.prompt_logprobs.add(logprob=-1.0, rank=1)
+    pending.on_event(prompt_logprobs)
     pending.on_event(event(6, reason=pb.FINISH_REASON_STOP))
     pending.prepare_resume()
     assert pending.request.n == 3
@@ -128,8 +128,8 @@ def test_a_renewed_request_says_what_is_there_of_each_sequence() -> None:
     assert pending.finished
 
 
-def test_a_part_of_the_prompts_log_probabilities_is_asked_for_again() -> None:
-    """They come in parts while the prompt is computed; whoever begins again tells all of them."""
+def test_partial_prompt_logprobs_are_requested_again() -> None:
+    """They arrive in parts while the prompt is computed, and a new scheduler sends all of them again."""
     pending = make()[0].requests[0]
     pending.request.prompt_token_ids.extend([1, 2, 3, 4])
     pending.request.sampling.prompt_logprobs = 1
@@ -148,8 +148,8 @@ def test_a_part_of_the_prompts_log_probabilities_is_asked_for_again() -> None:
     assert not pending.request.sampling.HasField("prompt_logprobs")
 
 
-def make_told(size: int = 1) -> RequestGroup:
-    """Requests of two sequences that ask for the log-probabilities of three tokens."""
+def make_with_prompt_logprobs(size: int = 1) -> RequestGroup:
+    """Returns requests of two sequences that ask for the log-probabilities of three tokens."""
     sampling = pb.SamplingParams(prompt_logprobs=1)
     requests = [
         inference.GenerateRequest(request_id=f"r{index}", n=2, prompt_token_ids=[1, 2, 3], sampling=sampling)
@@ -158,57 +158,59 @@ def make_told(size: int = 1) -> RequestGroup:
     return RequestGroup(requests, lambda *_: None)
 
 
-def deliver(group: RequestGroup, index: int, arrived: inference.GenerateEvent, told: int = 0) -> None:
-    """As the client does, with ``told`` further log-probabilities of the prompt."""
-    arrived.prompt_logprobs.extend(pb.TokenLogprobs() for _ in range(told))
+def deliver(
+    group: RequestGroup, index: int, arrived: inference.GenerateEvent, prompt_logprobs: int = 0
+) -> None:
+    """Delivers an event as the client does, with further log-probabilities of the prompt."""
+    arrived.prompt_logprobs.extend(pb.TokenLogprobs() for _ in range(prompt_logprobs))
     pending = group.requests[index // 2]
     arrived.sequence = index % 2
     pending.on_event(arrived)
     group.put(index, arrived)
 
 
-async def test_tokens_wait_for_what_is_told_of_their_prompt() -> None:
-    """Another sequence than the one that tells may begin, and end, earlier. Other prompts' answers do not wait."""
-    group = make_told(2)
+async def test_tokens_wait_for_their_prompts_logprobs() -> None:
+    """Another sequence may begin, and end, before the prompt's log-probabilities are complete. Other prompts' answers do not wait."""
+    group = make_with_prompt_logprobs(2)
     deliver(group, 1, event(5))
-    deliver(group, 0, event(), told=1)
+    deliver(group, 0, event(), prompt_logprobs=1)
     deliver(group, 1, event(6, reason=pb.FINISH_REASON_STOP))
-    deliver(group, 2, event(7), told=2)
+    deliver(group, 2, event(7), prompt_logprobs=2)
     assert [index for index, _ in await group.take()] == [2]
     reader = asyncio.create_task(group.take())
     group.requests[0].prepare_resume()
-    deliver(group, 0, event(), told=1)
+    deliver(group, 0, event(), prompt_logprobs=1)
     await asyncio.sleep(0)
     assert not reader.done()
-    deliver(group, 0, event(), told=1)
+    deliver(group, 0, event(), prompt_logprobs=1)
     taken = [(index, list(one.token_ids)) for index, one in await reader]
     assert [(index, tokens) for index, tokens in taken if tokens] == [(1, [5]), (1, [6])]
     deliver(group, 0, event(8, reason=pb.FINISH_REASON_STOP))
     assert [list(one.token_ids) for _, one in await group.take()] == [[8]]
 
 
-async def test_who_waits_for_a_prompt_hears_of_a_failure() -> None:
-    """Nothing can be told without the prompt, but nobody waits for ever; what is there of another prompt is still delivered."""
-    group = make_told(2)
+async def test_a_failure_ends_the_wait_for_a_prompt() -> None:
+    """Events without their prompt are dropped; complete events of another prompt are still delivered."""
+    group = make_with_prompt_logprobs(2)
     deliver(group, 1, event(5))
-    deliver(group, 2, event(7), told=2)
+    deliver(group, 2, event(7), prompt_logprobs=2)
     group.fail(Overloaded("full"))
     assert [index for index, _ in await group.take()] == [2]
     with pytest.raises(Overloaded, match="full"):
         await group.take()
 
 
-async def test_a_prompt_that_is_never_told_is_a_failure() -> None:
-    """All of its sequences have ended: nothing more will come."""
-    group = make_told()
-    deliver(group, 0, event(5, reason=pb.FINISH_REASON_STOP), told=1)
+async def test_missing_prompt_logprobs_are_a_failure() -> None:
+    """All sequences have ended, so no more log-probabilities will come."""
+    group = make_with_prompt_logprobs()
+    deliver(group, 0, event(5, reason=pb.FINISH_REASON_STOP), prompt_logprobs=1)
     deliver(group, 1, event(6, reason=pb.FINISH_REASON_STOP))
     with pytest.raises(Internal, match="log-probabilities"):
         await group.take()
 
 
-async def test_sequences_are_numbered_through() -> None:
-    """All of one prompt's before the next one's; each is finished alone."""
+async def test_sequences_are_numbered_across_requests() -> None:
+    """Sequences are numbered prompt by prompt; each is finished alone."""
     group, aborted = make(2, n=3)
     assert [pending.first_index for pending in group.requests] == [0, 3]
     group.finish(4)
@@ -228,7 +230,7 @@ async def test_sequences_are_numbered_through() -> None:
         (pb.SamplingParams(ignore_eos=True), [1, 2], None),
         (pb.SamplingParams(min_tokens=3), [1, 2], None),
         (pb.SamplingParams(stop_token_ids=[7]), [7], pb.FINISH_REASON_STOP),
-        # A grammar that is through ends a sequence before min_tokens, too; a client's stop token does not.
+        # A completed grammar ends a sequence even before min_tokens; a client's stop token does not.
         (pb.SamplingParams(min_tokens=3, structured_output=GRAMMAR), [1, 2], pb.FINISH_REASON_STOP),
         (pb.SamplingParams(ignore_eos=True, structured_output=GRAMMAR), [1, 2], pb.FINISH_REASON_STOP),
         (pb.SamplingParams(min_tokens=3, structured_output=GRAMMAR, stop_token_ids=[7]), [1, 7], None),
@@ -237,7 +239,7 @@ async def test_sequences_are_numbered_through() -> None:
         (pb.SamplingParams(), [], None),
     ],
 )
-def test_an_unheard_end_is_recognised(
+def test_a_missed_end_is_recognized(
     sampling: pb.SamplingParams, received: list[int], reason: int | None
 ) -> None:
     """Complete tokens are never continued after a reconnect."""

@@ -1,4 +1,4 @@
-"""``response_format`` and ``structured_outputs`` on their way to the wire."""
+"""``response_format`` and ``structured_outputs`` as wire messages."""
 
 import json
 from typing import Any
@@ -42,7 +42,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
          pb.StructuredOutput(json_object=True)),
     ],
 )  # fmt: skip
-def test_what_is_asked_for_reaches_the_wire(fields: dict[str, Any], wire: pb.StructuredOutput | None) -> None:
+def test_constraints_reach_the_wire(fields: dict[str, Any], wire: pb.StructuredOutput | None) -> None:
     """Schemas keep the order of their properties."""
     assert chat(**fields).constraint() == wire
     completion = parse(CompletionRequest, orjson.dumps({"prompt": "x", **fields}))
@@ -67,22 +67,22 @@ def test_what_is_asked_for_reaches_the_wire(fields: dict[str, Any], wire: pb.Str
         ({"structured_outputs": {"json": "{}"}, "response_format": {"type": "json_object"}}, "response_format"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
-    """With the place within the parameter."""
+def test_an_invalid_constraint_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    """The error names the place inside the parameter."""
     with pytest.raises(InvalidArgument) as caught:
         chat(**fields)
     assert caught.value.param.startswith(param.split(".", maxsplit=1)[0])
     assert len(caught.value.message) < 500
 
 
-def test_an_option_that_is_not_served_is_refused() -> None:
-    """Rather than ignored."""
+def test_an_unsupported_option_is_refused() -> None:
+    """An unsupported option is refused, not ignored."""
     with pytest.raises(Unsupported, match="white space"):
         chat(structured_outputs={"regex": "a", "disable_any_whitespace": True})
 
 
-def test_a_schema_nested_too_deep_to_be_written_is_refused() -> None:
-    """As it was read, so it might come."""
+def test_a_schema_too_deep_to_write_is_refused() -> None:
+    """The reader accepts deeper JSON than the writer."""
     schema: dict[str, Any] = {}
     for _ in range(600):
         schema = {"a": schema}

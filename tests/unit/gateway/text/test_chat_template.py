@@ -45,7 +45,7 @@ def reference(source: str, messages: list[dict[str, str]], **variables: Any) -> 
 @pytest.mark.parametrize("name", ["smollm2", *TEMPLATES])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_renders_as_transformers_does(name: str, messages: Any, add_generation_prompt: bool) -> None:
-    """The prompt is, character for character, what the model was trained on."""
+    """The prompt matches transformers' rendering character for character."""
     source = TEMPLATES.get(name) or (smollm2_folder() / "chat_template.jinja").read_text()
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     ours = ChatTemplate(source, special).render(messages, add_generation_prompt=add_generation_prompt)
@@ -61,7 +61,7 @@ def test_a_template_may_refuse() -> None:
 
 
 def test_templates_cannot_reach_into_python() -> None:
-    """They run in a sandbox: a model's files are not code of ours."""
+    """Templates run in a sandbox: they come with the model's files."""
     template = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
     with pytest.raises(InvalidArgument, match="unsafe"):
         template.render([], add_generation_prompt=True)
@@ -81,7 +81,7 @@ def test_variables_must_be_known() -> None:
     [("{{ messages[0].role }}", "system"), ("{# developer #}{{ messages[0].role }}", "developer")],
 )
 def test_developers_are_the_system_where_the_template_does_not_know_them(source: str, role: str) -> None:
-    """OpenAI renamed the role; most models were trained before."""
+    """A template that does not know the role "developer" gets "system" instead."""
     text = ChatTemplate(source, {}).render(
         [{"role": "developer", "content": "x"}], add_generation_prompt=False
     )
@@ -112,19 +112,19 @@ def folder_with(tmp_path: Path, config: dict[str, Any], template: str | None = N
 def test_a_template_is_found_wherever_models_keep_it(
     tmp_path: Path, config: Any, file: str | None, text: str
 ) -> None:
-    """In a file of its own, in the configuration, or there by name."""
+    """A template may be a separate file, or an entry in the configuration, with or without a name."""
     codec = TextCodec.load(folder_with(tmp_path, config, file))
     assert codec.chat_template is not None
     assert codec.chat_template.render([], add_generation_prompt=True) == text
 
 
 def test_base_models_have_none(tmp_path: Path) -> None:
-    """Without a template there is none; nothing is made up."""
+    """A model without a template gets none."""
     assert TextCodec.load(folder_with(tmp_path, {})).chat_template is None
 
 
 def test_a_broken_template_is_reported(tmp_path: Path) -> None:
-    """A template that cannot be compiled is named when the model is loaded."""
+    """Loading a model with an invalid template fails and names it."""
     with pytest.raises(Internal, match="chat template cannot be compiled"):
         TextCodec.load(folder_with(tmp_path, {}, "{% if %}"))
     with pytest.raises(jinja2.TemplateSyntaxError):
@@ -132,7 +132,7 @@ def test_a_broken_template_is_reported(tmp_path: Path) -> None:
 
 
 def test_variables_too_deep_for_the_template_are_the_clients_fault() -> None:
-    """JSON may nest deeper than a template's filters can write; that is no fault of the gateway."""
+    """JSON may nest deeper than a template's filters can write; that is an invalid argument."""
     value: Any = []
     for _ in range(1000):
         value = [value]

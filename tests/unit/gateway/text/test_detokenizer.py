@@ -1,4 +1,4 @@
-"""Token ids to text without half characters."""
+"""Incremental detokenization."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def codec() -> TextCodec:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """A small tokenizer in the style of Gemma and Llama 2: word borders as ▁, bytes for what is not in the vocabulary."""
+    """Returns a small tokenizer in the style of Gemma and Llama 2: ▁ for word boundaries, byte fallback for the rest."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Sequence(
@@ -48,7 +48,7 @@ def test_byte_level_tokenizers_take_the_fast_path(codec: TextCodec) -> None:
     ["Paris.", "naïve café", "日本語です", "👩‍👩‍👧‍👦 family", "a\u0301b", "\n\n\t x", "Привет", "🇫🇷", ""],
 )
 def test_deltas_add_up_and_never_hold_half_a_character(codec: TextCodec, text: str) -> None:
-    """The deltas of any text are whole characters and add up to it."""
+    """Deltas are whole characters and add up to the text."""
     ids = codec.encode(text, add_special_tokens=False)
     parts = pieces(codec.detokenizers.make(skip_special_tokens=True), ids)
     assert "".join(parts) == text
@@ -56,7 +56,7 @@ def test_deltas_add_up_and_never_hold_half_a_character(codec: TextCodec, text: s
 
 
 def test_an_unfinished_character_waits_for_its_bytes(codec: TextCodec) -> None:
-    """A character split over tokens comes out whole with its last token."""
+    """A character split over tokens appears whole with its last token."""
     ids = codec.encode("𓀀", add_special_tokens=False)
     assert len(ids) > 1
     detokenizer = codec.detokenizers.make(skip_special_tokens=True)
@@ -65,7 +65,7 @@ def test_an_unfinished_character_waits_for_its_bytes(codec: TextCodec) -> None:
 
 
 def test_an_unfinished_character_at_the_end_is_replaced(codec: TextCodec) -> None:
-    """Cut off within a character, the text ends with U+FFFD, as a decode of all tokens would."""
+    """A text cut inside a character ends with U+FFFD, like a decode of all tokens."""
     ids = codec.encode("x𓀀", add_special_tokens=False)[:-1]
     parts = pieces(codec.detokenizers.make(skip_special_tokens=True), ids)
     assert "".join(parts[:-1]) == "x"
@@ -85,7 +85,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(codec: TextCodec) -> None:
 
 
 def test_every_token_alone_decodes_as_the_library_decodes_it(codec: TextCodec) -> None:
-    """The byte table agrees with the tokenizer on its whole vocabulary."""
+    """The byte table agrees with the tokenizer on the whole vocabulary."""
     tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
     wrong = [
         i for i in range(tokenizer.get_vocab_size())
@@ -96,7 +96,7 @@ def test_every_token_alone_decodes_as_the_library_decodes_it(codec: TextCodec) -
 
 @pytest.mark.parametrize("text", ["the quick fox", "the 🦊 jumps", " over", "日本 the", "é"])
 def test_byte_fallback_joins_bytes_to_characters(sentencepiece: Tokenizer, text: str) -> None:
-    """Sentencepiece's byte tokens become characters as soon as they are complete."""
+    """Sentencepiece's byte tokens become characters once they are complete."""
     factory = DetokenizerFactory(sentencepiece)
     assert isinstance(factory.make(skip_special_tokens=True), BytewiseDetokenizer)
     ids = sentencepiece.encode(text).ids
@@ -106,7 +106,7 @@ def test_byte_fallback_joins_bytes_to_characters(sentencepiece: Tokenizer, text:
 
 
 def test_other_decoders_use_a_window() -> None:
-    """Word pieces depend on their neighbours, and still add up."""
+    """Word pieces depend on their neighbours, and their deltas still add up."""
     tokenizer = Tokenizer(
         models.WordPiece({UNKNOWN: 0, "play": 1, "##ing": 2, "now": 3, "!": 4}, unk_token=UNKNOWN)
     )
@@ -120,7 +120,7 @@ def test_other_decoders_use_a_window() -> None:
 
 
 def test_a_window_flushes_real_replacement_characters() -> None:
-    """Text that really ends with U+FFFD is delivered at the end."""
+    """Text that really ends with U+FFFD is emitted at the end."""
     words = {1: "a", 2: "\ufffd"}
     detokenizer = WindowedDetokenizer(lambda ids: "".join(words[i] for i in ids), [])
     assert detokenizer.push([1]) == "a"
@@ -129,5 +129,5 @@ def test_a_window_flushes_real_replacement_characters() -> None:
 
 
 def test_the_tokenizer_folder_holds_no_weights() -> None:
-    """The fixture is what a scheduler would send."""
+    """The fixture has exactly the files that a scheduler sends."""
     assert {path.suffix for path in Path(smollm2_folder()).iterdir()} <= {".json", ".jinja"}

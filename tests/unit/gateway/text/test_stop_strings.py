@@ -1,4 +1,4 @@
-"""Stop strings across token borders."""
+"""Stop strings across token boundaries."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from gateway.text.stop_strings import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[list[str], str | None]:
-    """What is emitted per piece (and by the flush, if nothing matched), and the match."""
+    """Returns the text emitted per piece (and by the flush, if nothing matched), and the match."""
     watcher = StopStrings(stops, include_in_output=include)
     out = []
     for piece in pieces:

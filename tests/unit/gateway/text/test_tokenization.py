@@ -43,7 +43,7 @@ def copy_with(tmp_path: Path, **config: Any) -> Path:
     ],
 )
 def test_encodes_as_transformers_does(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Same ids with and without special tokens, whatever the configuration says about BOS and EOS."""
+    """The ids are the same with and without special tokens, whatever the configuration says about BOS and EOS."""
     from transformers import AutoTokenizer
 
     folder = copy_with(tmp_path, **config)
@@ -72,7 +72,7 @@ def test_bos_comes_from_the_post_processor_and_chats_get_no_second_one(tmp_path:
 
 
 def test_decodes_and_names_tokens() -> None:
-    """The way back, and the vocabulary's own spelling."""
+    """Token ids decode to text, and each has the vocabulary's spelling."""
     codec = TextCodec.load(smollm2_folder())
     ids = codec.encode("hello world", add_special_tokens=False)
     assert codec.decode(ids) == "hello world"
@@ -87,7 +87,7 @@ def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
-    """So is one that cannot be read."""
+    """The message names a file that cannot be read."""
     folder = copy_with(tmp_path)
     (folder / name).write_text("{")
     with pytest.raises(Internal, match=name.replace(".", r"\.")):
@@ -95,7 +95,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 async def test_long_work_leaves_the_event_loop_alone() -> None:
-    """Short work runs where it is called, long work in a thread."""
+    """Short work runs in the event loop, long work in a thread."""
     worker = TextWorker()
     try:
         here = threading.get_ident()

@@ -47,7 +47,7 @@ def pieces_of(text: str, size: int) -> list[str]:
 
 @pytest.mark.parametrize("size", [0, 1, 5])
 def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
-    """Its calls come out as our own parsers' do, streamed and whole."""
+    """Its calls come out like those of the gateway's own parsers, streamed and whole."""
     text = f"Let me look.\n{CALL}\n{CALL}"
     reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:hermes", codec, [WEATHER, TIME])())
     body = body_of(reader, pieces_of(text, size) if size else text)
@@ -76,8 +76,8 @@ def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
         ("pythonic", "It is [1, 2]."),
     ],
 )  # fmt: skip
-def test_our_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) -> None:
-    """On whole texts, right and malformed ones: the same calls, the same content."""
+def test_the_gateways_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) -> None:
+    """Whole texts, valid and malformed, have the same calls and the same content."""
     tools = [WEATHER, TIME]
     mine = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
     other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, tools)())
@@ -95,7 +95,7 @@ NOON = ("get_time", "{}")
 @pytest.mark.parametrize(
     ("name", "text", "mine", "theirs"),
     [
-        # What was announced in a stream and stands is a call here, whatever follows; there, all of a text is calls or none of it is.
+        # Here, a call announced in a stream stays a call, whatever follows. In vLLM, either all of a text is calls or none of it.
         (
             "hermes",
             '<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
@@ -105,17 +105,17 @@ NOON = ("get_time", "{}")
         ("pythonic", "[get_time(), 5]", (", 5]", [NOON]), ("[get_time(), 5]", [])),
         ("pythonic", "[get_time()] and", ("and", [NOON]), ("[get_time()] and", [])),
         ("pythonic", "[get_time()", (None, [NOON]), ("[get_time()", [])),
-        # A call that was cut off stays one.
+        # A call that was cut off stays a call.
         (
             "llama3_json",
             '{"name": "get_time", "parameters": {"a": 1',
             (None, [("get_time", '{"a": 1')]),
             ('{"name": "get_time", "parameters": {"a": 1', []),
         ),
-        # Text behind calls is not lost.
+        # Text behind calls is kept.
         ("hermes", '<tool_call>{"name": "get_time", "arguments": {}}</tool_call> and', ("and", [NOON]), (None, [NOON])),
         ("llama3_json", '{"name": "get_time", "parameters": {}} and', ("and", [NOON]), (None, [NOON])),
-        # Without a marker, JSON within or as an answer is an answer, unless it begins it and names a tool.
+        # Without a marker, JSON is content unless it begins the answer and names a tool.
         (
             "llama3_json",
             'Sure: {"name": "get_time", "parameters": {}}',
@@ -124,7 +124,7 @@ NOON = ("get_time", "{}")
         ),
         ("llama3_json", '{"name": "Ada", "parameters": {}}', ('{"name": "Ada", "parameters": {}}', []), (None, [("Ada", "{}")])),
         ("pythonic", "[unknown()]", ("[unknown()]", []), (None, [("unknown", "{}")])),
-        # Arguments as a text: what it holds, not the text as JSON once more.
+        # Arguments written as a string: the string's contents, not the string as JSON again.
         (
             "hermes",
             r'<tool_call>{"name": "get_time", "arguments": "{\"a\": 1}"}</tool_call>',
@@ -133,10 +133,10 @@ NOON = ("get_time", "{}")
         ),
     ],
 )  # fmt: skip
-def test_where_our_parsers_differ_on_purpose(
+def test_where_the_gateways_parsers_differ_on_purpose(
     codec: TextCodec, name: str, text: str, mine: tuple[Any, Any], theirs: tuple[Any, Any]
 ) -> None:
-    """These, and no others that we know of."""
+    """These are all known differences from vLLM's parsers."""
     own = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
     other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, [WEATHER, TIME])())
     assert _as_written(body_of(own, text)) == mine
@@ -150,7 +150,7 @@ def _as_written(body: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
 
 @pytest.fixture
 def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of vLLM's engine parsers import Mistral's, which imports a library that is not installed here; another's tests need neither."""
+    """Replaces Mistral's parser: all of vLLM's engine parsers import it, and it needs a library that is not installed."""
     stand_in = types.ModuleType("vllm.parser.mistral")
     stand_in.MistralParser = type("MistralParser", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.parser.mistral", stand_in)
@@ -159,7 +159,7 @@ def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [0, 100])
 @pytest.mark.usefixtures("without_mistral")
 def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
-    """A format that we have no parser for."""
+    """A format without a parser of the gateway's own can be read."""
     text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
     reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:qwen3_coder", codec, [WEATHER])())
     (call,) = body_of(reader, pieces_of(text, size) if size else text)["tool_calls"]
@@ -171,7 +171,7 @@ def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.usefixtures("without_mistral")
 def test_a_reasoning_parser_of_vllm(codec: TextCodec, name: str, streamed: bool) -> None:
-    """Thinking and answer apart; markers come as tokens of their own, as they do from a model."""
+    """Thinking and answer are separated; markers come as separate tokens, as from a model."""
     prompt = codec.encode("<|im_start|>assistant\n<think>\n", add_special_tokens=False)
     reader = AnswerReader(vllm_parsers.reasoning_parser(f"vllm:{name}", codec, prompt), None)
     pieces = ["Hm", ".\n", "</think>", "\n\n", "Par", "is."]
@@ -180,7 +180,7 @@ def test_a_reasoning_parser_of_vllm(codec: TextCodec, name: str, streamed: bool)
 
 
 def test_the_tokenizer_is_wrapped_once_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a copy of all of it: not a thing to make for each sequence, nor on the event loop."""
+    """The wrapper copies the tokenizer, so sequences share it and the event loop does not make it."""
     import transformers
 
     made: list[Any] = []
@@ -207,7 +207,7 @@ def test_the_tokenizer_is_wrapped_once_a_model(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "prompt", "passing", "failing"),
     [
-        # It takes everything in front of the end marker for thinking, so that an answer must stand behind one.
+        # It takes everything before the end marker for thinking, so an answer must stand behind one.
         ("deepseek_r1", "<|im_start|>assistant\n", ["Hm.</think>{}", "<think>Hm.</think>\n{}"], ["{}"]),
         ("deepseek_r1", "<think>\n\n</think>\n\n", ["{}"], ["Hm.</think>{}"]),
         ("olmo3", "<|im_start|>assistant\n", ["<think>Hm.</think>{}", "{}"], ["Hm.</think>{}"]),
@@ -219,19 +219,19 @@ def test_the_tokenizer_is_wrapped_once_a_model(tmp_path: Path, monkeypatch: pyte
 def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
     tmp_path: Path, name: str, prompt: str, passing: list[str], failing: list[str]
 ) -> None:
-    """What the grammar lets pass, the parser reads as an answer; it is asked, not known by its name."""
+    """The parser reads as an answer what the grammar accepts as one."""
     special = ["<tool_call>", "<think>", "</think>", "<seed:think>", "</seed:think>"]
     served = served_with(folder_with(tmp_path, THINKING, special))
     compiler, ids = byte_compiler(), served.text.encode(prompt, add_special_tokens=False)
-    reading = plan_answer(
+    plan = plan_answer(
         settings(reasoning_parser=f"vllm:{name}"), served, chat(structured_outputs={"regex": "[{][}]"}), ids
     )
-    assert reading.constraint is not None
+    assert plan.constraint is not None
     for text in passing:
-        assert _accepted(compiler, reading.constraint, text)
-        assert "".join(Message.of(reading.reader().whole(text)).content).strip() == "{}"
+        assert _accepted(compiler, plan.constraint, text)
+        assert "".join(Message.of(plan.reader().whole(text)).content).strip() == "{}"
     for text in failing:
-        assert not _accepted(compiler, reading.constraint, text)
+        assert not _accepted(compiler, plan.constraint, text)
     calls = plan_answer(
         settings(reasoning_parser=f"vllm:{name}"), served, chat(tools=[TIME], tool_choice="required"), ids
     )
@@ -250,8 +250,8 @@ def _accepted(compiler: Any, constraint: Any, text: str) -> bool:
     return accepts(compiler, constraint, text)
 
 
-def test_a_parser_of_vllm_without_markers_holds_nothing(codec: TextCodec) -> None:
-    """Nothing says where the answer would begin; without a constraint it reads as ever."""
+def test_a_parser_of_vllm_without_markers_allows_no_constraint(codec: TextCodec) -> None:
+    """Without markers the beginning of the answer is unknown; unconstrained answers still work."""
     served = Served(pb.ModelInfo(served_name="m"), codec)
     chosen = settings(reasoning_parser="vllm:granite")
     bodies: list[tuple[dict[str, Any], str]] = [
@@ -266,7 +266,7 @@ def test_a_parser_of_vllm_without_markers_holds_nothing(codec: TextCodec) -> Non
 
 
 def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line with the names that there are."""
+    """The gateway exits with one line that lists the known names."""
     for flag, known in (("--tool-call-parser", "hermes"), ("--reasoning-parser", "deepseek_r1")):
         assert main([flag, "vllm:nothing"]) == 2
         printed = capsys.readouterr().err
@@ -276,7 +276,7 @@ def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what is missing and where."""
+    """The error says what to install and where."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     with pytest.raises(ConfigurationRefused, match="vLLM is not installed in the gateway's environment"):
@@ -285,7 +285,7 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_two_places_import_vllm() -> None:
-    """The worker's adapter, and here, by name and on demand."""
+    """Only the worker's adapter and this module import vLLM."""
     root = ROOT
     importing = {
         str(path.relative_to(root).parent if "vllm_adapter" in path.parts else path.relative_to(root))
@@ -299,8 +299,8 @@ def test_only_two_places_import_vllm() -> None:
     assert importing == {"gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter"}
 
 
-def test_a_gateway_with_parsers_of_its_own_imports_neither_vllm_nor_torch() -> None:
-    """Asking for our own parsers costs nothing of that."""
+def test_the_gateways_own_parsers_import_neither_vllm_nor_torch() -> None:
+    """Checking a setting for one of the gateway's own parsers imports nothing heavy."""
     script = (
         "import sys\nfrom gateway import app\nfrom gateway.answers import answer_plan\nfrom gateway.tools import vllm_parsers\n"
         "vllm_parsers.check('--tool-call-parser', 'hermes')\n"

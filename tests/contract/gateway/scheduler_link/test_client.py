@@ -43,7 +43,7 @@ def request(
 
 
 @pytest.fixture
-def peer() -> FakeScheduler:
+def scheduler() -> FakeScheduler:
     return FakeScheduler(smollm2_folder(), REPLY)
 
 
@@ -69,9 +69,9 @@ async def tokens_of(group: RequestGroup) -> list[list[int]]:
     return found
 
 
-async def test_a_request_runs(peer: FakeScheduler) -> None:
+async def test_a_request_runs(scheduler: FakeScheduler) -> None:
     """Tokens arrive in order; the first event describes the prompt."""
-    async with serving(peer) as server, connected(server.port) as client:
+    async with serving(scheduler) as server, connected(server.port) as client:
         group = client.submit([request()])
         events = []
         while batch := await group.take():
@@ -82,9 +82,9 @@ async def test_a_request_runs(peer: FakeScheduler) -> None:
         assert client.num_pending == 0
 
 
-async def test_many_requests_share_one_stream(peer: FakeScheduler) -> None:
+async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
     """Fifty requests at once, of different lengths, do not mix."""
-    async with serving(peer) as server, connected(server.port) as client:
+    async with serving(scheduler) as server, connected(server.port) as client:
         lengths = [1 + n % 20 for n in range(50)]
         submissions = [
             client.submit([request(f"r{n}", max_tokens=length)]) for n, length in enumerate(lengths)
@@ -93,30 +93,30 @@ async def test_many_requests_share_one_stream(peer: FakeScheduler) -> None:
         assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
 
 
-async def test_requests_of_one_submission_are_told_apart(peer: FakeScheduler) -> None:
+async def test_requests_of_one_submission_are_told_apart(scheduler: FakeScheduler) -> None:
     """Each event carries its request's index."""
-    async with serving(peer) as server, connected(server.port) as client:
+    async with serving(scheduler) as server, connected(server.port) as client:
         found = await tokens_of(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
         assert found == [REPLY[:2], REPLY[:5]]
 
 
-async def test_an_aborted_submission_aborts_its_requests(peer: FakeScheduler) -> None:
+async def test_an_aborted_submission_aborts_its_requests(scheduler: FakeScheduler) -> None:
     """The scheduler hears of it."""
-    peer.pause_after = 3
-    async with serving(peer) as server, connected(server.port) as client:
+    scheduler.pause_after = 3
+    async with serving(scheduler) as server, connected(server.port) as client:
         group = client.submit([request("a"), request("b")])
         await group.take()
         group.abort()
-        await peer.until(lambda: sorted(peer.aborted) == ["a", "b"])
+        await scheduler.until(lambda: sorted(scheduler.aborted) == ["a", "b"])
         assert client.num_pending == 0
 
 
-async def test_finished_requests_are_not_aborted(peer: FakeScheduler) -> None:
+async def test_finished_requests_are_not_aborted(scheduler: FakeScheduler) -> None:
     """An abort of what has finished would only be noise."""
-    async with serving(peer) as server, connected(server.port) as client:
+    async with serving(scheduler) as server, connected(server.port) as client:
         await tokens_of(client.submit([request("a")]))
         await tokens_of(client.submit([request("b")]))
-        assert peer.aborted == []
+        assert scheduler.aborted == []
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,12 @@ async def test_finished_requests_are_not_aborted(peer: FakeScheduler) -> None:
         Unavailable("no replica", retry_after_ms=100),
     ],
 )  # fmt: skip
-async def test_a_refused_request_fails_alone_and_typed(peer: FakeScheduler, error: TriptychError) -> None:
+async def test_a_refused_request_fails_alone_and_typed(
+    scheduler: FakeScheduler, error: TriptychError
+) -> None:
     """A fault of one request leaves the others on the stream alone; its type, parameter and delay arrive."""
-    peer.refuse = lambda r: error if r.request_id == "bad" else None
-    async with serving(peer) as server, connected(server.port) as client:
+    scheduler.refuse = lambda r: error if r.request_id == "bad" else None
+    async with serving(scheduler) as server, connected(server.port) as client:
         good = client.submit([request("good")])
         with pytest.raises(type(error), match=error.message) as caught:
             await tokens_of(client.submit([request("bad")]))
@@ -150,27 +152,27 @@ async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
         await client.close()
 
 
-async def test_a_broken_stream_is_a_pause(peer: FakeScheduler) -> None:
+async def test_a_broken_stream_is_a_pause(scheduler: FakeScheduler) -> None:
     """The request is sent again with the tokens received so far, under a new id; no token is lost or doubled."""
-    peer.break_after = 5
-    async with serving(peer) as server, connected(server.port) as client:
+    scheduler.break_after = 5
+    async with serving(scheduler) as server, connected(server.port) as client:
         assert await tokens_of(client.submit([request("a")])) == [REPLY]
-        again = peer.requests[-1]
+        again = scheduler.requests[-1]
         assert again.request_id == "a.r1"
         (part,) = again.resumed
         assert list(part.token_ids) == REPLY[: len(part.token_ids)]
         assert len(part.token_ids) >= 5
 
 
-async def test_a_restarted_scheduler_is_a_pause(peer: FakeScheduler) -> None:
+async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> None:
     """Also when another process takes over the port, and has no replica at first."""
-    peer.pause_after = 4
-    async with serving(peer) as server:
+    scheduler.pause_after = 4
+    async with serving(scheduler) as server:
         port = server.port
         async with connected(port) as client:
             group = client.submit([request("a")])
             reader = asyncio.create_task(tokens_of(group))
-            await peer.until(lambda: bool(peer.requests))
+            await scheduler.until(lambda: bool(scheduler.requests))
             while len(group.requests[0].received[0]) < 4:
                 await asyncio.sleep(0.01)
             await server.stop(0)
@@ -183,19 +185,19 @@ async def test_a_restarted_scheduler_is_a_pause(peer: FakeScheduler) -> None:
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
 
 
-async def test_an_unheard_end_is_not_continued(peer: FakeScheduler) -> None:
+async def test_an_unheard_end_is_not_continued(scheduler: FakeScheduler) -> None:
     """If the stream breaks behind the last token, the request ends instead of being sent again."""
-    peer.pause_after = 5
-    async with serving(peer) as server, connected(server.port) as client:
+    scheduler.pause_after = 5
+    async with serving(scheduler) as server, connected(server.port) as client:
         group = client.submit([request("a", max_tokens=6)])
         while len(group.requests[0].received[0]) < 5:
             await asyncio.sleep(0.01)
         # Now all but the last event has come; pretend that the last token came without the word that it was the last.
         group.requests[0].received[0].append(REPLY[5])
-        peer.break_after, peer.pause_after = 1, 5
+        scheduler.break_after, scheduler.pause_after = 1, 5
         client._outbox.put(inference.ConnectRequest(generate=request("other")))
         await asyncio.wait_for(_drained(group), 10)
-        assert [r.request_id for r in peer.requests] == ["a", "other"]
+        assert [r.request_id for r in scheduler.requests] == ["a", "other"]
 
 
 async def _first_answer(client: InferenceClient) -> None:
@@ -213,12 +215,12 @@ async def _drained(group: RequestGroup) -> None:
         pass
 
 
-async def test_a_lost_scheduler_is_given_up_in_the_end(peer: FakeScheduler) -> None:
+async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler) -> None:
     """After the resume timeout the request fails, retryable."""
-    peer.pause_after = 4
-    async with serving(peer) as server, connected(server.port, resume_timeout_s=0.2) as client:
+    scheduler.pause_after = 4
+    async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.2) as client:
         group = client.submit([request("a")])
-        await peer.until(lambda: bool(peer.requests))
+        await scheduler.until(lambda: bool(scheduler.requests))
         await group.take()
         await server.stop(0)
         with pytest.raises(Unavailable, match="could not be resumed within"):
@@ -226,37 +228,37 @@ async def test_a_lost_scheduler_is_given_up_in_the_end(peer: FakeScheduler) -> N
         assert client.num_pending == 0
 
 
-async def test_a_resumed_request_may_wait_its_turn(peer: FakeScheduler) -> None:
+async def test_a_resumed_request_may_wait_its_turn(scheduler: FakeScheduler) -> None:
     """Once a scheduler has it again, a long queue is no reason to give up."""
 
     def hold(sent: inference.GenerateRequest) -> None:
         if sent.resumed:
-            peer.pause_after = 0
+            scheduler.pause_after = 0
 
-    peer.break_after, peer.refuse = 5, hold
-    async with serving(peer) as server, connected(server.port, resume_timeout_s=1.0) as client:
+    scheduler.break_after, scheduler.refuse = 5, hold
+    async with serving(scheduler) as server, connected(server.port, resume_timeout_s=1.0) as client:
         reader = asyncio.create_task(tokens_of(client.submit([request("a")])))
-        await peer.until(lambda: len(peer.requests) == 2)
+        await scheduler.until(lambda: len(scheduler.requests) == 2)
         done, _ = await asyncio.wait([reader], timeout=1.5)
         assert not done
-        await peer.resume()
+        await scheduler.resume()
         assert await asyncio.wait_for(reader, 10) == [REPLY]
 
 
-async def test_a_scheduler_that_only_refuses_is_given_up(peer: FakeScheduler) -> None:
+async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeScheduler) -> None:
     """Each attempt is heard, yet the time between them adds up."""
-    peer.break_after = 5
-    peer.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
-    async with serving(peer) as server, connected(server.port, resume_timeout_s=0.3) as client:
+    scheduler.break_after = 5
+    scheduler.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
+    async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.3) as client:
         with pytest.raises(Unavailable, match="could not be resumed within"):
             await asyncio.wait_for(tokens_of(client.submit([request("a")])), 10)
-        assert len(peer.requests) > 2
+        assert len(scheduler.requests) > 2
         assert client.num_pending == 0
 
 
 @pytest.mark.parametrize("method", ["deliver", "resubmit"])
 async def test_an_unexpected_exception_is_a_pause(
-    peer: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """A bug while events are handled, or while requests are sent again, costs a reconnect and nothing else."""
     works, faults = getattr(RequestTable, method), [RuntimeError("a bug")]
@@ -267,15 +269,15 @@ async def test_an_unexpected_exception_is_a_pause(
         works(table, given)
 
     monkeypatch.setattr(RequestTable, method, fails_once)
-    peer.break_after = 5 if method == "resubmit" else None
-    async with serving(peer) as server, connected(server.port) as client:
+    scheduler.break_after = 5 if method == "resubmit" else None
+    async with serving(scheduler) as server, connected(server.port) as client:
         assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
         assert not faults
         assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
 
 
 async def test_a_request_that_cannot_be_written_is_a_pause(
-    peer: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither does a bug in the writer leave a connection that looks alive."""
     works, faults = PendingRequest.on_written, [RuntimeError("a bug")]
@@ -286,17 +288,17 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
         works(pending)
 
     monkeypatch.setattr(PendingRequest, "on_written", fails_once)
-    async with serving(peer) as server, connected(server.port) as client:
-        # Whether the first stream's request reaches the peer before the stream is cut is up to the transport.
+    async with serving(scheduler) as server, connected(server.port) as client:
+        # Whether the first stream's request reaches the scheduler before the stream is cut is up to the transport.
         assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
         assert not faults
         assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
 
 
-async def test_another_schema_is_not_retried(peer: FakeScheduler) -> None:
+async def test_another_schema_is_not_retried(scheduler: FakeScheduler) -> None:
     """Requests fail at once if the two ends were built from different schemas."""
-    peer.schema_revision += 1
-    async with serving(peer) as server:
+    scheduler.schema_revision += 1
+    async with serving(scheduler) as server:
         client = InferenceClient(f"127.0.0.1:{server.port}")
         await client.start()
         try:
@@ -306,7 +308,7 @@ async def test_another_schema_is_not_retried(peer: FakeScheduler) -> None:
             await client.close()
 
 
-async def test_an_abort_from_elsewhere_is_an_error(peer: FakeScheduler) -> None:
+async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
     """A request that somebody else aborted does not look finished."""
     table = RequestTable(Outbox(), resume_timeout_s=1.0)
     group = table.submit([request("a")])
@@ -316,15 +318,15 @@ async def test_an_abort_from_elsewhere_is_an_error(peer: FakeScheduler) -> None:
         await group.take()
 
 
-async def test_model_load_and_tokenizer(peer: FakeScheduler, tmp_path: Path) -> None:
+async def test_model_load_and_tokenizer(scheduler: FakeScheduler, tmp_path: Path) -> None:
     """The unary calls; the tokenizer's files arrive byte for byte."""
-    async with serving(peer) as server, connected(server.port) as client:
+    async with serving(scheduler) as server, connected(server.port) as client:
         assert (await client.get_model()).served_name == "smollm2"
         assert (await client.get_load()).replicas[0].state == inference.REPLICA_STATE_READY
         await client.get_tokenizer(tmp_path)
         for path in smollm2_folder().iterdir():
             assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-        peer.ready = False
+        scheduler.ready = False
         with pytest.raises(Unavailable, match="no replica is ready") as caught:
             await client.get_model()
         assert caught.value.retry_after_ms == 2500
@@ -332,11 +334,11 @@ async def test_model_load_and_tokenizer(peer: FakeScheduler, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_TOKENIZER_BYTES", 1000), ("MAX_TOKENIZER_FILES", 1)])
 async def test_a_flood_of_tokenizer_files_is_refused(
-    peer: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+    scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     """A scheduler that sends something else does not fill the disk."""
     monkeypatch.setattr(tokenizer_download, limit, value)
-    async with serving(peer) as server, connected(server.port) as client:
+    async with serving(scheduler) as server, connected(server.port) as client:
         with pytest.raises(Internal, match=r"more than .* tokenizer files or .* MiB"):
             await client.get_tokenizer(tmp_path)
         assert (
@@ -347,14 +349,14 @@ async def test_a_flood_of_tokenizer_files_is_refused(
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\0b"])
 async def test_unsafe_tokenizer_file_names_are_refused(
-    peer: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Nothing is written outside the folder, nor under a name that no file can have."""
 
     async def files(*_: object) -> AsyncIterator[pb.FileChunk]:
         yield pb.FileChunk(name=name, data=b"x", last=True)
 
-    monkeypatch.setattr(peer, "GetTokenizer", files)
-    async with serving(peer) as server, connected(server.port) as client:
+    monkeypatch.setattr(scheduler, "GetTokenizer", files)
+    async with serving(scheduler) as server, connected(server.port) as client:
         with pytest.raises(Internal, match="tokenizer file with the name"):
             await client.get_tokenizer(tmp_path)

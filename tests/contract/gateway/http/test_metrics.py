@@ -32,12 +32,6 @@ async def running() -> AsyncIterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-def stack(running: Stack) -> Stack:
-    running.peer.reset()
-    return running
-
-
 def families_of(text: str) -> list[Metric]:
     """All families, which have one name each, as Prometheus insists."""
     families = list(text_string_to_metric_families(text))
@@ -64,7 +58,7 @@ async def test_the_scheduler_s_metrics_follow(stack: Stack) -> None:
 
 async def test_without_the_scheduler_s_there_are_its_own(stack: Stack) -> None:
     """An error there is a 0 here."""
-    stack.peer.metrics = None
+    stack.scheduler.metrics = None
     response = await stack.http.get("/metrics")
     assert response.status_code == 200
     assert value(families_of(response.text), UP) == 0

@@ -1,0 +1,75 @@
+"""Tools in a chat request: validation, and the form that templates get."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.schemas.base import parse
+from gateway.schemas.chat import ChatCompletionRequest
+from protos.errors import InvalidArgument
+from tests.support.gateway.tool_requests import USER, chat, function
+from tests.support.gateway.tool_templates import TIME
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": {}}, "tools", "list"),
+        ({"tools": [5]}, "tools[0]", "object"),
+        ({"tools": [{}]}, "tools[0].function", "is required"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type", "only tools of type 'function'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is required"),
+        ({"tools": [function(name="a b")]}, "tools[0].function.name", "64 letters"),
+        ({"tools": [function(name='a"b')]}, "tools[0].function.name", "64 letters"),
+        ({"tools": [function(name="")]}, "tools[0].function.name", "64 letters"),
+        ({"tools": [function(name="x" * 65)]}, "tools[0].function.name", "64 letters"),
+        ({"tools": [function(parameters=[])]}, "tools[0].function.parameters", "object"),
+        ({"tools": [function(parameters={"type": "string"})]}, "tools[0].function.parameters", "schema of an object"),
+        ({"tools": [function(strict="yes")]}, "tools[0].function.strict", "boolean"),
+        ({"tools": [function(returns={})]}, "tools[0].function.returns", "unknown parameter"),
+        ({"tools": [TIME, TIME]}, "tools", "two functions named 'get_time'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        ({"tool_choice": "any", "tools": [TIME]}, "tool_choice", '"required"'),
+        ({"tool_choice": 5, "tools": [TIME]}, "tool_choice", '"required"'),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TIME]}, "tool_choice", '"required"'),
+        ({"tool_choice": {"type": "function"}, "tools": [TIME]}, "tool_choice", '"required"'),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [TIME]}, "tool_choice", "'f', which is not among"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+    ],
+)  # fmt: skip
+def test_an_invalid_tool_is_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
+    """The error is one line with the place and what to change."""
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert "\n" not in caught.value.message
+
+
+def test_neutral_values() -> None:
+    """Values that clients send out of habit change nothing."""
+    habits: list[dict[str, Any]] = [
+        {"tools": None}, {"tools": []}, {"tool_choice": "auto"}, {"tool_choice": None, "parallel_tool_calls": None},
+    ]  # fmt: skip
+    for fields in habits:
+        assert chat(**fields).tools == []
+    index = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"index": 0, "id": "a", "function": {"name": "f"}}],
+    }
+    (_, turn) = parse(ChatCompletionRequest, json.dumps({"messages": [*USER, index]}).encode()).messages
+    assert turn.for_template()["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "seen"),
+    [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ('{"a": ', {}), ("[1]", {}), ("5", {}), ('{"a": {"b": []}}', {"a": {"b": []}})],
+)  # fmt: skip
+def test_earlier_arguments_are_objects(written: str | None, seen: dict[str, Any]) -> None:
+    """Templates need an object: a model's broken arguments become an empty one, as in vLLM."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": written}}
+    body = chat(messages=[*USER, {"role": "assistant", "tool_calls": [call]}])
+    assert body.messages[1].for_template()["tool_calls"][0]["function"]["arguments"] == seen
