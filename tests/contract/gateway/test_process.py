@@ -1,4 +1,4 @@
-"""The gateway as a process: how fast it starts, what it weighs, what it imports, how it ends."""
+"""The gateway as a process: start-up time, memory, imports and shutdown."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.contract
 READY_S = 3.0
 RESIDENT_MB = 150
 
-# Runs the gateway's main() and says at its end which heavy modules it imported.
+# Runs the gateway's main() and prints which heavy modules it has imported.
 REPORTING = """
 import sys
 from gateway.__main__ import main
@@ -41,14 +41,14 @@ class Process:
     base_url: str
 
     def log(self) -> list[dict[str, object]]:
-        """Ends reading: everything it logged, once it has ended."""
+        """Returns all log lines of a gateway that has ended."""
         assert self.process.stderr is not None
         return [json.loads(line) for line in self.process.stderr.read().splitlines()]
 
 
 @contextlib.contextmanager
 def started(*flags: str) -> Iterator[Process]:
-    """A gateway on a free port, listening."""
+    """Starts a gateway on a free port and waits until it listens."""
     command = [sys.executable, "-c", REPORTING, "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -68,9 +68,9 @@ def free_port() -> int:
 
 @pytest.fixture
 async def scheduler() -> AsyncIterator[tuple[FakeScheduler, int]]:
-    scripted = FakeScheduler(smollm2_folder(), [504, 505, 506])
-    async with serving(scripted) as server:
-        yield scripted, server.port
+    fake = FakeScheduler(smollm2_folder(), [504, 505, 506])
+    async with serving(fake) as server:
+        yield fake, server.port
 
 
 async def healthy(http: httpx.AsyncClient) -> None:
@@ -80,7 +80,7 @@ async def healthy(http: httpx.AsyncClient) -> None:
 
 
 def test_ready_within_three_seconds_without_a_scheduler() -> None:
-    """From start to the first HTTP answer; CPU time, so that a busy machine does not decide the test."""
+    """The limit is in CPU time, so that a busy machine does not fail the test."""
     with started("--scheduler-address", f"127.0.0.1:{free_port()}") as gateway:
         assert httpx.get(f"{gateway.base_url}/version").status_code == 200
         times = psutil.Process(gateway.process.pid).cpu_times()
@@ -88,7 +88,10 @@ def test_ready_within_three_seconds_without_a_scheduler() -> None:
 
 
 async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, int]) -> None:
-    """With SmolLM2's tokenizer at work it stays small and without torch; SIGTERM ends it with 0 and no traceback."""
+    """A busy gateway stays small and imports no torch.
+
+    SIGTERM ends it with 0 and without a traceback.
+    """
     with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
             await healthy(http)
@@ -109,9 +112,9 @@ async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, in
 async def test_a_signal_lets_streams_finish(
     scheduler: tuple[FakeScheduler, int], sig: signal.Signals
 ) -> None:
-    """A stream under way goes on to its end; the process then exits with 0."""
-    scripted, port = scheduler
-    scripted.pause_after = 3
+    """A running stream continues to its end; the process then exits with 0."""
+    fake, port = scheduler
+    fake.pause_after = 3
     with started("--scheduler-address", f"127.0.0.1:{port}") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
             await healthy(http)
@@ -121,7 +124,7 @@ async def test_a_signal_lets_streams_finish(
                 await anext(lines)
                 gateway.process.send_signal(sig)
                 await refuses_connections(gateway.base_url)
-                await scripted.resume()
+                await fake.resume()
                 rest = [line async for line in lines if line]
             assert rest[-1] == "data: [DONE]"
             assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 9
@@ -139,10 +142,10 @@ async def refuses_connections(base_url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_streams_that_take_too_long_are_told(scheduler: tuple[FakeScheduler, int]) -> None:
-    """When the drain time is over, a stream ends with an error object instead of a cut connection."""
-    scripted, port = scheduler
-    scripted.pause_after = 3
+async def test_the_drain_timeout_ends_streams_properly(scheduler: tuple[FakeScheduler, int]) -> None:
+    """After the drain timeout, a stream ends with an error object instead of a cut connection."""
+    fake, port = scheduler
+    fake.pause_after = 3
     with started("--scheduler-address", f"127.0.0.1:{port}", "--drain-timeout-s", "0.3") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
             await healthy(http)
@@ -167,7 +170,7 @@ async def test_streams_that_take_too_long_are_told(scheduler: tuple[FakeSchedule
     ],
 )
 def test_a_bad_setting_is_one_line_and_exit_code_2(flags: list[str], words: str) -> None:
-    """Nothing is started, nothing is traced."""
+    """No server starts, and there is no traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "gateway", *flags], capture_output=True, text=True, check=False, timeout=30
     )

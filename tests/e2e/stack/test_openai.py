@@ -1,4 +1,4 @@
-"""The official openai client against the real stack: what it can do here, and the ways in which it is refused."""
+"""The official openai client against the real stack: supported requests, and refusals."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ MODEL = "smollm2"
 
 
 class Stack(Protocol):
-    """What these tests need of the running stack."""
+    """The parts of the running stack that these tests use."""
 
     @property
     def base_url(self) -> str: ...
@@ -45,7 +45,7 @@ async def client_async(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def until_idle(stack: Stack) -> None:
-    """Waits until the scheduler runs nothing."""
+    """Waits until the scheduler has no requests."""
     async with wire.open_channel(stack.scheduler_address) as channel, asyncio.timeout(30):
         async for load in InferenceStub(channel).WatchLoad(inference.WatchLoadRequest()):
             if load.num_running == load.num_waiting == 0:
@@ -53,14 +53,14 @@ async def until_idle(stack: Stack) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    """The served model is listed and can be asked for."""
+    """The served model is listed and can be fetched."""
     (model,) = client.models.list().data
     assert model.id == MODEL
     assert client.models.retrieve(MODEL).id == MODEL
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    """A greedy chat knows France's capital and counts its tokens."""
+    """A greedy chat names France's capital and counts its tokens."""
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     choice = answer.choices[0]
     assert "Paris" in (choice.message.content or "")
@@ -104,7 +104,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    """Greedy continuation, alone and as one of several prompts, as text and as token ids."""
+    """A greedy continuation is the same alone and among several prompts, from text and from token ids."""
     prompt = "The capital of France is"
     alone = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8)
     assert alone.choices[0].text.startswith(" Paris")
@@ -132,7 +132,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
 
 
 def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
-    """The text ends before the stop string, wherever token borders are."""
+    """The text ends before the stop string, wherever token boundaries are."""
     free = (
         client.completions.create(model=MODEL, prompt="Count: 1, 2, 3,", temperature=0, max_tokens=40)
         .choices[0]
@@ -149,7 +149,7 @@ def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
 
 
 def test_seeds_repeat(client: openai.OpenAI) -> None:
-    """The same seed gives the same text, another one another."""
+    """The same seed gives the same text, and another seed gives another text."""
 
     def sample(seed: int) -> str:
         answer = client.completions.create(
@@ -162,7 +162,7 @@ def test_seeds_repeat(client: openai.OpenAI) -> None:
 
 
 def test_the_extra_parameters_of_vllm(client: openai.OpenAI) -> None:
-    """Passed in extra_body, as vLLM's users do."""
+    """The parameters of vLLM's API work in extra_body."""
     answer = client.completions.create(
         model=MODEL,
         prompt="x",
@@ -175,7 +175,7 @@ def test_the_extra_parameters_of_vllm(client: openai.OpenAI) -> None:
 
 
 async def test_many_at_once(client_async: openai.AsyncOpenAI) -> None:
-    """Sixteen streams of different lengths each get all of their own tokens."""
+    """Sixteen streams of different lengths each get exactly their own tokens."""
 
     async def one(count: int) -> tuple[int, str]:
         stream = await client_async.completions.create(
@@ -194,7 +194,7 @@ async def test_many_at_once(client_async: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_closed_stream_cancels_the_request(client_async: openai.AsyncOpenAI, stack: Stack) -> None:
-    """Leaving a stream ends the request at the scheduler."""
+    """A client that closes a stream ends its request at the scheduler."""
     stream = await client_async.completions.create(
         model=MODEL, prompt="Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
     )
@@ -204,7 +204,7 @@ async def test_a_closed_stream_cancels_the_request(client_async: openai.AsyncOpe
 
 
 async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, stack: Stack) -> None:
-    """So does a client that gives up waiting for a whole answer."""
+    """A client that times out on a whole answer ends its request at the scheduler."""
     with pytest.raises(openai.APITimeoutError):
         await client_async.with_options(timeout=0.7).completions.create(
             model=MODEL, prompt="Once", max_tokens=1500, extra_body={"ignore_eos": True}
@@ -226,7 +226,7 @@ async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, s
     ],
 )  # fmt: skip
 def test_refusals_name_their_parameter(client: openai.OpenAI, changes: dict[str, Any], param: str) -> None:
-    """Wrong and unserved parameters are BadRequestErrors that say which and why."""
+    """Invalid and unsupported parameters are BadRequestErrors that name the parameter and the reason."""
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": MODEL, "messages": QUESTION, "max_tokens": 5, **changes})
     assert caught.value.param == param
@@ -234,7 +234,7 @@ def test_refusals_name_their_parameter(client: openai.OpenAI, changes: dict[str,
 
 
 def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
-    """OpenAI's response_format, streamed or not, and vLLM's structured_outputs."""
+    """Answers match OpenAI's response_format, streamed or not, and vLLM's structured_outputs."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "population": {"type": "integer", "minimum": 0,
               "maximum": 99}}, "required": ["city", "population"]}  # fmt: skip
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
@@ -260,7 +260,7 @@ def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
 
 
 def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None:
-    """A model that was never taught to call anything is held to the function's parameters; streamed and whole."""
+    """A model that was never trained on calls still writes valid arguments, streamed or not."""
     parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1,
                   "maximum": 9}}, "required": ["city", "days"], "additionalProperties": False}  # fmt: skip
     tools: Any = [{"type": "function", "function": {"name": "forecast", "parameters": parameters}}]
@@ -294,7 +294,7 @@ def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    """With the name that would work."""
+    """The error names the served model."""
     with pytest.raises(openai.NotFoundError, match=MODEL) as caught:
         client.chat.completions.create(model="gpt-9", messages=QUESTION)
     assert caught.value.code == "model_not_found"
@@ -305,27 +305,27 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 
 def test_embeddings_of_a_model_that_generates_are_refused(client: openai.OpenAI) -> None:
-    """With the paths that do serve it."""
+    """The error names the endpoints that this model serves."""
     with pytest.raises(openai.BadRequestError, match="/v1/completions"):
         client.embeddings.create(model=MODEL, input="x")
 
 
 @pytest.mark.parametrize("fields", [{"prompt": "word " * 5000}, {"prompt": "x", "max_tokens": 5000}])
 def test_beyond_the_context_is_refused_in_numbers(client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    """Prompt, or prompt plus answer."""
+    """A prompt that is too long is refused, alone or together with its answer."""
     with pytest.raises(openai.BadRequestError, match="2048") as caught:
         client.completions.create(model=MODEL, **fields)
     assert caught.value.code == "context_length_exceeded"
 
 
 def test_an_empty_prompt_is_refused(client: openai.OpenAI) -> None:
-    """Nothing to continue."""
+    """The error says that the prompt is empty."""
     with pytest.raises(openai.BadRequestError, match="empty"):
         client.completions.create(model=MODEL, prompt="")
 
 
 def test_every_route_refuses_malformed_json(stack: Stack) -> None:
-    """400 with the OpenAI body everywhere."""
+    """Every endpoint answers 400 with OpenAI's error body."""
     routes = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
     for path, body in itertools.product(routes, (b"{", b"", b"[]", b'{"prompt": }')):
         response = httpx.post(stack.base_url + path, content=body)

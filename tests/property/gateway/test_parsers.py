@@ -1,4 +1,7 @@
-"""Parsers of answers: the result does not depend on how the text is cut, and no part of a marker is content."""
+"""Parsers of answers.
+
+The result does not depend on how the text is cut, and no part of a marker is content.
+"""
 
 import itertools
 import json

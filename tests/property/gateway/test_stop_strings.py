@@ -14,7 +14,10 @@ texts = st.text("abc", max_size=30)
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Searches character by character: the first end of any stop string, the longest of those that end there."""
+    """Searches character by character.
+
+    The first end of any stop string, the longest of those that end there.
+    """
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:

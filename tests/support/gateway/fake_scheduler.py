@@ -1,7 +1,8 @@
 """A fake scheduler for tests of the gateway: a scripted ``Inference`` service that can fail on demand.
 
-It answers every prompt with the same tokens, one event per sequence and step, with all requests of a stream together, as the scheduler
-does. As a program (``python -m tests.support.gateway.fake_scheduler --port 50051``) it serves load tests of the gateway.
+It answers every prompt with the same tokens, one event per sequence and step, with all requests of a stream
+together, as the scheduler does. As a program (``python -m tests.support.gateway.fake_scheduler --port
+50051``) it serves load tests of the gateway.
 """
 
 import argparse
@@ -31,7 +32,8 @@ SCHEDULER_METRICS = (
 )
 GENERATE = inference.GenerateRequest
 
-# The base class answers UNIMPLEMENTED for the methods that are missing here; its type insists on every method.
+# The base class answers UNIMPLEMENTED for the methods that are missing here; its type insists on every
+# method.
 if TYPE_CHECKING:
     _Servicer = Any
 else:
@@ -62,7 +64,10 @@ class FakeSequence:
 
 
 def sequences_of(request: GENERATE) -> dict[tuple[str, int], FakeSequence]:
-    """Returns the sequences of ``request`` that must run, by id and number. The first one computes the prompt."""
+    """Returns the sequences of ``request`` that must run, by id and number.
+
+    The first one computes the prompt.
+    """
     running: dict[tuple[str, int], FakeSequence] = {}
     known = {one.sequence: one for one in request.resumed}
     for sequence in range(request.n or 1):
@@ -93,7 +98,7 @@ def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
 
 @dataclass
 class FakeScheduler(_Servicer):  # type: ignore[misc]
-    """Answers every request with ``reply``, and its further sequences with ``reply`` without its first tokens."""
+    """Answers every request with ``reply``; sequence i skips the first i tokens."""
 
     folder: Path
     """The tokenizer files."""

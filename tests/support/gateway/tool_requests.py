@@ -1,4 +1,4 @@
-"""Chat requests with tools, the models and settings to plan their answers with, and a check of the grammars."""
+"""Chat requests with tools, models and settings to plan their answers, and a check of the grammars."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chat templates that write tool calls as well-known models do, and tokenizer folders with these templates."""
+"""Chat templates that write tool calls as well-known models do, and tokenizer folders with them."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers that must match something, over real HTTP: what reaches the scheduler, and what is refused in whose name."""
+"""Constrained answers over real HTTP: what reaches the scheduler, and which parameter a refusal names."""
 
 import json
 from collections.abc import AsyncIterator
@@ -44,7 +44,10 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
 async def test_a_thinking_model_answers_or_calls(
     stack: Stack, text: str, content: str | None, calls: int
 ) -> None:
-    """With tools and a schema, the answer that fits is content, and calls are calls; both come behind the thinking."""
+    """With tools and a schema, a matching answer is content, and calls are calls.
+
+    Both stand behind the thinking.
+    """
     stack.reply_with(text)
     body = {
         **ASK, "tools": [WEATHER], "response_format": INTEGER, "chat_template_kwargs": {"opened": True},
@@ -68,10 +71,10 @@ async def test_a_thinking_model_answers_or_calls(
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )  # fmt: skip
-async def test_a_grammar_that_is_refused_is_refused_in_the_clients_words(
+async def test_a_refused_grammar_names_the_clients_parameter(
     stack: Stack, body: dict[str, Any], param: str
 ) -> None:
-    """The worker knows no tools: it speaks of its structured_output."""
+    """The worker knows only structured_output; the client sees its own parameter."""
     stack.scheduler.refuse = lambda _: InvalidArgument(
         "multipleOf 0.3 is not enforced", param="structured_output"
     )
@@ -79,8 +82,8 @@ async def test_a_grammar_that_is_refused_is_refused_in_the_clients_words(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-async def test_completions_are_held_too(stack: Stack) -> None:
-    """As they are: nobody reads their text."""
+async def test_completions_are_constrained_too(stack: Stack) -> None:
+    """A completion's constraint is passed on unchanged."""
     body = {"prompt": "x", "structured_outputs": {"regex": "[ab]"}}
     assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
     assert stack.scheduler.requests[-1].sampling.structured_output.regex == "[ab]"
@@ -97,17 +100,19 @@ async def test_completions_are_held_too(stack: Stack) -> None:
         ({"tools": [TIME], "tool_choice": "required", "response_format": INTEGER}, "response_format"),
     ],
 )
-async def test_what_the_gateway_refuses_itself(stack: Stack, body: dict[str, Any], param: str) -> None:
-    """400 and the parameter; nothing goes further."""
+async def test_an_invalid_constraint_is_refused_by_the_gateway(
+    stack: Stack, body: dict[str, Any], param: str
+) -> None:
+    """The answer is a 400 with the parameter; nothing reaches the scheduler."""
     response = await stack.http.post(PATH, json={**ASK, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert not stack.scheduler.requests
 
 
 async def test_parsers_of_vllm_are_ready_before_the_first_request(tmp_path: Path) -> None:
-    """Importing them and wrapping the tokenizer takes seconds, in which nobody's stream may stand still."""
+    """Importing them and wrapping the tokenizer takes seconds, in which no stream may stall."""
     folder = folder_with(tmp_path, THINKING, ["<tool_call>", "</tool_call>"])
-    # Imports vLLM, as the start of a gateway does: here, where it may take as long as it likes.
+    # Imports vLLM, as the start of a gateway does; outside the test's time limit.
     vllm_parsers.check("--tool-call-parser", "vllm:hermes")
     vllm_parsers.prepare(TextCodec.load(folder))
     async with running_stack(CALL, folder=folder, tool_call_parser="vllm:hermes") as stack:

@@ -1,4 +1,4 @@
-"""Answers over real HTTP and real gRPC, against a scripted scheduler."""
+"""Answers over real HTTP and real gRPC, against a fake scheduler."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_chat(stack: Stack) -> None:
-    """A chat answer has OpenAI's shape, and its prompt went through the model's template."""
+    """A chat answer has OpenAI's shape, and the prompt went through the model's template."""
     response = await stack.http.post("/v1/chat/completions", json={**CHAT, "model": "smollm2"})
     assert response.status_code == 200
     body = response.json()
@@ -35,7 +35,7 @@ async def test_chat(stack: Stack) -> None:
 
 
 async def test_completion(stack: Stack) -> None:
-    """A plain completion stops after 16 tokens unless told otherwise."""
+    """A plain completion stops after 16 tokens by default."""
     body = (await stack.http.post("/v1/completions", json={"prompt": "The capital"})).json()
     assert body["object"] == "text_completion"
     assert body["id"].startswith("cmpl-")
@@ -48,7 +48,7 @@ async def test_completion(stack: Stack) -> None:
 
 
 async def test_chat_stream(stack: Stack) -> None:
-    """Role, deltas, reason, usage, end: as OpenAI sends them."""
+    """A stream has role, deltas, reason, usage and end, as OpenAI sends them."""
     events = await stack.stream("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
     assert events.pop() == "[DONE]"
     usage = events.pop()
@@ -65,13 +65,13 @@ async def test_chat_stream(stack: Stack) -> None:
 
 
 async def test_stream_without_usage(stack: Stack) -> None:
-    """Unless asked for, no chunk speaks of usage."""
+    """By default, no chunk has usage."""
     events = await stack.stream("/v1/completions", {"prompt": "x"})
     assert all("usage" not in event for event in events[:-1])
 
 
 async def test_continuous_usage(stack: Stack) -> None:
-    """Each chunk counts what has been generated up to it."""
+    """Each chunk counts the tokens generated so far."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = await stack.stream(
         "/v1/completions", {"prompt": "x", "max_tokens": 5, "stream_options": options}
@@ -82,7 +82,7 @@ async def test_continuous_usage(stack: Stack) -> None:
 
 
 async def test_several_prompts(stack: Stack) -> None:
-    """Texts and token ids; choices come back by index, with or without streaming."""
+    """Prompts may be texts or token ids; choices come back by index, streamed or not."""
     body = (
         await stack.http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 4})
     ).json()
@@ -106,7 +106,7 @@ async def test_several_prompts(stack: Stack) -> None:
 async def test_stop_strings(
     stack: Stack, streamed: bool, tokens_per_event: int, stop: Any, include: bool, text: str
 ) -> None:
-    """A stop string, also within tokens, ends text, count and the request itself."""
+    """A stop string, even inside a token, ends the text, the count and the request."""
     stack.scheduler.tokens_per_event, stack.scheduler.pause_after = tokens_per_event, 12
     body = {"prompt": "x", "max_tokens": 100, "stop": stop, "include_stop_str_in_output": include}
     if streamed:
@@ -124,8 +124,8 @@ async def test_stop_strings(
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted) or tokens_per_event == 100)
 
 
-async def test_a_broken_stream_below_is_a_pause_above(stack: Stack) -> None:
-    """The HTTP client notices nothing: no error, no lost and no doubled text."""
+async def test_a_broken_scheduler_stream_is_invisible_to_clients(stack: Stack) -> None:
+    """The HTTP client sees no error, and no lost or doubled text."""
     stack.scheduler.break_after = 4
     events = await stack.stream("/v1/chat/completions", CHAT)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == TEXT
@@ -133,7 +133,7 @@ async def test_a_broken_stream_below_is_a_pause_above(stack: Stack) -> None:
 
 
 async def test_models(stack: Stack) -> None:
-    """The served model, in a list and alone."""
+    """The served model appears in the list and alone."""
     listed = (await stack.http.get("/v1/models")).json()
     assert listed["object"] == "list"
     (card,) = listed["data"]
@@ -142,7 +142,7 @@ async def test_models(stack: Stack) -> None:
 
 
 async def test_tokenize_and_back(stack: Stack) -> None:
-    """As vLLM answers."""
+    """The answers have vLLM's shape."""
     body = (
         await stack.http.post("/tokenize", json={"prompt": "hello world", "return_token_strs": True})
     ).json()
@@ -161,7 +161,7 @@ async def test_tokenize_and_back(stack: Stack) -> None:
 
 
 async def test_the_models_defaults_apply(stack: Stack) -> None:
-    """What the body says goes to the scheduler; what it leaves open is not made up."""
+    """Set parameters reach the scheduler; unset ones are not filled in."""
     await stack.http.post(
         "/v1/completions", json={"prompt": "x", "temperature": 0, "seed": 5, "top_k": 3, "max_tokens": 2}
     )

@@ -1,4 +1,4 @@
-"""Clients that go away, over real HTTP and real gRPC."""
+"""Clients that disconnect, over real HTTP and real gRPC."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_client_that_leaves_cancels_its_request(stack: Stack, path: str, streamed: bool) -> None:
-    """The abort reaches the scheduler, whether or not the answer was streamed."""
+async def test_a_client_that_disconnects_cancels_its_request(stack: Stack, path: str, streamed: bool) -> None:
+    """The abort reaches the scheduler, streamed or not."""
     stack.scheduler.pause_after = 3
     body = json.dumps(
         {"prompt": "x", "stream": streamed} if path == "/v1/completions" else {**CHAT, "stream": streamed}
@@ -27,8 +27,8 @@ async def test_a_client_that_leaves_cancels_its_request(stack: Stack, path: str,
     await stack.scheduler.until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[0].request_id])
 
 
-async def test_a_client_that_leaves_before_the_first_token(stack: Stack) -> None:
-    """Also while the prompt is still being computed."""
+async def test_a_client_that_disconnects_before_the_first_token(stack: Stack) -> None:
+    """The abort also reaches the scheduler while the prompt is computed."""
     stack.scheduler.pause_after = 0
     body = json.dumps({"prompt": "x", "stream": True})
     _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.port)

@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` over real HTTP and real gRPC, against a scripted scheduler."""
+"""``/v1/embeddings`` over real HTTP and real gRPC, against a fake scheduler."""
 
 import asyncio
 import base64
@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from gateway.schemas.answers import EmbeddingList, ModelCard
 from protos.errors import Internal, Overloaded
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
@@ -44,7 +45,7 @@ async def refusal(stack: Stack, **body: Any) -> tuple[int, Any]:
 
 
 async def test_one_text(stack: Stack) -> None:
-    """OpenAI's shape, from the model's own tokens."""
+    """The answer has OpenAI's shape, and the input has the model's own tokens."""
     body = await post(stack, input="Hello there", model="minilm")
     (request,) = stack.scheduler.pooled
     count = len(request.prompt_token_ids)
@@ -56,6 +57,7 @@ async def test_one_text(stack: Stack) -> None:
         "model": "minilm",
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }  # fmt: skip
+    EmbeddingList.model_validate(body)
     assert request.task == pb.POOL_TASK_EMBED
     assert request.model == "minilm"
     assert not request.HasField("normalize")
@@ -80,14 +82,14 @@ async def test_every_kind_of_input(stack: Stack, sent: Any, prompts: list[list[i
 
 
 async def test_more_inputs_than_run_at_once(stack: Stack) -> None:
-    """All of them, each with an id of its own."""
+    """All inputs are answered, each under its own id."""
     body = await post(stack, input=[[n + 1] * (n % 7 + 1) for n in range(100)])
     assert [entry["embedding"][1] for entry in body["data"]] == list(range(1, 101))
     assert len({request.request_id for request in stack.scheduler.pooled}) == 100
 
 
 async def test_base64(stack: Stack) -> None:
-    """float32, little-endian: what OpenAI's own client asks for."""
+    """base64 is float32 in little-endian order, as OpenAI's own client asks for."""
     body = await post(stack, input=[5, 6, 7], encoding_format="base64")
     values = struct.unpack("<4f", base64.b64decode(body["data"][0]["embedding"]))
     assert values == pytest.approx((3, 5, 0.1, 0.1))
@@ -96,8 +98,8 @@ async def test_base64(stack: Stack) -> None:
     assert len(answer.data[0].embedding) == 4
 
 
-async def test_what_a_request_may_ask_for_reaches_the_scheduler(stack: Stack) -> None:
-    """Normalization, priority, and the tenant from the header."""
+async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
+    """Normalization, priority and the header's tenant are passed on."""
     response = await stack.http.post(
         URL, json={"input": "x", "normalize": False, "priority": 3}, headers={"X-Tenant": "acme"}
     )
@@ -124,10 +126,10 @@ async def test_what_a_request_may_ask_for_reaches_the_scheduler(stack: Stack) ->
         ({"input": [[1], [1] * 65]}, "input", "has 65 tokens, but 'minilm' is served for at most 64"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(
+async def test_an_invalid_request_is_refused(
     stack: Stack, body: dict[str, Any], param: str, text: str
 ) -> None:
-    """With the parameter and what to change; nothing of it reaches the scheduler."""
+    """The error names the parameter and what to change; nothing reaches the scheduler."""
     status, error = await refusal(stack, **body)
     assert (status, error["param"]) == (400, param)
     assert text in error["message"]
@@ -135,13 +137,13 @@ async def test_what_cannot_be_served_is_refused(
 
 
 async def test_another_model_is_not_found(stack: Stack) -> None:
-    """As on the other endpoints."""
+    """An unknown model is a 404, as on the other endpoints."""
     status, error = await refusal(stack, input="x", model="other")
     assert (status, error["code"]) == (404, "model_not_found")
 
 
 async def test_one_failure_fails_the_request(stack: Stack) -> None:
-    """With its own error; the other inputs are given up."""
+    """The request fails with that error, and the other inputs are cancelled."""
     stack.scheduler.refuse_pool = lambda request: (
         Internal("not finite") if 66 in request.prompt_token_ids else None
     )
@@ -152,7 +154,7 @@ async def test_one_failure_fails_the_request(stack: Stack) -> None:
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
 
 
-async def test_a_client_that_goes_takes_its_requests_along(stack: Stack) -> None:
+async def test_a_client_that_disconnects_cancels_its_requests(stack: Stack) -> None:
     """The scheduler sees its calls end."""
     stack.scheduler.pool_gate.clear()
     with pytest.raises(httpx.ReadTimeout):
@@ -163,8 +165,8 @@ async def test_a_client_that_goes_takes_its_requests_along(stack: Stack) -> None
             await asyncio.sleep(0.01)
 
 
-async def test_each_kind_of_model_says_where_to_go(stack: Stack) -> None:
-    """Chat and completions of an embedding model, embeddings of one that generates."""
+async def test_the_wrong_kind_of_model_names_the_right_endpoint(stack: Stack) -> None:
+    """Embedding models refuse chats and completions, and generating models refuse embeddings."""
     bodies = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
         "/v1/completions": {"prompt": "hi"},
@@ -175,6 +177,7 @@ async def test_each_kind_of_model_says_where_to_go(stack: Stack) -> None:
         assert "use /v1/embeddings" in response.json()["error"]["message"]
     assert (await stack.http.get("/health")).status_code == 200
     (card,) = (await stack.http.get("/v1/models")).json()["data"]
+    ModelCard.model_validate(card)
     assert card["embedding_size"] == 4
     async with running_stack("Paris") as generating:
         status, error = await refusal(generating, input="x")

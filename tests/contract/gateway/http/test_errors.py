@@ -1,4 +1,4 @@
-"""Every refusal over real HTTP and real gRPC, against a scripted scheduler."""
+"""Refusals over real HTTP and real gRPC, against a fake scheduler."""
 
 import json
 from collections.abc import AsyncIterator
@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
         (Internal("broken"), 500, "internal_error", None),
     ],
 )  # fmt: skip
-async def test_what_the_scheduler_refuses(stack: Stack, streamed: bool, error: TriptychError, status: int, code: str, retry_after: str | None) -> None:  # fmt: skip
-    """Its typed errors become statuses, also for streams: nothing has been sent yet."""
+async def test_the_schedulers_errors_have_their_status(stack: Stack, streamed: bool, error: TriptychError, status: int, code: str, retry_after: str | None) -> None:  # fmt: skip
+    """Typed errors become statuses, even for streams: nothing has been sent yet."""
     stack.scheduler.refuse = lambda _: error
     response = await stack.http.post("/v1/completions", json={"prompt": "x", "stream": streamed})
     assert response.status_code == status
@@ -51,7 +51,7 @@ async def test_one_refused_prompt_fails_the_whole_body(stack: Stack) -> None:
 
 
 async def test_an_error_in_mid_stream(stack: Stack) -> None:
-    """It comes as an error object, and the stream still ends properly."""
+    """The stream sends an error object and still ends properly."""
     stack.scheduler.pause_after = 3
     async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
         lines = response.aiter_lines()
@@ -118,7 +118,7 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
 async def test_every_refusal_is_an_openai_error(
     stack: Stack, method: str, path: str, body: bytes, status: int, code: str, param: str | None
 ) -> None:
-    """Status, code and parameter; one line for people."""
+    """A refusal has status, code and parameter, and one line for people."""
     response = await stack.http.request(method, path, content=body)
     assert response.status_code == status
     error = response.json()["error"]
@@ -129,7 +129,7 @@ async def test_every_refusal_is_an_openai_error(
 
 
 async def test_a_body_of_unknown_length_is_limited_too(stack: Stack) -> None:
-    """Chunked bodies are counted while they arrive."""
+    """Chunked bodies are counted as they arrive."""
 
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(20):

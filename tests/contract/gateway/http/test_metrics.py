@@ -1,4 +1,4 @@
-"""``/metrics`` of a gateway: its own, its scheduler's, and what the documents say about both."""
+"""``/metrics``: the gateway's metrics, the scheduler's, and their documentation."""
 
 import re
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ async def running() -> AsyncIterator[Stack]:
 
 
 def families_of(text: str) -> list[Metric]:
-    """All families, which have one name each, as Prometheus insists."""
+    """Returns all metric families; checks that names are unique, as Prometheus requires."""
     families = list(text_string_to_metric_families(text))
     names = [family.name for family in families]
     assert len(set(names)) == len(names)
@@ -46,8 +46,8 @@ def value(families: list[Metric], name: str) -> float:
     return next(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-async def test_the_scheduler_s_metrics_follow(stack: Stack) -> None:
-    """One text of both."""
+async def test_the_schedulers_metrics_follow(stack: Stack) -> None:
+    """One answer has the metrics of both services."""
     response = await stack.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert SCHEDULER_METRICS.decode() in response.text
@@ -56,8 +56,8 @@ async def test_the_scheduler_s_metrics_follow(stack: Stack) -> None:
     assert value(families, "vllm:num_requests_running") == 3
 
 
-async def test_without_the_scheduler_s_there_are_its_own(stack: Stack) -> None:
-    """An error there is a 0 here."""
+async def test_a_scheduler_without_metrics_leaves_the_gateways(stack: Stack) -> None:
+    """If the scheduler refuses, the gateway's metrics say that it is not up."""
     stack.scheduler.metrics = None
     response = await stack.http.get("/metrics")
     assert response.status_code == 200
@@ -65,8 +65,8 @@ async def test_without_the_scheduler_s_there_are_its_own(stack: Stack) -> None:
     assert "vllm:time_to_first_token_seconds" in response.text
 
 
-async def test_without_a_scheduler_there_is_an_answer_soon() -> None:
-    """A scrape does not wait for who is not there."""
+async def test_without_a_scheduler_the_scrape_is_fast() -> None:
+    """A scrape does not wait for a scheduler that is away."""
     async with (
         running_gateway(9, wait=False) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=5) as http,
@@ -75,8 +75,8 @@ async def test_without_a_scheduler_there_is_an_answer_soon() -> None:
     assert value(families, UP) == 0
 
 
-async def test_the_document_lists_what_is_exported() -> None:
-    """Names, types and labels of a real scheduler behind a real gateway, each in one row of docs/metrics.md."""
+async def test_the_documentation_lists_all_metrics() -> None:
+    """docs/metrics.md has a row for each metric of a real scheduler and gateway, with type and labels."""
     documented = {
         name: (kind, {label for label in labels.split(", ") if label})
         for name, kind, labels in re.findall(r"^\| `([\w:]+)` \| (\w+) \| ([\w, ]*?) ?\|", DOCUMENT, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts that come in parts, and are written beside the event loop."""
+"""Log-probabilities of prompts: they arrive in parts, and long ones are encoded in a thread."""
 
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +32,7 @@ async def choices(stack: Stack, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def streamed(stack: Stack, body: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Each choice's text and reported tokens."""
+    """Returns each choice's text and reported tokens."""
     found: list[tuple[str, list[str]]] = [("", []), ("", [])]
     for event in (await stack.stream(PATH, body))[:-1]:
         (choice,) = event["choices"]
@@ -46,9 +46,10 @@ async def streamed(stack: Stack, body: dict[str, Any]) -> list[tuple[str, list[s
 @pytest.mark.parametrize("break_in_prompt", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool, others_first: bool) -> None:
-    """The answer is the same, and begins when all is told of the prompt.
+    """The answer is the same however the prompt's log-probabilities arrive.
 
-    However many events do that, whoever has to begin again, and where another sequence's tokens come, and end, before.
+    They may need several events, start again after a broken stream, and arrive after another sequence's
+    tokens.
     """
     scored = {**SCORED, "prompt_logprobs": 1}
     whole = [await choices(stack, scored), await choices(stack, ECHOED)]
@@ -62,10 +63,11 @@ async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool, othe
     assert stream == [(choice["text"], choice["logprobs"]["tokens"]) for choice in whole[1]]
 
 
-async def test_long_prompts_are_written_beside_the_event_loop(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seconds of work for the longest prompts, in which others' streams go on; what an echo tells is made once a prompt."""
+async def test_long_prompts_are_encoded_in_a_thread(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts take seconds, in which other streams continue.
+
+    The reports of an echo are made once per prompt.
+    """
     threads: dict[str, list[str]] = {"report": [], "prompt": [], "completion": []}
     report, prompt, completion = Prompt.report, Reporter.prompt, Reporter.completion
 

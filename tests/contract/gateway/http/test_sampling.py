@@ -1,4 +1,4 @@
-"""Choices, log-probabilities and the parameters of sampling over real HTTP and real gRPC, against a scripted scheduler."""
+"""Choices, log-probabilities and sampling parameters over HTTP and gRPC, against a fake scheduler."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ async def post(stack: Stack, path: str = "/v1/completions", **body: Any) -> dict
 
 
 def texts(stack: Stack, tokenizer: Tokenizer, n: int) -> list[str]:
-    """What the scripted scheduler says in each of n choices."""
+    """Returns the fake scheduler's text for each of n choices."""
     return [tokenizer.decode(stack.scheduler.reply[sequence:-1]) for sequence in range(n)]
 
 
@@ -55,7 +55,7 @@ async def test_choices_are_numbered_prompt_by_prompt(stack: Stack, tokenizer: To
 
 
 async def test_choices_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Collected and streamed; each choice of a stream opens with its role and ends once."""
+    """Each choice of a stream opens with its role and ends once, with the same text as a collected one."""
     answer = await post(stack, "/v1/chat/completions", **CHAT, n=2)
     assert [one["message"]["content"] for one in answer["choices"]] == texts(stack, tokenizer, 2)
     chunks = await stack.stream("/v1/chat/completions", {**CHAT, "n": 2})
@@ -72,8 +72,8 @@ async def test_choices_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 async def test_a_stop_string_ends_one_choice(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Only the first choice says Paris: it alone is aborted at the scheduler."""
-    # Long enough for the first choice to be over, not for any other.
+    """Only the first choice contains the stop string, so only it is aborted at the scheduler."""
+    # The first choice has ended by then, and no other one.
     stack.scheduler.pause_after = 3
     answering = asyncio.create_task(post(stack, prompt="x", n=3, max_tokens=99, stop=["Paris"]))
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
@@ -88,7 +88,10 @@ async def test_a_stop_string_ends_one_choice(stack: Stack, tokenizer: Tokenizer)
 
 
 async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Each is resumed behind what was received of it; none is lost or doubled, and ended ones do not run again."""
+    """Each choice resumes behind its received tokens.
+
+    None is lost or doubled, and ended ones do not run again.
+    """
     stack.scheduler.break_after = len(stack.scheduler.reply) - 2
     answer = await post(stack, prompt="x", n=4, max_tokens=99, logprobs=0, stop=["Paris"])
     assert [one["text"] for one in answer["choices"]] == ["", *texts(stack, tokenizer, 4)[1:]]
@@ -102,8 +105,8 @@ async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenize
     assert len(parts[1].token_ids) > 3
 
 
-async def test_a_client_that_leaves_aborts_all_choices(stack: Stack) -> None:
-    """One abort of the whole request."""
+async def test_a_client_that_disconnects_aborts_all_choices(stack: Stack) -> None:
+    """One abort covers the whole request."""
     stack.scheduler.pause_after = 2
     async with stack.http.stream(
         "POST", "/v1/completions", json={"prompt": "x", "n": 3, "stream": True}
@@ -114,29 +117,32 @@ async def test_a_client_that_leaves_aborts_all_choices(stack: Stack) -> None:
 
 
 async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> None:
-    """OpenAI's four columns; the chosen token is always among the likeliest, and offsets point into the text."""
+    """OpenAI's four columns.
+
+    The chosen token is always among the likeliest, and offsets point into the text.
+    """
     reply = stack.scheduler.reply
     answer = await post(stack, prompt="x", logprobs=1, max_tokens=99)
     (choice,) = answer["choices"]
-    told = choice["logprobs"]
-    assert set(told) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
-    # The end token counts and is told of, but has no text in the answer.
-    assert len(told["tokens"]) == len(reply) == answer["usage"]["completion_tokens"]
-    assert told["tokens"][-1] == "<|im_end|>"
-    assert told["token_logprobs"] == [-1.0 - position for position in range(len(reply))]
+    found = choice["logprobs"]
+    assert set(found) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    # The end token counts and is reported, but has no text in the answer.
+    assert len(found["tokens"]) == len(reply) == answer["usage"]["completion_tokens"]
+    assert found["tokens"][-1] == "<|im_end|>"
+    assert found["token_logprobs"] == [-1.0 - position for position in range(len(reply))]
     likeliest = tokenizer.decode([7], skip_special_tokens=False)
-    assert told["top_logprobs"][0] == {told["tokens"][0]: -1.0, likeliest: -0.25}
-    for token, offset in list(zip(told["tokens"], told["text_offset"], strict=True))[:-1]:
+    assert found["top_logprobs"][0] == {found["tokens"][0]: -1.0, likeliest: -0.25}
+    for token, offset in list(zip(found["tokens"], found["text_offset"], strict=True))[:-1]:
         if "\ufffd" not in token:
             assert choice["text"][offset : offset + len(token)] == token
-    # A part of a character stands at the character's place.
-    parts = [told["text_offset"][i] for i, token in enumerate(told["tokens"]) if "\ufffd" in token]
+    # A part of a character has the character's offset.
+    parts = [found["text_offset"][i] for i, token in enumerate(found["tokens"]) if "\ufffd" in token]
     assert parts
     assert {choice["text"][offset] for offset in parts} <= set("日本 🇫🇷")
 
 
 async def test_logprobs_are_streamed_as_they_are_collected(stack: Stack) -> None:
-    """Column by column, also where text is held back for a stop string."""
+    """Streamed columns equal the collected ones, even if text is held back for a stop string."""
     for stop in ([], ["capital of nothing"]):
         body: dict[str, Any] = {"prompt": "x", "logprobs": 2, "max_tokens": 99, "stop": stop}
         whole = (await post(stack, **body))["choices"][0]
@@ -148,7 +154,10 @@ async def test_logprobs_are_streamed_as_they_are_collected(stack: Stack) -> None
 
 
 async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Text, number and bytes of each token; the bytes of all make the text, also where a token is part of a character."""
+    """Each token has text, number and bytes.
+
+    All bytes make the text, even if a token is a part of a character.
+    """
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
     answer = await post(stack, "/v1/chat/completions", **body)
     content = answer["choices"][0]["logprobs"]["content"]
@@ -173,23 +182,26 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 async def test_tokens_may_be_written_as_ids(stack: Stack) -> None:
-    """Where texts are ambiguous, return_tokens_as_token_ids tells which token it was."""
+    """return_tokens_as_token_ids writes ids, which are unambiguous."""
     answer = await post(stack, prompt="x", logprobs=1, max_tokens=2, return_tokens_as_token_ids=True)
-    told = answer["choices"][0]["logprobs"]
-    assert told["tokens"] == [f"token_id:{token}" for token in stack.scheduler.reply[:2]]
-    assert told["top_logprobs"][0] == {told["tokens"][0]: -1.0, "token_id:7": -0.25}
+    found = answer["choices"][0]["logprobs"]
+    assert found["tokens"] == [f"token_id:{token}" for token in stack.scheduler.reply[:2]]
+    assert found["top_logprobs"][0] == {found["tokens"][0]: -1.0, "token_id:7": -0.25}
 
 
 async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
-    """VLLM's shape: by id, with rank and text; nothing for the first token. Chats have it beside their choices."""
+    """VLLM's shape: by id, with rank and text, and null for the first token.
+
+    Chats have it beside their choices.
+    """
     prompt = tokenizer.encode("The capital of France").ids
     answer = await post(stack, prompt=[prompt, [5]], n=2, max_tokens=1, prompt_logprobs=1)
-    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
-    assert told[0] == told[1]
-    assert told[2] == told[3] == [None]
-    assert told[0][0] is None
-    assert len(told[0]) == len(prompt)
-    for position, entry in enumerate(told[0][1:], start=1):
+    found = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert found[0] == found[1]
+    assert found[2] == found[3] == [None]
+    assert found[0][0] is None
+    assert len(found[0]) == len(prompt)
+    for position, entry in enumerate(found[0][1:], start=1):
         own, top = str(prompt[position]), "7"
         assert entry[own] == {
             "logprob": -1.0 - position, "rank": 2, "decoded_token": tokenizer.decode([prompt[position]]),
@@ -206,7 +218,10 @@ async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Each answer begins with its prompt, text or ids; with log-probabilities the prompt's tokens have theirs, the first one none."""
+    """Each answer begins with its prompt, given as text or ids.
+
+    With log-probabilities, the prompt's tokens have theirs.
+    """
     prompt = "The capital of France"
     ids = tokenizer.encode(prompt).ids
     plain = await post(stack, prompt=[prompt, "hm"], max_tokens=2)
@@ -217,19 +232,24 @@ async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
     body: dict[str, Any] = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": 1}
     whole = (await post(stack, **body))["choices"][0]
     assert whole["text"] == prompt + plain["choices"][0]["text"]
-    told = whole["logprobs"]
-    assert told["tokens"] == [tokenizer.decode([token]) for token in [*ids, *stack.scheduler.reply[:2]]]
-    assert told["token_logprobs"] == [None, *(-1.0 - n for n in range(1, len(ids))), -1.0, -2.0]
-    assert told["top_logprobs"][0] is None
-    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    found = whole["logprobs"]
+    assert found["tokens"] == [tokenizer.decode([token]) for token in [*ids, *stack.scheduler.reply[:2]]]
+    assert found["token_logprobs"] == [None, *(-1.0 - n for n in range(1, len(ids))), -1.0, -2.0]
+    assert found["top_logprobs"][0] is None
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
         assert whole["text"][offset : offset + len(token)] == token
     chunks = [chunk["choices"][0] for chunk in (await stack.stream("/v1/completions", body))[:-1]]
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
-    assert [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["tokens"]] == told["tokens"]
+    assert [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["tokens"]] == found[
+        "tokens"
+    ]
 
 
 async def test_a_prompt_alone_is_scored(stack: Stack, tokenizer: Tokenizer) -> None:
-    """max_tokens=0 with echo, as evaluation harnesses ask: nothing generated is shown or counted."""
+    """max_tokens=0 with echo, as evaluation harnesses send it.
+
+    Generated tokens are neither shown nor counted.
+    """
     prompt = "The capital of France"
     answer = await post(stack, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer["choices"]
@@ -242,7 +262,10 @@ async def test_a_prompt_alone_is_scored(stack: Stack, tokenizer: Tokenizer) -> N
 
 
 async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Under the wire's names; words become token sequences, with and without a space before them."""
+    """Parameters arrive under the wire's names.
+
+    Bad words become token sequences, with and without a leading space.
+    """
     await post(
         stack, prompt="x", max_tokens=9, min_tokens=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5,
         logit_bias={"5": -100, "6": 1.5}, allowed_token_ids=[5, 6], bad_words=["Paris", " of France"], top_k=-1,
@@ -264,7 +287,7 @@ async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: To
 
 
 async def test_recommended_penalties_are_passed_on(stack: Stack) -> None:
-    """generation_config's repetition_penalty holds unless the request says otherwise."""
+    """generation_config's repetition_penalty applies unless the request sets one."""
     stack.scheduler.sampling_defaults = pb.SamplingParams(repetition_penalty=1.25)
     try:
         await stack.gateway.app.state.context.watcher._refresh()
@@ -290,7 +313,7 @@ async def test_truncation(stack: Stack, keep: int, side: str | None, kept: slice
 
 
 async def test_truncation_of_a_chat_and_of_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
-    """A template's tokens are cut like others, and what was cut off is not repeated."""
+    """A template's tokens are cut like any others, and the echo omits the removed ones."""
     await post(stack, "/v1/chat/completions", **CHAT, max_tokens=1, truncate_prompt_tokens=2)
     assert len(stack.scheduler.requests[-1].prompt_token_ids) == 2
     answer = await post(
@@ -334,7 +357,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> None:
-    """One line each, beside an honest request that gets its answer; none takes much longer than that one with a body as large."""
+    """A refusal is one line, takes little longer than a valid request, and does not delay others."""
     large: dict[str, Any] = {
         "prompt": "x",
         "user": "u",
@@ -358,13 +381,13 @@ async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> 
 
 
 async def test_top_logprobs_need_logprobs(stack: Stack) -> None:
-    """And as many as OpenAI gives."""
+    """top_logprobs needs logprobs, and has OpenAI's limit."""
     for body in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
         response = await stack.http.post("/v1/chat/completions", json={**CHAT, **body})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
 
 
 async def test_best_of_n_is_n(stack: Stack) -> None:
-    """Clients that send both equal are served."""
+    """Clients that send both, with the same value, are served."""
     assert len((await post(stack, prompt="x", n=2, best_of=2))["choices"]) == 2
     assert inference.GenerateRequest.FromString(stack.scheduler.requests[-1].SerializeToString()).n == 2

@@ -1,4 +1,4 @@
-"""Gateways before, without and with a changing model."""
+"""Gateways before a model is ready, without a scheduler, and with a model that changes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_before_the_first_replica(scheduler: FakeScheduler) -> None:
-    """A gateway is up before its model: 503 with a reason, and it serves as soon as the model is there."""
+    """A gateway answers 503 with a reason until its model is ready, and serves from then on."""
     scheduler.ready = False
     async with (
         serving(scheduler) as server,
@@ -51,7 +51,7 @@ async def test_before_the_first_replica(scheduler: FakeScheduler) -> None:
 
 
 async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
-    """Requests say what is wrong with the model's files."""
+    """Requests are refused with what is wrong in the model's files."""
     (tmp_path / "tokenizer_config.json").write_text("{}")
     async with (
         serving(FakeScheduler(tmp_path, [504])) as server,
@@ -66,7 +66,7 @@ async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
 
 
 async def test_without_a_scheduler(scheduler: FakeScheduler) -> None:
-    """A gateway whose scheduler is away says so, and finds it when it comes."""
+    """A gateway reports that its scheduler is away, and finds it when it starts."""
     async with serving(scheduler) as server:
         port = server.port
     async with (
@@ -83,7 +83,7 @@ async def test_without_a_scheduler(scheduler: FakeScheduler) -> None:
 async def test_a_new_tokenizer_is_loaded(
     http: httpx.AsyncClient, gateway: Gateway, scheduler: FakeScheduler, tmp_path: Any
 ) -> None:
-    """If the served model changes, its tokenizer is fetched again; else it is not."""
+    """A tokenizer is fetched again only if the model's has changed."""
     assert scheduler.num_tokenizer_loads == 1
     scheduler.model = "other"
     gateway.app.state.context.watcher._wake.set()

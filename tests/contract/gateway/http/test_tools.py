@@ -1,4 +1,4 @@
-"""Tool calls and thinking over real HTTP and real gRPC: exact token streams are played by a scripted scheduler."""
+"""Tool calls and thinking over real HTTP and real gRPC: a fake scheduler plays exact token streams."""
 
 import json
 from collections.abc import AsyncIterator
@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from gateway.schemas.answers import ChatCompletion
 from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
 
@@ -40,7 +41,7 @@ def stack(running: Stack) -> Stack:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain() -> AsyncIterator[Stack]:
-    """SmolLM2 as it is: its template knows neither tools nor thinking."""
+    """SmolLM2 itself: its template knows neither tools nor thinking."""
     async with running_stack("x") as stack:
         yield stack
 
@@ -48,12 +49,13 @@ async def plain() -> AsyncIterator[Stack]:
 async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
     response = await stack.http.post(PATH, json={**ASK, **body})
     assert response.status_code == 200, response.text
+    ChatCompletion.model_validate(response.json())
     choice: dict[str, Any] = response.json()["choices"][0]
     return choice
 
 
 async def streamed(stack: Stack, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a client makes of the stream, and its deltas."""
+    """Returns the choice that a client collects from the stream, and its deltas."""
     events = await stack.stream(PATH, {**ASK, **body})
     assert events.pop() == "[DONE]"
     deltas = [event["choices"][0]["delta"] for event in events]
@@ -83,7 +85,7 @@ def structural_tag(stack: Stack) -> dict[str, Any]:
 
 
 async def test_a_call(stack: Stack) -> None:
-    """OpenAI's message: no content, one call, its arguments as text; the markers were special tokens and were seen all the same."""
+    """OpenAI's message has no content and one call, although the markers are special tokens."""
     choice = await collected(stack)
     (call,) = choice["message"]["tool_calls"]
     assert call.pop("id").startswith("call_")
@@ -95,7 +97,7 @@ async def test_a_call(stack: Stack) -> None:
 
 @pytest.mark.parametrize("tokens_per_event", [1, 2, 7, 100])
 async def test_a_streamed_call(stack: Stack, tokens_per_event: int) -> None:
-    """Role first, then the call's id, type and name, then pieces of its arguments, then the reason."""
+    """A stream has the role, the call's id, type and name, pieces of its arguments, and the reason."""
     stack.reply_with(f"Let me look.\n{CALL}\n{CALL.replace('Paris', 'Oslo')}")
     stack.scheduler.tokens_per_event = tokens_per_event
     choice, deltas = await streamed(stack)
@@ -133,15 +135,15 @@ async def test_text_stays_text(stack: Stack, choice: str) -> None:
     ]
 
 
-async def test_none_reads_no_calls(stack: Stack) -> None:
-    """With tool_choice none, what looks like a call is text; its special tokens are skipped as ever."""
+async def test_choice_none_parses_no_calls(stack: Stack) -> None:
+    """With tool_choice none, a call is text, and its special tokens are skipped as usual."""
     answer = await collected(stack, tool_choice="none")
     assert answer["message"]["content"] == '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
     assert answer["finish_reason"] == "stop"
 
 
 async def test_malformed_calls_are_content(stack: Stack) -> None:
-    """Nothing is lost, and nothing is called."""
+    """The text is kept, and no call is reported."""
     text = '<tool_call>\n{"name": "get_weather"}\n</tool_call>'
     stack.reply_with(text)
     for answer in (await collected(stack), (await streamed(stack))[0]):
@@ -152,7 +154,7 @@ async def test_malformed_calls_are_content(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cut_off_arguments(stack: Stack, stream: bool) -> None:
-    """max_tokens within the arguments leaves them as they are, and says "length"."""
+    """max_tokens inside the arguments leaves them cut, with the reason "length"."""
     tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
     cut = len(tokenizer.encode(CALL.partition("Par")[0], add_special_tokens=False).ids)
     answer = (await streamed(stack, max_tokens=cut))[0] if stream else await collected(stack, max_tokens=cut)
@@ -163,14 +165,14 @@ async def test_cut_off_arguments(stack: Stack, stream: bool) -> None:
 
 
 async def test_a_stop_string_within_a_call(stack: Stack) -> None:
-    """It ends the text wherever it is, as in vLLM."""
+    """A stop string ends the text even inside a call, as in vLLM."""
     answer = await collected(stack, stop=["Paris"])
     assert functions(answer) == [("get_weather", '{"city": "')]
     assert answer["stop_reason"] == "Paris"
 
 
-async def test_required_is_held_to_the_models_own_format(stack: Stack) -> None:
-    """The grammar has both tools in the format that the parser reads, behind thinking that may come first."""
+async def test_required_uses_the_models_own_format(stack: Stack) -> None:
+    """The grammar has both tools in the format that the parser reads, behind optional thinking."""
     answer = await collected(stack, tool_choice="required")
     assert (functions(answer)[0][0], answer["finish_reason"]) == ("get_weather", "tool_calls")
     form = structural_tag(stack)["format"]
@@ -186,8 +188,8 @@ async def test_required_is_held_to_the_models_own_format(stack: Stack) -> None:
     assert structural_tag(stack)["format"]["elements"][-1]["stop_after_first"]
 
 
-async def test_named(stack: Stack) -> None:
-    """One tool, one call, and OpenAI's finish_reason for it: stop."""
+async def test_a_named_tool(stack: Stack) -> None:
+    """One call of one tool, with OpenAI's finish_reason for it: stop."""
     choice = {"type": "function", "function": {"name": "get_weather"}}
     for answer in (
         await collected(stack, tool_choice=choice),
@@ -199,8 +201,8 @@ async def test_named(stack: Stack) -> None:
     assert "get_weather" in only["begin"]
 
 
-async def test_strict_tools_are_held_to_their_schema_where_calls_are_optional(stack: Stack) -> None:
-    """Free text, and calls that must be right; tools that are not strict may have any arguments."""
+async def test_strict_applies_to_optional_calls(stack: Stack) -> None:
+    """Free text may contain valid calls; tools that are not strict may have any arguments."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     await collected(stack, tools=[strict, TIME])
     form = structural_tag(stack)["format"]["elements"][-1]
@@ -211,7 +213,10 @@ async def test_strict_tools_are_held_to_their_schema_where_calls_are_optional(st
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) -> None:
-    """Required: a JSON list; named: the arguments alone. Both are constrained, and the tools are told in words."""
+    """Required calls are a JSON list, a named call its arguments alone.
+
+    Both are constrained, and the prompt describes the tools.
+    """
     written = (
         '[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]'
     )
@@ -237,7 +242,7 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
 
 
 async def test_optional_calls_need_a_parser(plain: Stack) -> None:
-    """Nothing is silently ignored: a model whose calls could not be found is not asked for any."""
+    """A model whose calls could not be found is not asked for any: the request is refused."""
     response = await plain.http.post(PATH, json=ASK)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -246,12 +251,12 @@ async def test_optional_calls_need_a_parser(plain: Stack) -> None:
     without = await plain.http.post(PATH, json={"messages": ASK["messages"]})
     none = await plain.http.post(PATH, json={**ASK, "tool_choice": "none"})
     assert (without.status_code, none.status_code) == (200, 200)
-    # Nor is it told of what it may not call.
+    # Nor does the prompt describe tools that may not be called.
     assert len({tuple(request.prompt_token_ids) for request in plain.scheduler.requests[-2:]}) == 1
 
 
 async def test_a_conversation_with_calls(stack: Stack) -> None:
-    """Calls and their results go through the template, arguments as an object; so does thinking that a client sends back."""
+    """Calls, their results and thinking that a client sends back go through the template."""
     messages = [
         *ASK["messages"],
         {
@@ -277,7 +282,7 @@ async def test_a_conversation_with_calls(stack: Stack) -> None:
 
 @pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
 async def test_thinking(stack: Stack, tokens_per_event: int) -> None:
-    """Thinking, answer and calls apart, under both names that clients know."""
+    """Thinking, answer and calls are separated; thinking appears under both names that clients know."""
     stack.scheduler.tokens_per_event = tokens_per_event
     stack.reply_with(f"<think>\nHm, <tool_call> is\na marker.\n</think>\n\nYes.\n{CALL}")
     for answer in (await collected(stack), (await streamed(stack))[0]):
@@ -300,7 +305,7 @@ async def test_thinking(stack: Stack, tokens_per_event: int) -> None:
 async def test_the_prompt_says_where_thinking_begins(
     stack: Stack, kwargs: dict[str, Any], text: str, reasoning: str | None, content: str
 ) -> None:
-    """Opened by the template, closed by it, or left to the model."""
+    """The template may open the thinking, close it, or leave it to the model."""
     stack.reply_with(text)
     answer = await collected(stack, chat_template_kwargs=kwargs)
     assert (answer["message"]["reasoning"], answer["message"]["content"]) == (reasoning, content)
@@ -311,7 +316,7 @@ async def test_the_prompt_says_where_thinking_begins(
 async def test_an_end_within_the_thinking(
     stack: Stack, stream: bool, limit: dict[str, Any], reason: str
 ) -> None:
-    """There is thinking and no answer."""
+    """The answer has thinking and no content."""
     stack.reply_with("<think>\nI see a marker here and there.\n</think>\n\nYes.")
     answer = (await streamed(stack, **limit))[0] if stream else await collected(stack, **limit)
     assert answer["message"]["reasoning_content"]
@@ -379,7 +384,7 @@ def _deep(levels: int) -> dict[str, Any]:
     ],
 )  # fmt: skip
 async def test_hostile_requests_are_refused_fast(stack: Stack, body: dict[str, Any], words: str) -> None:
-    """Whatever is too much is refused before it is looked at closely."""
+    """Sizes are checked before contents."""
     response = await stack.http.post(PATH, json={**ASK, **body})
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
@@ -388,14 +393,14 @@ async def test_hostile_requests_are_refused_fast(stack: Stack, body: dict[str, A
 
 
 async def test_arguments_longer_than_a_body(stack: Stack) -> None:
-    """Ten million letters do not even come in."""
+    """A body beyond the limit is not even read."""
     call = {"id": "a", "function": {"name": "f", "arguments": "x" * 10_000_000}}
     response = await stack.http.post(PATH, json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
     assert response.status_code == 413
 
 
 async def test_arguments_deeper_than_a_template_can_write(stack: Stack, plain: Stack) -> None:
-    """They are nobody's fault but the client's, whatever the template does with them."""
+    """A failing template is the client's error, whatever it does with the arguments."""
     call = {"id": "a", "function": {"name": "f", "arguments": '{"a":' * 1000 + "1" + "}" * 1000}}
     turns = [*ASK["messages"], {"role": "assistant", "tool_calls": [call]}, *ASK["messages"]]
     for one in (stack, plain):
@@ -405,7 +410,10 @@ async def test_arguments_deeper_than_a_template_can_write(stack: Stack, plain: S
 
 
 async def test_a_parser_by_name(tmp_path: Path) -> None:
-    """--tool-call-parser decides where a template shows nothing; --reasoning-parser deepseek_r1 thinks from the beginning."""
+    """--tool-call-parser applies if a template shows no format.
+
+    --reasoning-parser deepseek_r1 thinks from the beginning.
+    """
     text = 'Hm.</think>[TOOL_CALLS]get_weather{"city": "Paris"}'
     async with running_stack(text, tool_call_parser="mistral", reasoning_parser="deepseek_r1") as stack:
         answer = await collected(stack)

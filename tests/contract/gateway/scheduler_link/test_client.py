@@ -1,4 +1,7 @@
-"""The client against a real grpc.aio server: multiplexing, aborts, typed errors, and schedulers that go away and come back."""
+"""The client over a real gRPC server.
+
+Many requests on one stream, aborts, typed errors, and lost schedulers.
+"""
 
 import asyncio
 import contextlib
@@ -61,7 +64,7 @@ async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterat
 
 
 async def tokens_of(group: RequestGroup) -> list[list[int]]:
-    """All tokens of each request, in order."""
+    """Returns all tokens of each request, in order."""
     found: list[list[int]] = [[] for _ in group.requests]
     while events := await group.take():
         for index, event in events:
@@ -83,7 +86,7 @@ async def test_a_request_runs(scheduler: FakeScheduler) -> None:
 
 
 async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
-    """Fifty requests at once, of different lengths, do not mix."""
+    """Fifty concurrent requests of different lengths do not mix."""
     async with serving(scheduler) as server, connected(server.port) as client:
         lengths = [1 + n % 20 for n in range(50)]
         submissions = [
@@ -93,15 +96,15 @@ async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
         assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
 
 
-async def test_requests_of_one_submission_are_told_apart(scheduler: FakeScheduler) -> None:
+async def test_requests_of_one_group_are_told_apart(scheduler: FakeScheduler) -> None:
     """Each event carries its request's index."""
     async with serving(scheduler) as server, connected(server.port) as client:
         found = await tokens_of(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
         assert found == [REPLY[:2], REPLY[:5]]
 
 
-async def test_an_aborted_submission_aborts_its_requests(scheduler: FakeScheduler) -> None:
-    """The scheduler hears of it."""
+async def test_an_aborted_group_aborts_its_requests(scheduler: FakeScheduler) -> None:
+    """The aborts reach the scheduler."""
     scheduler.pause_after = 3
     async with serving(scheduler) as server, connected(server.port) as client:
         group = client.submit([request("a"), request("b")])
@@ -112,7 +115,7 @@ async def test_an_aborted_submission_aborts_its_requests(scheduler: FakeSchedule
 
 
 async def test_finished_requests_are_not_aborted(scheduler: FakeScheduler) -> None:
-    """An abort of what has finished would only be noise."""
+    """A finished request is not aborted at the scheduler."""
     async with serving(scheduler) as server, connected(server.port) as client:
         await tokens_of(client.submit([request("a")]))
         await tokens_of(client.submit([request("b")]))
@@ -129,7 +132,7 @@ async def test_finished_requests_are_not_aborted(scheduler: FakeScheduler) -> No
 async def test_a_refused_request_fails_alone_and_typed(
     scheduler: FakeScheduler, error: TriptychError
 ) -> None:
-    """A fault of one request leaves the others on the stream alone; its type, parameter and delay arrive."""
+    """A refusal leaves other requests on the stream alone; its type, parameter and delay arrive."""
     scheduler.refuse = lambda r: error if r.request_id == "bad" else None
     async with serving(scheduler) as server, connected(server.port) as client:
         good = client.submit([request("good")])
@@ -140,7 +143,7 @@ async def test_a_refused_request_fails_alone_and_typed(
 
 
 async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
-    """Nobody waits for a scheduler that is not there."""
+    """Requests do not wait for a scheduler that is away."""
     client = InferenceClient("127.0.0.1:1")
     await client.start()
     try:
@@ -153,7 +156,10 @@ async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
 
 
 async def test_a_broken_stream_is_a_pause(scheduler: FakeScheduler) -> None:
-    """The request is sent again with the tokens received so far, under a new id; no token is lost or doubled."""
+    """The request is sent again with the tokens received so far, under a new id.
+
+    No token is lost or doubled.
+    """
     scheduler.break_after = 5
     async with serving(scheduler) as server, connected(server.port) as client:
         assert await tokens_of(client.submit([request("a")])) == [REPLY]
@@ -165,7 +171,7 @@ async def test_a_broken_stream_is_a_pause(scheduler: FakeScheduler) -> None:
 
 
 async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> None:
-    """Also when another process takes over the port, and has no replica at first."""
+    """Another process may take over the port, and may have no replica at first."""
     scheduler.pause_after = 4
     async with serving(scheduler) as server:
         port = server.port
@@ -185,14 +191,14 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
 
 
-async def test_an_unheard_end_is_not_continued(scheduler: FakeScheduler) -> None:
+async def test_a_missed_end_is_not_continued(scheduler: FakeScheduler) -> None:
     """If the stream breaks behind the last token, the request ends instead of being sent again."""
     scheduler.pause_after = 5
     async with serving(scheduler) as server, connected(server.port) as client:
         group = client.submit([request("a", max_tokens=6)])
         while len(group.requests[0].received[0]) < 5:
             await asyncio.sleep(0.01)
-        # Now all but the last event has come; pretend that the last token came without the word that it was the last.
+        # All but the last event have arrived. Pretend that the last token arrived without its finish reason.
         group.requests[0].received[0].append(REPLY[5])
         scheduler.break_after, scheduler.pause_after = 1, 5
         client._outbox.put(inference.ConnectRequest(generate=request("other")))
@@ -201,7 +207,7 @@ async def test_an_unheard_end_is_not_continued(scheduler: FakeScheduler) -> None
 
 
 async def _first_answer(client: InferenceClient) -> None:
-    """Waits until a request can be sent, and for its end."""
+    """Sends requests until one is accepted, and waits for its end."""
     for _ in range(500):
         try:
             await _drained(client.submit([request()]))
@@ -216,7 +222,7 @@ async def _drained(group: RequestGroup) -> None:
 
 
 async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler) -> None:
-    """After the resume timeout the request fails, retryable."""
+    """After the resume timeout the request fails with a retryable error."""
     scheduler.pause_after = 4
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.2) as client:
         group = client.submit([request("a")])
@@ -229,7 +235,7 @@ async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler)
 
 
 async def test_a_resumed_request_may_wait_its_turn(scheduler: FakeScheduler) -> None:
-    """Once a scheduler has it again, a long queue is no reason to give up."""
+    """Once a scheduler has the request again, a long queue is no reason to give up."""
 
     def hold(sent: inference.GenerateRequest) -> None:
         if sent.resumed:
@@ -246,7 +252,7 @@ async def test_a_resumed_request_may_wait_its_turn(scheduler: FakeScheduler) -> 
 
 
 async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeScheduler) -> None:
-    """Each attempt is heard, yet the time between them adds up."""
+    """Each attempt reaches the scheduler, yet the time between attempts adds up."""
     scheduler.break_after = 5
     scheduler.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.3) as client:
@@ -260,7 +266,7 @@ async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeSchedule
 async def test_an_unexpected_exception_is_a_pause(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """A bug while events are handled, or while requests are sent again, costs a reconnect and nothing else."""
+    """A bug while events are delivered, or while requests are resubmitted, costs only a reconnect."""
     works, faults = getattr(RequestTable, method), [RuntimeError("a bug")]
 
     def fails_once(table: RequestTable, given: object) -> None:
@@ -279,7 +285,7 @@ async def test_an_unexpected_exception_is_a_pause(
 async def test_a_request_that_cannot_be_written_is_a_pause(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither does a bug in the writer leave a connection that looks alive."""
+    """A bug in the writer does not leave a connection that looks alive."""
     works, faults = PendingRequest.on_written, [RuntimeError("a bug")]
 
     def fails_once(pending: PendingRequest) -> None:
@@ -289,14 +295,15 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
 
     monkeypatch.setattr(PendingRequest, "on_written", fails_once)
     async with serving(scheduler) as server, connected(server.port) as client:
-        # Whether the first stream's request reaches the scheduler before the stream is cut is up to the transport.
+        # The transport decides whether the first stream's request reaches the scheduler before the stream is
+        # cut.
         assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
         assert not faults
         assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
 
 
 async def test_another_schema_is_not_retried(scheduler: FakeScheduler) -> None:
-    """Requests fail at once if the two ends were built from different schemas."""
+    """Requests fail at once if the two services were built from different schemas."""
     scheduler.schema_revision += 1
     async with serving(scheduler) as server:
         client = InferenceClient(f"127.0.0.1:{server.port}")
@@ -309,7 +316,7 @@ async def test_another_schema_is_not_retried(scheduler: FakeScheduler) -> None:
 
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
-    """A request that somebody else aborted does not look finished."""
+    """A request that another client aborted does not look finished."""
     table = RequestTable(Outbox(), resume_timeout_s=1.0)
     group = table.submit([request("a")])
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
@@ -319,7 +326,7 @@ async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> 
 
 
 async def test_model_load_and_tokenizer(scheduler: FakeScheduler, tmp_path: Path) -> None:
-    """The unary calls; the tokenizer's files arrive byte for byte."""
+    """The unary calls work; the tokenizer's files arrive byte for byte."""
     async with serving(scheduler) as server, connected(server.port) as client:
         assert (await client.get_model()).served_name == "smollm2"
         assert (await client.get_load()).replicas[0].state == inference.REPLICA_STATE_READY
@@ -336,7 +343,7 @@ async def test_model_load_and_tokenizer(scheduler: FakeScheduler, tmp_path: Path
 async def test_a_flood_of_tokenizer_files_is_refused(
     scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """A scheduler that sends something else does not fill the disk."""
+    """A scheduler that sends too much does not fill the disk."""
     monkeypatch.setattr(tokenizer_download, limit, value)
     async with serving(scheduler) as server, connected(server.port) as client:
         with pytest.raises(Internal, match=r"more than .* tokenizer files or .* MiB"):
@@ -351,7 +358,7 @@ async def test_a_flood_of_tokenizer_files_is_refused(
 async def test_unsafe_tokenizer_file_names_are_refused(
     scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Nothing is written outside the folder, nor under a name that no file can have."""
+    """Nothing is written outside the folder, or under a name that no file can have."""
 
     async def files(*_: object) -> AsyncIterator[pb.FileChunk]:
         yield pb.FileChunk(name=name, data=b"x", last=True)

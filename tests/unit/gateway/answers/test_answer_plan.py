@@ -57,7 +57,10 @@ def opened(served: Served, **fields: Any) -> AnswerPlan:
 def test_a_constraint_allows_thinking_before_the_answer(
     qwen: Served, compiler: xgrammar.GrammarCompiler, kind: str
 ) -> None:
-    """The answer behind the thinking must match, whatever the thinking says; an answer is not taken for thinking."""
+    """The answer behind the thinking must match, whatever the thinking says.
+
+    An answer is not taken for thinking.
+    """
     fields, good, bad = KINDS[kind]
     plan = plan_answer(settings(), qwen, chat(**fields), [1])
     assert plan.constraint is not None

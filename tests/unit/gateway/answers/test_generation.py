@@ -80,7 +80,7 @@ def test_stop_tokens_show_on_request() -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3, 6])
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
 def test_a_stop_string_ends_text_and_count(cut: int, include: bool, text: str) -> None:
-    """Tokens behind the one that completed the stop string are neither shown nor counted, however events are cut."""
+    """Tokens behind the completed stop string are neither shown nor counted, however events are cut."""
     sequence, out, tokens = make(("cd",), include=include), "", [1, 2, 3, 4, 5, 6]
     delta = Delta(0, "")
     while not sequence.finished:

@@ -74,7 +74,10 @@ def test_without_logprobs_the_field_is_null() -> None:
 
 
 class Letters:
-    """A detokenizer for tests: token 1 is "a", 2 is "b" and so on; token 26 holds its text back until the next one."""
+    """A detokenizer for tests: token 1 is "a", 2 is "b" and so on.
+
+    Token 26 holds its text back until the next one.
+    """
 
     def __init__(self) -> None:
         self.held = ""

@@ -25,7 +25,10 @@ def reader(name: str, **options: Any) -> AnswerReader:
 
 
 def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Returns the content and calls of a whole text; checks that streaming character by character gives the same."""
+    """Returns the content and calls of a whole text.
+
+    Checks that streaming character by character gives the same.
+    """
     whole = Message.of(reader(name).whole(text))
     streaming = reader(name)
     streamed = Message.of([*(event for char in text for event in streaming.feed(char)), *streaming.finish()])
@@ -55,7 +58,8 @@ def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]
         ("hermes", '<tool_call>{"name": "f", "arguments": {"q": "</tool_call>"}}</tool_call> Done.', "Done.", [("f", '{"q": "</tool_call>"}')]),
         ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}', None, [("get_time", "{}")]),
         ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_', None, [("get_time", "{}")]),
-        # Llama: parameters or arguments, several calls separated by semicolons or lines, with and without the marker.
+        # Llama: parameters or arguments, several calls separated by semicolons or lines, with and without the
+        # marker.
         ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", PARIS)]),
         ("llama3_json", '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", PARIS)]),
         ("llama3_json", '<|python_tag|>{"name": "elsewhere", "arguments": {}}', None, [("elsewhere", "{}")]),
@@ -290,7 +294,10 @@ def test_mistrals_ids() -> None:
     ],
 )  # fmt: skip
 def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str | None) -> None:
-    """Thinking and answer are separated without the white space between them; text that ends inside the thinking has no answer."""
+    """Thinking and answer are separated without the white space between them.
+
+    Text that ends inside the thinking has no answer.
+    """
     body = Message.of(AnswerReader(ThinkParser(at), None).whole(text)).body(with_reasoning=True)
     assert (body["reasoning"], body["content"]) == (reasoning, content)
     assert body["reasoning"] == body["reasoning_content"]
@@ -355,7 +362,10 @@ LONG: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("case", LONG)
 def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
-    """Parsing is linear even character by character: eight times the text takes nowhere near 64 times the time."""
+    """Parsing is linear even character by character.
+
+    Eight times the text takes nowhere near 64 times the time.
+    """
     name, before, repeated = LONG[case]
 
     def seconds(count: int) -> float:

@@ -179,7 +179,7 @@ async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None
 async def test_thousands_of_short_messages_leave_the_event_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template's effort grows with the whole body, not with the text in it, so a long body is rendered in a thread."""
+    """A template's effort grows with the whole body, so a long body is rendered in a thread."""
     threads: list[str] = []
 
     def encode(_codec: TextCodec, _text: str, **_: object) -> list[int]:

@@ -13,7 +13,10 @@ GRAMMAR = pb.StructuredOutput(json_object=True)
 
 
 def make(size: int = 1, n: int | None = None) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
-    """Returns a group and its aborts: the aborted request's first sequence in the group, and one sequence if not all."""
+    """Returns a group and its aborts.
+
+    The aborted request's first sequence in the group, and one sequence if not all.
+    """
     aborted: list[tuple[int, int | None]] = []
     requests = [inference.GenerateRequest(request_id=f"r{index}", n=n) for index in range(size)]
 
@@ -104,7 +107,10 @@ def test_a_resumed_request_continues() -> None:
 
 
 def test_a_resumed_request_describes_each_sequence() -> None:
-    """One sequence has finished, one continues, one has not begun; the prompt's log-probabilities are not requested twice."""
+    """One sequence has finished, one continues, one has not begun.
+
+    The prompt's log-probabilities are not requested twice.
+    """
     group, _ = make(n=3)
     pending = group.requests[0]
     pending.request.prompt_token_ids.extend([7, 8])
@@ -170,7 +176,10 @@ def deliver(
 
 
 async def test_tokens_wait_for_their_prompts_logprobs() -> None:
-    """Another sequence may begin, and end, before the prompt's log-probabilities are complete. Other prompts' answers do not wait."""
+    """Another sequence may begin, and end, before the prompt's log-probabilities are complete.
+
+    Other prompts' answers do not wait.
+    """
     group = make_with_prompt_logprobs(2)
     deliver(group, 1, event(5))
     deliver(group, 0, event(), prompt_logprobs=1)

@@ -20,7 +20,10 @@ def codec() -> TextCodec:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """Returns a small tokenizer in the style of Gemma and Llama 2: ▁ for word boundaries, byte fallback for the rest."""
+    """Returns a small tokenizer in the style of Gemma and Llama 2.
+
+    ▁ for word boundaries, byte fallback for the rest.
+    """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Sequence(

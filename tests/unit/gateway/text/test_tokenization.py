@@ -43,7 +43,7 @@ def copy_with(tmp_path: Path, **config: Any) -> Path:
     ],
 )
 def test_encodes_as_transformers_does(tmp_path: Path, config: dict[str, Any]) -> None:
-    """The ids are the same with and without special tokens, whatever the configuration says about BOS and EOS."""
+    """The ids are the same with and without special tokens, whatever the configuration says."""
     from transformers import AutoTokenizer
 
     folder = copy_with(tmp_path, **config)

@@ -17,7 +17,10 @@ from tests.support.gateway.tool_templates import TEMPLATES, TIME
 
 
 def test_tools_are_described_in_words() -> None:
-    """The system's turn gets the description, else the user's; earlier calls appear in the format of new ones."""
+    """The system's turn gets the description, else the user's.
+
+    Earlier calls appear in the format of new ones.
+    """
     template = ChatTemplate("{{ messages }}", {})
     turns = [{"role": "user", "content": "hi"}]
     (described,) = show_tools_in_words(template, turns, [TIME])
@@ -80,7 +83,7 @@ NOON = ("get_time", '{"city": 12}')
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_required_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
-    """The grammar accepts valid calls of any tool and nothing else, and the format's parser reads what it accepts."""
+    """The grammar accepts exactly valid calls of any tool, and the format's parser reads them."""
     form = LIST if name == "list" else FORMATS[name]
     assert form.shape is not None
     many = structural(form.shape.required(TOOLS, parallel=True))

@@ -95,7 +95,8 @@ NOON = ("get_time", "{}")
 @pytest.mark.parametrize(
     ("name", "text", "mine", "theirs"),
     [
-        # Here, a call announced in a stream stays a call, whatever follows. In vLLM, either all of a text is calls or none of it.
+        # Here, a call announced in a stream stays a call, whatever follows. In vLLM, either all of a text is
+        # calls or none of it.
         (
             "hermes",
             '<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
@@ -150,7 +151,10 @@ def _as_written(body: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
 
 @pytest.fixture
 def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces Mistral's parser: all of vLLM's engine parsers import it, and it needs a library that is not installed."""
+    """Replaces Mistral's parser.
+
+    All of vLLM's engine parsers import it, and it needs a library that is not installed.
+    """
     stand_in = types.ModuleType("vllm.parser.mistral")
     stand_in.MistralParser = type("MistralParser", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.parser.mistral", stand_in)

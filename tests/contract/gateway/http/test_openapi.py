@@ -1,0 +1,68 @@
+"""The OpenAPI document: complete, and true to the answers."""
+
+from typing import Any
+
+import pytest
+
+from gateway.schemas import answers
+from tests.support.gateway.serving import CHAT, Stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = {"prompt": "The capital", "max_tokens": 3}
+LOGPROBS = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1}
+
+
+async def test_every_route_is_described(stack: Stack) -> None:
+    """Each route has a summary, a description, its answer, and the shape of errors.
+
+    Each POST has its body.
+    """
+    document = (await stack.http.get("/openapi.json")).json()
+    assert document == stack.gateway.app.openapi()
+    assert {"/v1/chat/completions", "/v1/embeddings", "/health", "/metrics"} <= document["paths"].keys()
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            assert route["summary"], path
+            assert route["description"], path
+            assert {"200", "default"} == route["responses"].keys(), path
+            assert route["responses"]["200"].get("content") or path == "/health", path
+            if method == "post":
+                schema = route["requestBody"]["content"]["application/json"]["schema"]
+                assert schema["properties"], path
+
+
+async def test_the_document_names_the_parameters(stack: Stack) -> None:
+    """The body of a chat lists its parameters."""
+    paths = (await stack.http.get("/openapi.json")).json()["paths"]
+    schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "temperature", "stream"} <= schema["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/chat/completions", CHAT, answers.ChatCompletion),
+        ("/v1/chat/completions", {**CHAT, **LOGPROBS}, answers.ChatCompletion),
+        ("/v1/completions", PROMPT, answers.Completion),
+        (
+            "/v1/completions",
+            {**PROMPT, "logprobs": 2, "prompt_logprobs": 1, "echo": True},
+            answers.Completion,
+        ),
+        ("/tokenize", {"prompt": "hello"}, answers.Tokenized),
+        ("/tokenize", {**CHAT, "return_token_strs": True}, answers.Tokenized),
+        ("/detokenize", {"tokens": [5, 6]}, answers.Detokenized),
+        ("/v1/completions", {"prompt": 5}, answers.ErrorAnswer),
+        ("/v1/models", None, answers.ModelList),
+        ("/v1/models/smollm2", None, answers.ModelCard),
+        ("/version", None, answers.Version),
+    ],
+)
+async def test_answers_match_the_document(
+    stack: Stack, path: str, body: dict[str, Any] | None, model: type[answers.AnswerModel]
+) -> None:
+    """Real answers have the documented fields and no others."""
+    response = await (stack.http.get(path) if body is None else stack.http.post(path, json=body))
+    answer = model.model_validate(response.json())
+    assert answer.model_fields_set
