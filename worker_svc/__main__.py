@@ -1,4 +1,4 @@
-"""The worker's command: reads its settings, serves, and says in one line what is wrong with them."""
+"""The worker's command: reads the settings and serves; a bad setting ends it with one line."""
 
 import asyncio
 import os
@@ -9,19 +9,19 @@ from protos.errors import ConfigurationRefused
 from protos.logs import configure
 from protos.settings import load
 from worker_svc.api.model_thread import MODEL_THREAD
-from worker_svc.log_silencing import quiet_libraries
+from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0 after a clean stop, 2 for a bad setting."""
+    """Runs the command. Returns 0 after a clean stop and 2 for a bad setting."""
     try:
         settings = load(Settings, argv)
         configure("worker", level=settings.log_level, log_format=settings.log_format)
-        quiet_libraries()
-        # Threads that have nothing to do leave the processor to the gateway and the scheduler, which are waiting for it just then.
+        silence_libraries()
+        # Idle threads must not spin: the gateway and the scheduler need the processor between steps.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # Only now: a mistake in a flag is told without the seconds that importing torch takes.
+        # Imported late, so that a bad flag is reported before torch takes seconds to import.
         from worker_svc.service import serve
 
         asyncio.run(serve(settings))
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"triptych worker: {error.message}", file=sys.stderr)
         code = 2
     if any(thread.name == MODEL_THREAD for thread in threading.enumerate()):
-        # It is in the midst of an import or of loading. The interpreter's own ending would tear torch down under it.
+        # The thread is importing or loading. A normal exit would destroy torch while the thread uses it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,12 +1,12 @@
-"""Keeps what the libraries that we use tell about themselves out of our output; their errors stay."""
+"""Keeps the informational output of third-party libraries out of the worker's log."""
 
 import logging
 import os
 import warnings
 
 
-def quiet_libraries() -> None:
-    """Call it before vLLM and transformers are imported."""
+def silence_libraries() -> None:
+    """Silences libraries except for errors. Call it before vLLM and transformers are imported."""
     for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

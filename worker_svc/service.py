@@ -1,4 +1,4 @@
-"""Puts a worker's parts together and runs them until the process is told to stop."""
+"""Assembles a worker and runs it until the process receives SIGTERM or SIGINT."""
 
 import asyncio
 import signal
@@ -21,7 +21,8 @@ async def serve(settings: Settings) -> None:
     """Runs the service until SIGTERM or SIGINT.
 
     Raises:
-        ConfigurationRefused: if the address cannot be bound, the model cannot be served or the scheduler refuses the worker.
+        ConfigurationRefused: if the address cannot be bound, the model cannot be served, or the scheduler
+            refuses the worker.
     """
     log = get_logger()
     stop = asyncio.Event()
@@ -36,7 +37,7 @@ async def serve(settings: Settings) -> None:
         prepared=prepared,
         worker_id=worker_id,
         model=settings.model,
-        on_ready=health.configured,
+        on_ready=health.set_configured,
     )
     server = Server((SERVICE,), lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc))
     health.server = server
@@ -47,15 +48,20 @@ async def serve(settings: Settings) -> None:
     try:
         await asyncio.wait((prepared, stopped), return_when=asyncio.FIRST_COMPLETED)
         if prepared.done():
-            prepared.result()  # a model that cannot be served ends the process, with the reason
+            prepared.result()  # raises if the model cannot be served
             if settings.scheduler_address:
-                registration = stay_registered(
-                    settings.scheduler_address, worker_id=worker_id, host=settings.advertise_host, port=port
+                registration = asyncio.create_task(
+                    stay_registered(
+                        settings.scheduler_address,
+                        worker_id=worker_id,
+                        host=settings.advertise_host,
+                        port=port,
+                    )
                 )
-                tasks.append(asyncio.create_task(registration))
-                await asyncio.wait((tasks[-1], stopped), return_when=asyncio.FIRST_COMPLETED)
-                if tasks[-1].done():
-                    tasks[-1].result()  # only ever raises
+                tasks.append(registration)
+                await asyncio.wait((registration, stopped), return_when=asyncio.FIRST_COMPLETED)
+                if registration.done():
+                    registration.result()  # it ends only by raising
         await stopped
     finally:
         for task in tasks:
@@ -68,7 +74,7 @@ async def serve(settings: Settings) -> None:
 
 
 class _Health:
-    """SERVING once configured, for as long as steps make progress."""
+    """Reports SERVING while the worker is configured and its steps make progress."""
 
     def __init__(self, thread: ModelThread, stall_timeout_s: float) -> None:
         self._thread = thread
@@ -76,13 +82,13 @@ class _Health:
         self._is_configured = False
         self.server: Server
 
-    async def configured(self) -> None:
+    async def set_configured(self) -> None:
         """Reports SERVING."""
         self._is_configured = True
         await self.server.set_serving(True)
 
     async def watch(self) -> None:
-        """Reports NOT_SERVING while a step hangs."""
+        """Reports NOT_SERVING while a step takes longer than the stall timeout."""
         stalled = False
         while True:
             await asyncio.sleep(min(1.0, self._stall_timeout_s / 4))
@@ -90,6 +96,6 @@ class _Health:
             if now_stalled != stalled:
                 stalled = now_stalled
                 get_logger().error(
-                    "stalled" if stalled else "moving_again", busy_s=round(self._thread.busy_s, 1)
+                    "stalled" if stalled else "stall_ended", busy_s=round(self._thread.busy_s, 1)
                 )
                 await self.server.set_serving(not stalled)

@@ -1,4 +1,4 @@
-"""The worker's settings: flags (``--kv-memory``), then ``TRIPTYCH_*`` variables, then variables of other stacks."""
+"""The worker's settings: flags, then ``TRIPTYCH_*`` variables, then variables of other stacks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,7 +93,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto is the type that the model was saved in."""
     load_format: LoadFormat = "auto"
-    """Format of the weights. auto takes safetensors if there are any, else a GGUF file; dummy makes up weights, for measurements."""
+    """Format of the weights. auto takes safetensors if there are any, else a GGUF file; dummy makes up
+    weights, for measurements."""
     trust_remote_code: bool = False
     """Allow Python code that comes with a model to run in this process."""
     kv_memory: float | None = Field(None, gt=0, le=1 << 20)
@@ -101,16 +102,18 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     kv_share: float = Field(0.4, gt=0, le=1)
     """Share of the memory left free by weights and graphs that the KV cache takes."""
     window_kv: Literal["auto", "paged", "in-place"] = "auto"
-    """KV memory of sliding-window layers: paged blocks, or one block a request in which the window slides in place, as NPU
-    kernels do. auto follows the device's kernels."""
+    """KV memory of sliding-window layers: paged blocks, or one block a request in which the window slides in
+    place, as NPU kernels do. auto follows the device's kernels."""
     backend: Backend = "auto"
-    """How steps run: compiled (one static graph per shape, made before serving) or eager (the model's Python code, for
-    debugging). auto makes graphs of every step that is static."""
+    """How steps run: compiled (one static graph per shape, made before serving) or eager (the model's Python
+    code, for debugging). auto makes graphs of every step that is static."""
     optimization_level: int | None = Field(None, ge=0, le=3)
-    """How graphs are made (-O): 0 eager; 1 the device's own kernels; 2 generated kernels between them; 3 the fastest of several
-    generated kernels. Default: 1 on a CPU, 2 on a GPU. An NPU has its own compiler and no levels above 1."""
+    """How graphs are made (-O): 0 eager; 1 the device's own kernels; 2 generated kernels between them; 3 the
+    fastest of several generated kernels. Default: 1 on a CPU, 2 on a GPU. An NPU has its own compiler and no
+    levels above 1."""
     compilation_config: CompilationConfig | None = None
-    """vLLM's JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels for."""
+    """vLLM's JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels
+    for."""
     compile_cache_root: Path = Path("~/.cache/triptych/compiled")
     """Folder of the compile cache; it has a folder for each kind of device."""
     compile_cache_dir: Path | None = None
@@ -120,19 +123,24 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     require_precompiled: bool = False
     """Refuse to start if code would have to be compiled. The check runs before weights are loaded."""
     enable_warm_up: bool = True
-    """Make and run every graph before serving. Otherwise the first request of each shape waits for its graph."""
+    """Make and run every graph before serving. Otherwise the first request of each shape waits for its
+    graph."""
     compile_only: bool = False
     """Compile without a device: for triptych compile on a machine without an NPU."""
     compile_strict: bool = False
     """Fail a step whose graph is missing once the worker serves, instead of logging a warning."""
     rbln_use_custom_kernel: bool = False
-    """Run NPU attention in Triton kernels (rbln_triton_ops) instead of the compiler's own (rbln_custom_ops)."""
+    """Run NPU attention in Triton kernels (rbln_triton_ops) instead of the compiler's own
+    (rbln_custom_ops)."""
     rbln_moe_use_opt_kernel: bool | None = None
-    """Run NPU expert layers in the vendor's single operator. Default: yes, if --rbln-backend has that operator."""
+    """Run NPU expert layers in the vendor's single operator. Default: yes, if --rbln-backend has that
+    operator."""
     rbln_moe_custom_kernel: bool = False
-    """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run in plain operators."""
+    """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run
+    in plain operators."""
     rbln_backend: Literal["rbln", "rbln-check"] = "rbln"
-    """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot do; it is for tests."""
+    """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot
+    do; it is for tests."""
     grammar_threads: int = Field(2, ge=1, le=64)
     """Grammars that are compiled at the same time."""
     grammar_time_s: float = Field(5.0, ge=1, le=600)
@@ -140,9 +148,11 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     grammar_memory_mib: int = Field(1024, ge=64, le=1 << 20)
     """Memory that compiling one grammar may take, MiB."""
     grammar_cache_mib: int = Field(256, ge=1, le=1 << 20)
-    """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above this limit."""
+    """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above
+    this limit."""
     jump_ahead_tokens: int = Field(4, ge=0, le=1024)
-    """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as one chunk. 0: never."""
+    """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as
+    one chunk. 0: never."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the process' own random numbers, such as made-up weights. Requests have their own seeds."""
     cpu_threads: int | None = Field(None, ge=1, le=1024)
@@ -152,9 +162,11 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
     scheduler_address: str = Field("127.0.0.1:50051", pattern=r"^(.+:\d+)?$")
-    """host:port of the scheduler to register with. Empty: register nowhere and wait for a scheduler to connect."""
+    """host:port of the scheduler to register with. Empty: register nowhere and wait for a scheduler to
+    connect."""
     advertise_host: str = ""
-    """Host at which the scheduler connects to this worker. Default: the address that the registration comes from."""
+    """Host at which the scheduler connects to this worker. Default: the address that the registration comes
+    from."""
     stall_timeout_s: float = Field(60.0, gt=0, le=86_400)
     """Report NOT_SERVING while a step has been running for longer, seconds."""
     log_level: LogLevel = "info"

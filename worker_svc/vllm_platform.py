@@ -1,14 +1,14 @@
-"""How vLLM finds our platform: the target of the entry point ``vllm.platform_plugins``.
+"""The target of the entry point ``vllm.platform_plugins``: tells vLLM which platform class to load.
 
-vLLM calls :func:`register` in every process that imports it, also in those that have nothing to do with Triptych (somebody's
-``vllm serve`` in the same environment) and in the subprocess in which vLLM inspects model classes. So this module imports nothing,
-and an environment variable, which subprocesses inherit, says whether a worker asked for us.
+vLLM calls :func:`register` in every process that imports it. That includes processes without a worker (``vllm
+serve`` in the same environment) and the subprocess in which vLLM inspects model classes. So this module
+imports almost nothing, and an environment variable, which subprocesses inherit, tells whether a worker runs.
 """
 
 import os
 from typing import Final
 
-# Set by `vllm_adapter.prepare` alone; not a setting for people.
+# Set by vllm_adapter.startup only; not a user setting.
 PLATFORM_VARIABLE: Final = "TRIPTYCH_VLLM_PLATFORM"
 
 _PLATFORMS: Final = {
@@ -19,5 +19,5 @@ _PLATFORMS: Final = {
 
 
 def register() -> str | None:
-    """The import path of our platform class, or ``None`` where this process is not one of our workers."""
+    """Returns the import path of the platform class, or ``None`` if this process is not a worker."""
     return _PLATFORMS.get(os.environ.get(PLATFORM_VARIABLE, ""))

@@ -14,7 +14,7 @@ from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
 from protos.settings import load
 from scheduler_svc.settings import Settings as SchedulerSettings
-from worker_svc.log_silencing import quiet_libraries
+from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings as WorkerSettings
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(CompileSettings, argv)
         configure("compile", level=settings.log_level, log_format="console")
-        quiet_libraries()
+        silence_libraries()
         print(_compile(settings))
     except ConfigurationRefused as error:
         print(f"triptych compile: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""Prompts of many kinds and lengths, for comparing what we generate with what a reference does.
+"""Prompts of many kinds and lengths, for comparisons with a reference.
 
-Lengths in SmolLM2's tokens go from 5 to about 700: below, at and beyond one chunk and one block of 128, and beyond a window of 512.
+They have 5 to about 700 of SmolLM2's tokens: less than, exactly and more than one chunk and one block of 128,
+and more than a window of 512.
 """
 
 _RIVER = (

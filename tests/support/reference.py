@@ -1,4 +1,4 @@
-"""transformers as the reference of what a model says."""
+"""transformers as the reference for a model's outputs."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,29 +9,29 @@ import torch
 
 
 class Reference:
-    """One model run by transformers, in one dtype.
+    """One model run by transformers in one dtype.
 
-    Comparing with ``generate`` token by token costs a forward pass per token. This takes one per sequence: if, given the prompt and
-    each prefix of a continuation, the likeliest next token is the continuation's next, then greedy generation yields the continuation,
-    by induction.
+    Comparing with ``generate`` costs a forward pass per token; this costs one per sequence. If the most
+    probable token after the prompt and each prefix of a continuation is the continuation's next token, then
+    greedy generation yields the continuation, by induction.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        # Models that were made up have none.
+        # Made-up models have no tokenizer.
         self.tokenizer: Any = (
             AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
         )
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model expects at the start."""
+        """Returns token ids, including the special tokens that the model expects at the start."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def logprobs(self, prompt: Sequence[int], continuation: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities, float32 [continuation, vocab], of the token at each place of the continuation given all before it."""
+        """Returns the log-probabilities of each token of the continuation, float32 [continuation, vocab]."""
         with torch.inference_mode():
             logits = self._model(
                 torch.tensor([[*prompt, *continuation[:-1]]]), logits_to_keep=len(continuation)
@@ -40,7 +40,7 @@ class Reference:
             return logprobs
 
     def greedy_mismatch(self, prompt: Sequence[int], continuation: Sequence[int]) -> str:
-        """Empty if greedy generation from ``prompt`` yields ``continuation``, else where it differs, and by how much."""
+        """Returns where greedy generation from `prompt` differs from `continuation`; empty if nowhere."""
         logprobs = self.logprobs(prompt, continuation)
         best = logprobs.argmax(dim=-1)
         wrong = (best != torch.tensor(continuation)).nonzero()
@@ -48,10 +48,10 @@ class Reference:
             return ""
         at = int(wrong[0])
         gap = float(logprobs[at, best[at]] - logprobs[at, continuation[at]])
-        return f"token {at} after {len(prompt)} is {continuation[at]}, the reference says {int(best[at])} (by {gap:.2g} nats)"
+        return f"token {at} after {len(prompt)} is {continuation[at]}, the reference has {int(best[at])} (by {gap:.2g} nats)"
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Transformers' own greedy generation, past end tokens."""
+        """Generates greedily with transformers, ignoring end tokens."""
         with torch.inference_mode():
             output = self._model.generate(
                 torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
@@ -62,5 +62,5 @@ class Reference:
 
 @cache
 def open_reference(folder: Path, dtype: torch.dtype) -> Reference:
-    """The reference, loaded once per process."""
+    """Returns the reference model, loaded once per process."""
     return Reference(folder, dtype)

@@ -1,4 +1,4 @@
-"""Small models of each served family with random weights, written as Hugging Face folders within moments."""
+"""Writes small random models of each supported family as Hugging Face folders, in moments."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def _llama() -> Any:
 def _qwen2() -> Any:
     from transformers import Qwen2Config
 
-    # Qwen 2 has no size of a head of its own: it follows from the hidden size.
+    # Qwen 2 has no head_dim setting; it follows from the hidden size.
     return Qwen2Config(**{**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
 
 
@@ -68,16 +68,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "gemma3": _gemma3,
 }
-"""By the name that tests give it, what makes a family's configuration."""
+"""Makes the configuration of a family, by the family's name in tests."""
 
 
 def write(family: str, folder: Path, **save: Any) -> Path:
-    """Saves a model of the family.
+    """Saves a model of a family.
 
     Args:
         family: one of :data:`FAMILIES`.
-        folder: made if it is missing.
-        save: for transformers' ``save_pretrained``.
+        folder: created if it is missing.
+        save: options of transformers' ``save_pretrained``.
 
     Returns:
         ``folder``.
@@ -89,11 +89,11 @@ def write(family: str, folder: Path, **save: Any) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # As they come, weights are so small that all logits are alike, and biases are zero.
+            # The default weights are so small that all logits are alike, and biases are zero.
             if name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
-                # Gemma multiplies embeddings, and its last layer takes them for weights.
+                # Gemma scales its embeddings and reuses them as the output layer.
                 parameter.normal_(std=0.05 if "embed" in name else 0.15)
     model.save_pretrained(folder, **save)
     return folder

@@ -1,4 +1,4 @@
-"""The one thread that touches the model, so that the event loop stays live while the device works."""
+"""The one thread that uses the model, so that the event loop stays responsive while the device works."""
 
 import asyncio
 import queue
@@ -15,14 +15,14 @@ MODEL_THREAD = "model"
 
 
 class ModelThread:
-    """Runs functions one after the other, in the order of their submission.
+    """Runs functions one at a time, in the order of their submission.
 
-    Threads of a compute library belong to the thread that first used it, so everything from the import on happens here. It is a daemon:
-    a process that is told to stop does not wait for half a model to load.
+    A compute library ties its thread pool to the thread that first uses it, so even the imports run here. The
+    thread is a daemon: a stopping process does not wait for a half-loaded model.
     """
 
     def __init__(self) -> None:
-        """Starts the thread; to be called where an event loop runs."""
+        """Starts the thread. Requires a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
@@ -31,22 +31,25 @@ class ModelThread:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the function that runs now began, or last said that it makes progress; 0 if none runs."""
+        """Seconds since the running function started or last reported progress; 0 if none runs."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def progressed(self) -> None:
-        """To be called by a function that runs on this thread whenever one of its many steps is done."""
+        """Reports progress; a long-running function on this thread calls it after each of its steps."""
         self._busy_since = time.monotonic()
 
     def submit(self, function: Callable[[], R]) -> "asyncio.Future[R]":
-        """Queues a function; the future has its result or its exception. Cancelling the future does not stop the function."""
+        """Queues a function and returns a future for its result or exception.
+
+        Cancelling the future does not stop the function.
+        """
         future: asyncio.Future[R] = self._loop.create_future()
         self._tasks.put((function, future))
         return future
 
     async def close(self, wait_s: float) -> None:
-        """Ends the thread after what is queued, and waits up to ``wait_s`` seconds for that."""
+        """Ends the thread after the queued functions; waits for it at most `wait_s` seconds."""
         self._tasks.put(None)
         await asyncio.to_thread(self._thread.join, wait_s)
 
@@ -57,18 +60,18 @@ class ModelThread:
             result, error = None, None
             try:
                 result = function()
-            except BaseException as raised:  # noqa: BLE001 - whatever it is, it belongs to whoever waits
+            except BaseException as raised:  # noqa: BLE001 - any exception goes to the caller
                 error = raised
             self._busy_since = None
             try:
                 self._loop.call_soon_threadsafe(_settle, future, result, error)
             except RuntimeError:
-                return  # the loop is closed: the process ends
+                return  # the loop is closed, so the process is ending
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
     if future.done():
-        return  # cancelled: nobody waits any more
+        return  # cancelled
     if error is not None:
         future.set_exception(error)
     else:

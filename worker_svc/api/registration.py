@@ -1,4 +1,4 @@
-"""Announces the worker to the scheduler, again and again for as long as both live."""
+"""Keeps the worker registered with its scheduler."""
 
 import asyncio
 import random
@@ -13,21 +13,21 @@ from protos.wire import SCHEMA_REVISION, open_channel
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
 
-# What a restart of either side with the same settings would not mend.
+# Errors that a retry with the same settings cannot fix.
 _FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
 
 
 async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: int) -> None:
-    """Keeps one Register stream open; opens the next when it ends. Never returns by itself.
+    """Keeps one Register stream open and opens another when it ends. Returns only by raising.
 
     Args:
-        scheduler: host:port.
-        worker_id: this process'.
-        host: to be dialled by the scheduler; empty for where it sees the call come from.
-        port: likewise.
+        scheduler: the scheduler's host:port.
+        worker_id: identifies this process.
+        host: the host that the scheduler connects to; empty for the address that the call comes from.
+        port: the port that the scheduler connects to.
 
     Raises:
-        ConfigurationRefused: if the scheduler's settings do not suit this worker: trying again would change nothing.
+        ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
     """
     log = get_logger(scheduler=scheduler)
     request = registry_pb2.RegisterRequest(
@@ -39,7 +39,7 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         while True:
             try:
-                # Waits for a scheduler that is not up yet, with the channel's own backoff.
+                # wait_for_ready waits for a scheduler that is not up yet, with the channel's backoff.
                 async for event in stub.Register(request, wait_for_ready=True):
                     delay_s, last_reason = _FIRST_DELAY_S, ""
                     log.info("registered", state=_state(event.state), message=event.message)
@@ -51,10 +51,10 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
                         f"the scheduler at {scheduler} refuses this worker: {failure.message}"
                     ) from error
                 reason = failure.message
-            if reason != last_reason:  # once, not every five seconds
-                log.warning("not_registered", reason=reason, retry="until it works")
+            if reason != last_reason:  # log a reason once, not at every retry
+                log.warning("not_registered", reason=reason, retry="until it succeeds")
                 last_reason = reason
-            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - spreads reconnects, hides nothing
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - jitter for reconnects, not a secret
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
 
 

@@ -200,7 +200,7 @@ class Batch:
         return self.sampling.batch(slots, self._num_known)
 
     def tokens_of(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """Returns the slot's tokens at positions `start` to `end`, int64 [end - start]; empty if ``end <= start``."""
+        """Returns the slot's tokens from `start` to before `end`, int64; empty if ``end <= start``."""
         return self._tokens[slot, start : max(start, end)]
 
     def advance_prefill(self, work: Prefill, token: torch.Tensor | None) -> None:
@@ -215,8 +215,8 @@ class Batch:
     def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Records on the device one more computed token and the next token (int64 [bucket]) of each row.
 
-        Nothing depends on the tensors' values, so a device can capture this. Padded rows are written with the values
-        that they already have.
+        Nothing depends on the tensors' values, so a device can capture this. Padded rows are written with the
+        values that they already have.
         """
         real = rows != self.padding_row
         computed = self._computed[rows] + real

@@ -117,7 +117,8 @@ class Compilation:
             return
         if self._settings.enable_warm_up:
             if self._has_compiled and not code.is_warm:
-                # Code from an earlier configuration is in this process' memory and missing from the new folder.
+                # Code from an earlier configuration is in this process' memory and missing from the new
+                # folder.
                 self._log.info("compiled_code_not_kept", reason="this process was configured before")
                 code.discard()
             else:

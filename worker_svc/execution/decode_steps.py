@@ -1,4 +1,4 @@
-"""The decode step of each bucket, from rows to logits, tokens and log-probabilities; captured if the device captures."""
+"""The decode step of each bucket: rows to logits, tokens and log-probabilities, captured if possible."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from worker_svc.sampling.sampler import sample
 from worker_svc.sampling.state import Needs
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes rows, int64 [bucket]; returns logits, float32 [bucket, vocab], and the rows' positions, int64 [bucket]."""
+"""Takes rows, int64 [bucket]; returns logits, float32 [bucket, vocab], and the rows' positions, int64
+[bucket]."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class DecodeStep:
     """The parts of one bucket's step."""
 
     forward: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-    """A ``Forward``. A captured one also returns the most probable tokens, int64 [bucket], at no extra launch."""
+    """A ``Forward``. A captured one also returns the most probable tokens, int64 [bucket], at no extra
+    launch."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
     """Takes rows and their new tokens, int64 [bucket]; records the tokens in the batch."""
     sample: Sample

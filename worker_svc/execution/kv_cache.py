@@ -30,7 +30,8 @@ class KvCache:
         self._device = device
         self._groups = tuple(groups)
         self._tokens_per_block = [group.tokens_per_block(block_size) for group in groups]
-        # Per group, tensors [layers, ...]. Usually one tensor: then one operation copies a block in all layers.
+        # Per group, tensors [layers, ...]. Usually one tensor: then one operation copies a block in all
+        # layers.
         self._tensors: list[list[torch.Tensor]] = []
         try:
             for group, count in zip(groups, num_blocks, strict=True):
@@ -54,7 +55,7 @@ class KvCache:
         )
 
     def by_layer(self) -> dict[str, torch.Tensor]:
-        """Returns each layer's cache by the layer's name: views of the group's tensor, or a tensor per layer."""
+        """Returns each layer's cache by name: a view of its group's tensor, or a tensor of its own."""
         return {
             layer.name: cache
             for group, tensors in zip(self._groups, self._tensors, strict=True)
@@ -78,11 +79,11 @@ class KvCache:
 
 
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
-    """Returns how many blocks of each group fit into `budget` bytes, in the ratio that the longest sequences use.
+    """Returns how many blocks of each group fit into `budget` bytes, in the ratio of the longest sequences.
 
-    The count stops at the blocks that all slots need at full length, including the windows kept per slot. Shorter
-    sequences leave blocks free for cached prefixes. When memory is short, fewer windows are kept so that at least
-    one sequence fits.
+    The count stops at the blocks that all slots need at full length, including the windows kept per slot.
+    Shorter sequences leave blocks free for cached prefixes. When memory is short, fewer windows are kept so
+    that at least one sequence fits.
 
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.

@@ -120,7 +120,8 @@ class MemoryBudget:
             groups: the model's KV groups.
 
         Raises:
-            ConfigurationRefused: if it needs more than is free; names the numbers and a setting that would fit.
+            ConfigurationRefused: if it needs more than is free; names the numbers and a setting that would
+                fit.
         """
         free = self._free()
         if free is None and self.kv_memory is None and not geometry.num_blocks:

@@ -22,7 +22,8 @@ class PromptLogprobs:
         Args:
             batch: has the slots' tokens.
             geometry: the static shapes.
-            logits: computes logits from hidden states [rows, hidden], for at most as many rows as the largest bucket.
+            logits: computes logits from hidden states [rows, hidden], for at most as many rows as the largest
+                bucket.
         """
         self._batch = batch
         self._chunk = geometry.chunk
@@ -43,8 +44,8 @@ class PromptLogprobs:
     def compute(self, work: Prefill, hidden: torch.Tensor) -> Sequence[common_pb2.TokenLogprobs]:
         """Returns the log-probabilities of prompt tokens ``start + 1`` to ``start + num_tokens``.
 
-        The chunk is split into pieces of as many rows as the largest bucket, since there is memory for that many
-        logits. The last piece starts earlier so that all pieces have the same shape.
+        The chunk is split into pieces of as many rows as the largest bucket, since there is memory for that
+        many logits. The last piece starts earlier so that all pieces have the same shape.
 
         Args:
             work: the chunk.

@@ -32,7 +32,7 @@ class Model(Protocol):
         """Gives each attention layer its KV cache."""
 
     def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
-        """Returns the attention metadata that :meth:`forward` takes, from each group's layer names and device plan."""
+        """Returns the metadata that :meth:`forward` takes, from each group's layer names and device plan."""
         ...
 
     def forward(
@@ -143,10 +143,12 @@ class Runner:
         A request whose admission is refused fails alone; the rest of the plan runs without its slot.
 
         Returns:
-            One output for each refused admission, then one for each slot that produced a token, in the plan's order.
+            One output for each refused admission, then one for each slot that produced a token, in the plan's
+            order.
 
         Raises:
-            Internal: if the plan contradicts earlier plans. The state of the slots that it names is then undefined.
+            Internal: if the plan contradicts earlier plans. The state of the slots that it names is then
+                undefined.
         """
         for slot in plan.release:
             self._release(slot)
@@ -176,7 +178,7 @@ class Runner:
             self._release(slot)
 
     def close(self) -> None:
-        """Drops the captured steps. They reference the runner, so the cache's memory would stay in use otherwise."""
+        """Drops the captured steps, which reference the runner and would keep the cache's memory in use."""
         self._decode_steps.clear()
         self._made.clear()
         self._captured_prefill = None
@@ -243,7 +245,7 @@ class Runner:
         return list(self._selector.outputs(work.slots, selection, step.compute_logprobs))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:
-        """Returns the slots of a step's rows, int64 [bucket]. Consecutive steps with the same slots share a tensor."""
+        """Returns the slots of a step's rows, int64 [bucket]. Steps with the same slots share a tensor."""
         padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
         slots = [*work.slots, *padding]
         if slots != self._last_slots:
@@ -278,7 +280,8 @@ class Runner:
     def _capture_prefill(
         self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        # The number of real tokens is also on the device; the captured step must not contain the host's number.
+        # The number of real tokens is also on the device; the captured step must not contain the host's
+        # number.
         full = [
             replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
             for step in inputs
@@ -329,7 +332,7 @@ def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
 
 
 def _drop_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
-    """Returns the step's work without some slots; ``None`` if nothing is left. A decode step keeps its bucket."""
+    """Returns the step's work without some slots; ``None`` if nothing is left. A bucket keeps its size."""
     if isinstance(work, Prefill):
         return None if work.slot in slots else work
     if not isinstance(work, Decode) or not slots:

@@ -14,12 +14,14 @@ from worker_svc.sampling.sampler import sample
 from worker_svc.sampling.state import Needs, SamplingBatch
 
 Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64 [rows].
+"""Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
+[rows].
 
 Returns what ``sampling.sampler.sample`` returns."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes logits [rows, vocab] and the selected tokens, int64 [rows]; see ``sampling.logprobs.compute_logprobs``."""
+"""Takes logits [rows, vocab] and the selected tokens, int64 [rows]; see
+``sampling.logprobs.compute_logprobs``."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class TokenSelector:
     def _jump_limit(self, slot: int) -> int:
         """Returns how many tokens a grammar may force behind the selected one.
 
-        None if other parameters may forbid them, since each step checks these anew. The caller also forbids them if
-        log-probabilities are wanted: those need the forward pass that forced tokens skip.
+        None if other parameters may forbid them, since each step checks these anew. The caller also forbids
+        them if log-probabilities are wanted: those need the forward pass that forced tokens skip.
         """
         return 0 if self._batch.sampling.restricts(slot) else self._batch.free_positions(slot) - 1
 

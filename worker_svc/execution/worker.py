@@ -55,7 +55,8 @@ class Worker:
     groups: tuple[KvGroup, ...]
     """The model's KV groups; set by :meth:`prepare`."""
     grammars: GrammarCompiler | None
-    """Compiles grammars on its own threads; ``None`` before :meth:`prepare` and for models without grammar support."""
+    """Compiles grammars on its own threads; ``None`` before :meth:`prepare` and for models without grammar
+    support."""
 
     def __init__(self, settings: Settings) -> None:
         """Does nothing slow: :meth:`prepare` and :meth:`configure` do."""
@@ -91,7 +92,7 @@ class Worker:
         return self._model.description
 
     def prepare(self) -> None:
-        """Opens the device and reads the model's configuration, without weights. Importing vLLM takes seconds.
+        """Opens the device and reads the model's configuration, without weights. Imports take seconds.
 
         Raises:
             ConfigurationRefused: if a setting cannot be met, in one line.
@@ -141,7 +142,8 @@ class Worker:
         """Loads the weights, allocates memory and warms up. The same geometry again changes nothing.
 
         Raises:
-            ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be configured again.
+            ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be
+                configured again.
         """
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready

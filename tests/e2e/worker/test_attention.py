@@ -1,4 +1,4 @@
-"""The CPU's compiled attention and the gathered attention in plain PyTorch agree, and neither reads behind a window."""
+"""The CPU's compiled attention equals gathered attention in plain PyTorch; neither reads behind a window."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,14 +21,14 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 6, 2, 64, 32, 24
 
 @pytest.fixture(scope="module")
 def device() -> CpuDevice:
-    """With vLLM's kernels loaded."""
+    """The CPU device with vLLM's kernels loaded."""
     device = CpuDevice()
     startup.prepare(device)
     return device
 
 
 def prefill_step(start: int, count: int, chunk: int) -> AttentionInput:
-    """One row in blocks 5, 6, …; the rest of the chunk is padding."""
+    """A prefill step of one row in blocks 5, 6, …; the rest of the chunk is padding."""
     table = torch.tensor([[5, 6, 7, 8, 9, 0, 0, 0]], dtype=torch.int32)
     positions = torch.arange(start, start + count)
     slots = torch.zeros(chunk, dtype=torch.int64)
@@ -38,7 +38,7 @@ def prefill_step(start: int, count: int, chunk: int) -> AttentionInput:
 
 
 def decode_step(positions: list[int]) -> AttentionInput:
-    """A row for each position, in blocks of its own, and one row of padding."""
+    """A decode step with a row per position, each in its own blocks, and one padded row."""
     rows = len(positions) + 1
     table = torch.zeros((rows, 8), dtype=torch.int32)
     table[:-1, :5] = torch.arange(1, 1 + 5 * (rows - 1), dtype=torch.int32).view(-1, 5)
@@ -50,7 +50,7 @@ def decode_step(positions: list[int]) -> AttentionInput:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Chunks of a prompt, the last of them padded, then decode steps: the same numbers from both, with and without a window."""
+    """Both give the same numbers for prompt chunks, padding and decode steps, with and without a window."""
     generator = torch.Generator().manual_seed(0)
     layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, dtype)
     group = KvGroup(0, (layer,))
@@ -74,7 +74,7 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
     "step", [prefill_step(100, 17, 64), decode_step([159, 100, 71])], ids=["prefill", "decode"]
 )
 def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionInput, softcap: float) -> None:
-    """Whether a table still names blocks that are others' by now or the null block, the result is the same to the bit."""
+    """Foreign or null blocks behind the window do not change the result by a bit."""
     generator = torch.Generator().manual_seed(0)
     window = 40
     layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, torch.float32)
@@ -87,7 +87,7 @@ def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionI
     plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE))
     for cache in (compiled, plain):
         cache.normal_(generator=generator)
-    # The first query of each row is at the position of the tokens computed before the step.
+    # Each row's first query is at the position after the tokens computed before the step.
     counts = step.query_start[1:] - step.query_start[:-1]
     seen_from = step.seq_lens - counts - window + 1
     behind = (torch.arange(1, 1 + step.block_table.shape[1]) * BLOCK)[None] <= seen_from[:, None]
@@ -117,7 +117,7 @@ def naive(
     values: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One token's attention [heads, size] over all keys and values [tokens, kv_heads, size] up to its own, head by head."""
+    """Returns one token's attention [heads, size] over keys and values [tokens, kv_heads, size]."""
     first = max(0, len(keys) - shape.window) if shape.window else 0
     heads = []
     for head in range(shape.num_heads):
@@ -132,7 +132,7 @@ def naive(
 
 
 class Conversation:
-    """One sequence on one device's attention: a padded prompt in chunks, then decode steps beside a padded row."""
+    """A sequence for attention tests: a prompt in padded chunks, then decode steps with a padded row."""
 
     def __init__(self, dtype: torch.dtype, shape: AttentionShape, sinks: torch.Tensor | None) -> None:
         self.dtype, self.shape, self.sinks = dtype, shape, sinks
@@ -141,7 +141,7 @@ class Conversation:
         self.keys, self.values = torch.empty((2, 0, KV_HEADS, SIZE), dtype=dtype)
 
     def steps(self) -> Sequence[tuple[AttentionInput, int]]:
-        """Each with its real tokens."""
+        """Returns the steps, each with its number of real tokens."""
         decode = [decode_step([position]) for position in (81, 82)]
         table = prefill_step(0, 1, 1).block_table[0]
         for step, position in zip(decode, (81, 82), strict=True):
@@ -159,7 +159,7 @@ class Conversation:
     def expected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int
     ) -> torch.Tensor:
-        """The naive result of a step's real tokens."""
+        """Returns the naive result for a step's real tokens."""
         before = len(self.keys)
         self.keys, self.values = torch.cat((self.keys, key[:count])), torch.cat((self.values, value[:count]))
         rows = [
@@ -180,10 +180,10 @@ KINDS = [(window, softcap, sinks) for window in (0, 40) for softcap in (0.0, 3.0
 
 @pytest.mark.parametrize(("window", "softcap", "with_sinks"), KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_every_kind_against_a_naive_one(
+def test_every_kind_of_attention_equals_a_naive_one(
     device: CpuDevice, window: int, softcap: float, with_sinks: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Windows, soft caps and sinks in every combination, with the compiled kernels, bound to their tensors or not, and gathered."""
+    """Every combination of window, soft cap and sinks is correct, in compiled, bound and gathered form."""
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, window, softcap, writes=True, sinks=with_sinks)
     sinks = torch.linspace(-2, 3, HEADS) if with_sinks else None
     talk = Conversation(dtype, shape, sinks)
@@ -204,7 +204,7 @@ def test_every_kind_against_a_naive_one(
 
 
 def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
-    """They are read when the weights are there, and go along in a step and in a recorded one."""
+    """Sinks are read after the weights are loaded, and take part in eager and in recorded steps."""
     from worker_svc.vllm_adapter.attention import RecordedAttention, StepAttention, TriptychAttention
 
     weight = torch.nn.Parameter(torch.zeros(HEADS, dtype=torch.bfloat16), requires_grad=False)

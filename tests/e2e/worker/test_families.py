@@ -1,4 +1,4 @@
-"""Every served family says what transformers says of the same weights, at every decode bucket, whatever padding holds."""
+"""Every supported family equals transformers, in every decode bucket, with garbage in padding."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.support import tiny_models
 from tests.support.reference import Reference
-from tests.support.worker import parity_process as parity_peer
+from tests.support.worker import parity_process
 from tests.support.worker.harness import Harness, load
 from tests.support.worker.parity_process import Answer, Job, differences
 from worker_svc.execution.memory_budget import working_bytes
@@ -21,15 +21,15 @@ pytestmark = [
 ]
 
 BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
-# Families for which an NPU's attention is in Triton kernels; for the others it is in the compiler's own.
+# Families that run Triton kernels on an NPU; the others run the compiler's own kernels.
 TRITON = ("qwen3", "gemma3")
-# On both sides of the windows of 64 tokens and of the chunks of 128.
+# Below and above the windows of 64 tokens and the chunks of 128.
 LENGTHS = (3, 63, 64, 130, 200)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random model of each family."""
+    """The folder of a random model of each family."""
     base = tmp_path_factory.mktemp("families")
     return {family: tiny_models.write(family, base / family) for family in tiny_models.FAMILIES}
 
@@ -47,7 +47,7 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 
 @pytest.fixture(scope="module")
 def on_npu(folders: dict[str, Path], prompts: list[list[int]]) -> dict[tuple[str, Backend], list[Answer]]:
-    """What the stand-in for an NPU says of all families; hybrid ones keep their windows in place there."""
+    """The answers of the NPU's stand-in for all families; windows slide in place there."""
     jobs = {
         (family, backend): Job(
             str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
@@ -56,40 +56,40 @@ def on_npu(folders: dict[str, Path], prompts: list[list[int]]) -> dict[tuple[str
         for family, folder in folders.items()
         for backend in BACKENDS
     }  # fmt: skip
-    return dict(zip(jobs, parity_peer.run_apart(list(jobs.values())), strict=True))
+    return dict(zip(jobs, parity_process.run_apart(list(jobs.values())), strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_cpu(
+def test_the_cpu_equals_the_reference(
     folders: dict[str, Path], references: dict[str, Reference], prompts: list[list[int]], family: str,
     backend: Backend,
 ) -> None:  # fmt: skip
-    """In float32 on the CPU, as the model's own code and as graphs."""
-    answers = parity_peer.run(Job(str(folders[family]), prompts, backend=backend))
+    """In float32 on the CPU, eager steps and graphs give the reference's outputs."""
+    answers = parity_process.run(Job(str(folders[family]), prompts, backend=backend))
     assert differences(references[family], prompts, answers) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_npu(
+def test_the_npu_equals_the_reference(
     references: dict[str, Reference], on_npu: dict[tuple[str, Backend], list[Answer]], prompts: list[list[int]],
     family: str, backend: Backend,
 ) -> None:  # fmt: skip
-    """In float32, in the operators of an NPU: as they come, and in the graphs that it would get."""
+    """In float32, an NPU's operators give the reference's outputs, eagerly and in graphs."""
     assert differences(references[family], prompts, on_npu[family, backend]) == []
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
-    """What graphs really have for themselves is at most what was computed from shapes, and not much less; weights are exact."""
+    """Graphs use at most the estimated memory, and not much less; the estimate of weights is exact."""
     model = load(folders[family], "float32")
-    harness = Harness(model, max_num_seqs=8, decode_buckets=parity_peer.BUCKETS)
+    harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
     taken = harness.runner.graphs.num_bytes
-    estimated = working_bytes(model.size, (harness.geometry.chunk, *parity_peer.BUCKETS), 0, recorded=True)
-    # The CPU's kernels keep what single experts compute to themselves.
+    estimated = working_bytes(model.size, (harness.geometry.chunk, *parity_process.BUCKETS), 0, recorded=True)
+    # The CPU's expert kernels use less memory: they do not store what single experts compute.
     assert taken <= estimated <= (6 if family == "mixtral" else 3) * taken
-    # Beside what is stored there are tables of rotary embeddings, one a kind of layers.
+    # Beside the stored weights there is a table of rotary embeddings for each kind of layer.
     table = 4 * 32 * tiny_models.CONTEXT
     beside = model.size.weight_bytes - Checkpoint.open(folders[family]).num_bytes()
     assert beside // table == (2 if family == "gemma3" else 1)
@@ -98,6 +98,6 @@ def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_answers_vary(on_npu: dict[tuple[str, Backend], list[Answer]], family: str) -> None:
-    """The random models do not say the same whatever they are asked."""
+    """The random models give different tokens for different prompts."""
     tokens = [tuple(answer.tokens[-4:]) for answer in on_npu[family, "compiled"]]
     assert len(set(tokens)) == len(tokens)

@@ -1,4 +1,4 @@
-"""A worker's graphs give the model's own results to the bit, at every bucket, whatever the padding holds."""
+"""A worker's graphs give the model's own results bit for bit, in every bucket, with garbage in padding."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = [
 LENGTHS = (5, 100, 200)
 BUCKETS = (1, 2, 4, 8, 16, 32)
 REPORTED = sampling_params(temperature=0.0, logprobs=5)
-# Of each model what the two modes are most likely to differ in; all of them with TRIPTYCH_GRAPHS_FULL=1.
+# The cases in which graphs and eager steps most likely differ; TRIPTYCH_GRAPHS_FULL=1 runs all cases.
 QUICK = [
     ("smollm2", "bfloat16", "paged"),
     ("gemma3-270m", "float32", "paged"),
@@ -41,7 +41,7 @@ CASES = EVERY if FULL else QUICK
 
 
 def run(folder: Path, dtype: Dtype, windows: str, backend: Backend, *, garbage: bool) -> list[str]:
-    """What all steps of three prompts report: each prefilled, then a decode step in every bucket."""
+    """Prefills three prompts and decodes once in every bucket; returns all outputs as text."""
     kind = GroupKind.IN_PLACE_WINDOW if windows == "in_place" else GroupKind.PAGED_WINDOW
     harness = Harness(
         load(folder, dtype), max_model_len=512, block_size=512 if windows == "in_place" else 128,
@@ -65,15 +65,15 @@ def run(folder: Path, dtype: Dtype, windows: str, backend: Backend, *, garbage: 
 
 @pytest.mark.parametrize(("model", "dtype", "windows"), CASES, ids=lambda value: value)
 def test_graphs_give_the_models_own_results(model: str, dtype: Dtype, windows: str) -> None:
-    """Tokens and log-probabilities are the same, and no garbage in padding, the null block or former requests' blocks reaches them."""
+    """Tokens and log-probabilities are equal, whatever padding, the null block and old blocks contain."""
     folder = fetch(model)
     own = run(folder, dtype, windows, "eager", garbage=False)
     assert "nan" not in "".join(own)
     assert run(folder, dtype, windows, "compiled", garbage=True) == own
 
 
-def test_graphs_tell_what_they_took(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line names each signature with its seconds; a worker that starts again makes them again, as it costs less than to read them."""
+def test_the_log_says_how_long_graphs_took(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One log line has the seconds of each signature."""
     load(smollm2, "float32")
     capsys.readouterr()
     Harness(load(smollm2, "float32"), decode_buckets=(1, 4), max_num_seqs=4)
@@ -84,7 +84,7 @@ def test_graphs_tell_what_they_took(smollm2: Path, capsys: pytest.CaptureFixture
 
 
 class CapturingDevice(CpuDevice):
-    """Treats a captured function as a GPU does: runs it ahead, a few times, and from then on on tensors of its own."""
+    """Captures like a GPU: runs a function a few times first, then replays it on fixed tensors."""
 
     captures: ClassVar[bool] = True
 
@@ -101,8 +101,8 @@ class CapturingDevice(CpuDevice):
 
         def replay(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.replays += 1
-            for mine, theirs in zip(static, tensors, strict=True):
-                mine.copy_(theirs)
+            for fixed, given in zip(static, tensors, strict=True):
+                fixed.copy_(given)
             return function(*static)
 
         return replay
@@ -112,27 +112,27 @@ class CapturingDevice(CpuDevice):
     "kind", [GroupKind.PAGED_WINDOW, GroupKind.IN_PLACE_WINDOW], ids=["paged", "in_place"]
 )
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "late"])
-def test_captured_and_late_steps_say_the_same(
+def test_captured_and_late_steps_give_the_same_tokens(
     tmp_path_factory: pytest.TempPathFactory, kind: GroupKind, warm: bool
 ) -> None:
-    """With windows that slide in place, too, where a step that ran twice would show; late graphs are counted, each once."""
+    """In-place windows too, in which a repeated step would show. Each late graph counts once."""
     folder = tmp_path_factory.getbasetemp() / "captured-gemma3"
     if not folder.exists():
         write("gemma3", folder)
     prompts = [[5 + index * 7 % 200 for index in range(100)], [3, 1, 4, 1, 5], [9, 2, 6]]
-    said = []
+    results = []
     for device in (CpuDevice(), CapturingDevice()):
         harness = Harness(
             load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
             device=device, window_kind=kind, warm=warm,
         )  # fmt: skip
-        said.append([tokens_of(outputs) for outputs in harness.generate(prompts, 24)])
+        results.append([tokens_of(outputs) for outputs in harness.generate(prompts, 24)])
         assert harness.runner.graphs.num_late == (0 if warm else 2)  # chunks, and the bucket of four
-    assert said[0] == said[1]
+    assert results[0] == results[1]
     assert isinstance(device, CapturingDevice)
     assert device.replays > 40
     reference = Harness(
         load(folder, "float32"), max_model_len=256, max_num_seqs=4, chunk=64, block_size=64, decode_buckets=(2, 4),
         window_kind=kind, backend="eager",
     )  # fmt: skip
-    assert said[0] == [tokens_of(outputs) for outputs in reference.generate(prompts, 24)]
+    assert results[0] == [tokens_of(outputs) for outputs in reference.generate(prompts, 24)]

@@ -1,4 +1,4 @@
-"""A worker loads tiny models however their weights lie, tells how far it is, and runs no code that it was not allowed to."""
+"""A worker loads tiny models in every layout, reports progress, and runs no untrusted code."""
 
 import json
 import pickle
@@ -34,13 +34,13 @@ PROMPT = [5, 9, 77, 130]
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers in one file."""
+    """A Llama with two layers in one file."""
     return tiny_models.write("llama", tmp_path_factory.mktemp("single"))
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in several files."""
+    """The same model in several files."""
     return tiny_models.write("llama", tmp_path_factory.mktemp("sharded"), max_shard_size="200KB")
 
 
@@ -59,16 +59,16 @@ def generate(model: VllmModel) -> list[int]:
 
 
 def configure(folder: Path, **settings: Any) -> list[tuple[str, int, int, str]]:
-    """Takes a worker from its settings to readiness; returns what it told on the way."""
-    told: list[tuple[str, int, int, str]] = []
+    """Configures a worker; returns the progress that it reported."""
+    events: list[tuple[str, int, int, str]] = []
     worker = Worker(Settings(model=str(folder), device="cpu", cpu_threads=1, kv_memory=0.01, **settings))
     worker.prepare()
-    worker.configure(GEOMETRY, lambda *event: told.append(event))
-    return told
+    worker.configure(GEOMETRY, lambda *event: events.append(event))
+    return events
 
 
 def test_shards_are_counted(single: Path, sharded: Path) -> None:
-    """Each by its name before it is read, a single one too; and they make the same model."""
+    """Progress names each file before it is read, and both layouts give the same model."""
     files = sorted(path.name for path in sharded.glob("*.safetensors"))
     assert len(files) > 2
     loads = [event for event in configure(sharded) if event[0] == "load"]
@@ -86,8 +86,8 @@ def test_shards_are_counted(single: Path, sharded: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_damage_is_told_before_anything_is_loaded(single: Path, tmp_path: Path) -> None:
-    """While the worker prepares, which a command ends with; nothing is imported for it."""
+def test_damage_is_reported_before_loading(single: Path, tmp_path: Path) -> None:
+    """A damaged file ends the preparation, before the slow imports."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((single / name).read_bytes())
     with (tmp_path / "model.safetensors").open("r+b") as file:
@@ -96,8 +96,8 @@ def test_damage_is_told_before_anything_is_loaded(single: Path, tmp_path: Path) 
         configure(tmp_path)
 
 
-def test_weights_that_do_not_suit_the_model(single: Path, tmp_path: Path) -> None:
-    """Another shape, or a tensor that is not there, is one line too."""
+def test_weights_that_do_not_match_the_model_are_refused(single: Path, tmp_path: Path) -> None:
+    """A missing tensor is reported in one line."""
     (tmp_path / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
     config = json.loads((single / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
@@ -107,17 +107,17 @@ def test_weights_that_do_not_suit_the_model(single: Path, tmp_path: Path) -> Non
 
 
 def test_dummy_weights_need_no_file(single: Path, tmp_path: Path) -> None:
-    """A configuration alone, without tokenizer."""
+    """--load-format dummy needs only config.json."""
     (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
-    told = configure(tmp_path, load_format="dummy")
-    assert [event for event in told if event[0] == "load"] == [("load", 0, 0, "made up weights")]
-    assert [event for event in told if event[0] == "compile"]
+    events = configure(tmp_path, load_format="dummy")
+    assert [event for event in events if event[0] == "load"] == [("load", 0, 0, "made up weights")]
+    assert [event for event in events if event[0] == "compile"]
     with pytest.raises(ConfigurationRefused, match=r"has no weights .* use --load-format dummy"):
         configure(tmp_path)
 
 
 def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights while the worker prepares, the cache while it is configured; a worker can be configured again then."""
+    """Weights are refused while preparing, graphs and cache while configuring; a retry may succeed."""
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1, kv_memory=10_000))
     worker.prepare()
     monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 8 << 20)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationRefused, match=r"do not fit; --num-blocks \d+ would"):
         worker.configure(replace(GEOMETRY, num_blocks=(1000,)), lambda *_: None)
     ready = worker.configure(GEOMETRY, lambda *_: None)
-    assert ready.geometry == replace(GEOMETRY, num_blocks=(5,))  # all that two slots can use
+    assert ready.geometry == replace(GEOMETRY, num_blocks=(5,))  # the most that two slots can use
     monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 100_000)
     with pytest.raises(
         ConfigurationRefused, match=r"the weights need .* device cpu has .* free; use a smaller"
@@ -135,8 +135,8 @@ def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPa
         Worker(Settings(model=str(single), device="cpu")).prepare()
 
 
-def test_an_old_cache_is_free_when_the_new_one_is_computed(single: Path) -> None:
-    """Or a worker that is configured anew would have less memory than before."""
+def test_a_new_configuration_frees_the_old_cache_first(single: Path) -> None:
+    """The old cache is gone when the new one is allocated, since both may not fit."""
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
     worker.prepare()
     worker.configure(GEOMETRY, lambda *_: None)
@@ -154,7 +154,7 @@ def test_an_old_cache_is_free_when_the_new_one_is_computed(single: Path) -> None
 
 
 class _Payload:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -165,7 +165,7 @@ class _Payload:
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors"])
 def test_nothing_is_unpickled(single: Path, tmp_path: Path, load_format: LoadFormat) -> None:
-    """A folder with pickled weights alone is refused by the worker, and by the model itself."""
+    """The worker and the model loader both refuse a folder with only pickled weights."""
     (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(tmp_path / "ran")))
     with pytest.raises(ConfigurationRefused, match="convert them to safetensors"):
@@ -177,7 +177,7 @@ def test_nothing_is_unpickled(single: Path, tmp_path: Path, load_format: LoadFor
 
 @pytest.fixture
 def foreign(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose configuration is a class of its own, which makes a file when it is imported."""
+    """A model with its own configuration class, which creates a file when it is imported."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "foreign"
     folder.mkdir()
@@ -195,8 +195,8 @@ def foreign(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return folder
 
 
-def test_code_of_a_models_own_is_not_run(foreign: Path, tmp_path: Path) -> None:
-    """Unless it is allowed; the line says how. A model that vLLM knows does not need its own."""
+def test_untrusted_model_code_does_not_run(foreign: Path, tmp_path: Path) -> None:
+    """The refusal names --trust-remote-code; a model type that vLLM knows loads without the model's code."""
     with pytest.raises(ConfigurationRefused, match="pass --trust-remote-code if you trust it") as caught:
         configure(foreign)
     assert "\n" not in caught.value.message
@@ -209,10 +209,10 @@ def test_code_of_a_models_own_is_not_run(foreign: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_of_a_models_own_runs_where_it_is_trusted(
+def test_trusted_model_code_runs(
     foreign: Path, single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the model says what it says without."""
+    """With --trust-remote-code the model's code runs and gives the same tokens."""
     monkeypatch.syspath_prepend(tmp_path / "modules")
     model = open_model(foreign, trust=True)
     model.load_weights()

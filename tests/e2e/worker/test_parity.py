@@ -1,4 +1,4 @@
-"""The runner says what transformers says, alone and in a batch, within a chunk and beyond a window."""
+"""The runner gives the outputs of transformers, alone and in a batch, within a chunk and beyond a window."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
 from tests.support.sampling_params import sampling_params
-from tests.support.worker import parity_process as parity_peer
+from tests.support.worker import parity_process
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.parity_process import Job, differences
 from worker_svc.model_files.demo_models import fetch
@@ -53,12 +53,12 @@ def test_prompts_vary(prompts: list[list[int]]) -> None:
 def test_batch_equals_reference(
     reference: Reference, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
-    """Twenty prompts decoded together in float32 give the reference's tokens."""
+    """Twenty prompts decoded in one batch in float32 give the reference's tokens."""
     assert _mismatches(reference, prompts, batched) == []
 
 
 def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: list[list[int]]) -> None:
-    """Each prompt decoded alone gives the tokens that it gives in the batch; the short form takes every third, of 5 to 535 tokens."""
+    """A prompt gives the same tokens alone as in the batch; the short form tests every third prompt."""
     harness = Harness(load(smollm2, "float32"))
     step = 1 if FULL else 3
     alone = [tokens_of(harness.generate([prompt], NUM_TOKENS)[0]) for prompt in prompts[::step]]
@@ -68,18 +68,18 @@ def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: li
 def test_reference_is_generate(
     reference: Reference, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
-    """Transformers' own generate agrees, so the reference's shortcut is none."""
+    """The reference's shortcut agrees with transformers' generate."""
     for index in (0, 11):
         assert reference.generate(prompts[index], 24) == batched[index][:24]
 
 
 def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) -> None:
-    """The converted demo model is sane."""
+    """The converted demo model answers sensibly."""
     assert reference.tokenizer.decode(batched[0]).startswith(" Paris.")
 
 
 def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
-    """In bfloat16 the chosen tokens' log-probabilities are the reference's, on average within 0.05."""
+    """In bfloat16, log-probabilities of sampled tokens differ by at most 0.05 on average."""
     greedy = sampling_params(temperature=0.0, logprobs=0)
     results = Harness(load(smollm2, "bfloat16")).generate(prompts, NUM_TOKENS, greedy)
     reference = open_reference(smollm2, torch.bfloat16)
@@ -95,7 +95,7 @@ def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
 def test_poisoned_memory_does_not_leak(
     smollm2: Path, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
-    """NaN in the null block, which all padding reads and writes, and in blocks of former requests changes no real row."""
+    """NaN in the null block and in former requests' blocks changes no real row."""
     harness = Harness(load(smollm2, "float32"), max_num_seqs=4, decode_buckets=(1, 2, 4))
     for layer in harness.runner.cache.by_layer().values():
         layer.fill_(torch.nan)
@@ -116,7 +116,7 @@ def test_hybrid_model_equals_reference() -> None:
     assert [group.window for group in harness.groups] == [0, 512]
     results = [tokens_of(outputs) for outputs in harness.generate(prompts, 16)]
     assert _mismatches(reference, prompts, results) == []
-    # What lies entirely behind the window is never read: its blocks may be another request's by now.
+    # Blocks entirely behind the window are never read; they may be another request's by now.
     harness.prefill(0, prompts[-1])
     behind = (len(prompts[-1]) - 512) // 128
     window_layers = [layer.name for layer in harness.groups[1].layers]
@@ -129,17 +129,17 @@ def test_hybrid_model_equals_reference() -> None:
 @pytest.mark.parametrize("backend", ["eager", "compiled"] if FULL else ["compiled"])
 @pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
 def test_every_bucket_equals_reference(model: str, backend: Backend) -> None:
-    """In float32, whatever padding holds: tokens, and log-probabilities of the likeliest ones."""
+    """In float32, tokens and top log-probabilities equal the reference's with garbage in all padding."""
     folder = fetch(model)
     reference = open_reference(folder, torch.float32)
     text = reference.encode(PROMPTS[19])
     prompts = [text[:length] for length in (5, 12, 20, 40, 140)]
     job = Job(str(folder), prompts, backend=backend, max_model_len=256)
-    assert differences(reference, prompts, parity_peer.run(job)) == []
+    assert differences(reference, prompts, parity_process.run(job)) == []
 
 
-def test_windows_in_place_give_the_tokens_of_paged_ones() -> None:
-    """Gemma 3 in float32, past twice its window of 512, alone and beside a short prompt, which stays within it."""
+def test_in_place_windows_give_the_tokens_of_paged_ones() -> None:
+    """Gemma 3 in float32 gives the same tokens for prompts below and far above its window of 512."""
     folder = fetch("gemma3-270m")
     long = open_reference(folder, torch.float32).encode(PROMPTS[19])
     prompts = [[*long, *long[1:]], long[:40]]
@@ -157,7 +157,7 @@ def test_windows_in_place_give_the_tokens_of_paged_ones() -> None:
     harness = open_harness(GroupKind.IN_PLACE_WINDOW)
     in_place = [tokens_of(outputs) for outputs in harness.generate(prompts, 16)]
     assert in_place == [tokens_of(outputs) for outputs in paged]
-    # Poison beyond a request's own block, and in its own one before it gets it, changes nothing.
+    # NaN in other blocks, and in the request's block before its admission, changes nothing.
     for name, cache in harness.runner.cache.by_layer().items():
         if name in {layer.name for layer in harness.groups[1].layers}:
             cache.fill_(torch.nan)

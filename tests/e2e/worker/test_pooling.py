@@ -1,4 +1,4 @@
-"""Embeddings of the real MiniLM, held against transformers'."""
+"""Embeddings of the real MiniLM equal those of transformers."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """The model's."""
+    """The folder of MiniLM."""
     return fetch("minilm")
 
 
@@ -74,7 +74,7 @@ def prompts(folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
-    """Transformers' hidden states, their mean, at length 1."""
+    """The normalized mean of transformers' hidden states."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         means = [model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0) for prompt in prompts]
@@ -83,7 +83,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> PoolRunner:
-    """Warmed up with all shapes; "auto" is what the model was saved in, float32."""
+    """A warmed-up runner with all shapes, in float32, the type that the model was saved in."""
     model = load(folder, "auto")
     assert model.description.dtype == torch.float32
     assert model.description.pooling is not None
@@ -97,7 +97,7 @@ def runner(folder: Path) -> PoolRunner:
 def pooled(
     runner: PoolRunner, prompts: list[list[int]], shape: PoolShape, *, normalize: bool | None = None
 ) -> list[SlotOutput]:
-    """One step: these prompts in slots 0, 1, ... of this shape."""
+    """Runs one step with these prompts in slots 0, 1, … of a shape."""
     runner.reset()
     admit = [
         Admission(slot, prompt, 0, sampling_params(), {}, pooling=pooling_params(normalize))
@@ -111,16 +111,18 @@ def values(outputs: list[SlotOutput]) -> torch.Tensor:
     return torch.tensor([output.pooled for output in outputs])
 
 
-def test_the_texts_are_of_many_lengths(prompts: list[list[int]]) -> None:
-    """From three tokens to nearly the context."""
+def test_prompts_vary(prompts: list[list[int]]) -> None:
+    """The prompts have from three tokens to nearly the model's context."""
     lengths = [len(prompt) for prompt in prompts]
     assert len(lengths) == 20
     assert min(lengths) == 3
     assert 230 < max(lengths) <= 256
 
 
-def test_alone(runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor) -> None:
-    """Each text by itself, padded to the smallest row that holds it."""
+def test_single_prompts_equal_the_reference(
+    runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor
+) -> None:
+    """Each text in a batch of its own, in the smallest shape that holds it."""
     rows = []
     for prompt in prompts:
         shape = SHAPES[0] if len(prompt) <= 64 else SHAPES[2]
@@ -128,29 +130,31 @@ def test_alone(runner: PoolRunner, prompts: list[list[int]], expected: torch.Ten
     assert (torch.cat(rows) - expected).abs().max() < 1e-5
 
 
-def test_together(runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor) -> None:
-    """All texts in one batch, so that short ones are padded by far."""
+def test_a_batch_equals_the_reference(
+    runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor
+) -> None:
+    """All texts in one batch, in which short ones have much padding."""
     found = values(pooled(runner, prompts, SHAPES[3]))
     assert (found - expected).abs().max() < 1e-5
 
 
 def test_padded_rows_change_nothing(runner: PoolRunner, prompts: list[list[int]]) -> None:
-    """The same texts in a full batch and in one with empty rows."""
+    """Texts have the same embeddings in a full batch and beside empty rows."""
     few = [prompt for prompt in prompts if len(prompt) <= 64][:3]
     padded = values(pooled(runner, few, SHAPES[1]))
     full = values(pooled(runner, [*few, *prompts[:5]], SHAPES[1]))
     assert (full[:3] - padded).abs().max() < 1e-6
 
 
-def test_the_last_batch_leaves_no_trace(runner: PoolRunner, prompts: list[list[int]]) -> None:
-    """The same text before and after a batch of others, to the bit."""
+def test_batches_do_not_affect_each_other(runner: PoolRunner, prompts: list[list[int]]) -> None:
+    """A text has the same embedding before and after a batch of others, bit for bit."""
     before = values(pooled(runner, prompts[:1], SHAPES[3]))
     pooled(runner, prompts, SHAPES[3])
     assert torch.equal(before, values(pooled(runner, prompts[:1], SHAPES[3])))
 
 
-def test_not_normalized(runner: PoolRunner, prompts: list[list[int]]) -> None:
-    """A request's own wish goes before the model's habit."""
+def test_a_request_can_turn_normalization_off(runner: PoolRunner, prompts: list[list[int]]) -> None:
+    """A request's normalize field overrides the model's default."""
     raw = values(pooled(runner, prompts[:2], SHAPES[1], normalize=False))
     scaled = values(pooled(runner, prompts[:2], SHAPES[1]))
     assert (raw.norm(dim=-1) - 1).abs().min() > 1e-2
@@ -159,7 +163,7 @@ def test_not_normalized(runner: PoolRunner, prompts: list[list[int]]) -> None:
 
 
 def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
-    """A small random Llama whose folder says that it embeds; against transformers."""
+    """A small random Llama that its folder declares an embedding model equals transformers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -190,7 +194,7 @@ def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
 
 
 def test_a_classifier_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    """Before any weights are read."""
+    """The refusal comes before any weights are read."""
     config = json.loads((folder / "config.json").read_text())
     write(
         tmp_path / "config.json",

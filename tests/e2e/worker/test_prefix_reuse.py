@@ -1,7 +1,7 @@
-"""Prefixes are reused on real models, whatever their attention, and what comes out does not change by a bit.
+"""Real models reuse prefixes, whatever their attention, and the outputs stay the same bit for bit.
 
-Scheduler and worker of the product, joined by their real messages in one process, so that many geometries can be tried quickly; the last
-test asks real processes.
+The real scheduler and worker exchange their real messages within one process, so that many geometries run
+quickly. The last test uses real processes.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ CHUNK, NUM_TOKENS, PREFIX = 128, 12, 1000
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request gave: tokens, their log-probabilities to the last bit, and how much of its prompt was cached."""
+    """A request's output and how many of its prompt tokens were cached."""
 
     tokens: list[int]
     logprobs: list[common_pb2.TokenLogprobs]
@@ -56,7 +56,7 @@ def ask(replica: LocalReplica, *prompts: Sequence[int]) -> list[Answer]:
 
 
 def _text(start: int, count: int) -> list[int]:
-    """Token ids that differ from place to place, all in every vocabulary."""
+    """Returns token ids that vary by position and exist in every vocabulary."""
     return [100 + (start * 7919 + i * i * 31 + i * 17) % 20_000 for i in range(count)]
 
 
@@ -82,7 +82,7 @@ if FULL:
 def test_a_shared_prefix_is_computed_once_and_nothing_changes(
     name: str, window: GroupKind, block_size: int, request: pytest.FixtureRequest
 ) -> None:
-    """1,000 common tokens: the later requests prefill the rest alone, and give what they give without a cache."""
+    """Later requests prefill only what follows the shared 1,000 tokens; outputs equal those without a cache."""
     folder: Path = request.getfixturevalue(name)
     model = load(folder, "bfloat16")
     prompts = [_text(1, PREFIX) + _text(start, length) for start, length in ((2, 30), (3, 200), (4, 90))]
@@ -102,13 +102,13 @@ def test_a_shared_prefix_is_computed_once_and_nothing_changes(
     without = LocalReplica(model, window=window, block_size=block_size, caching=False)
     plain = [ask(without, prompt)[0] for prompt in prompts]
     assert [answer.cached for answer in plain] == [0] * len(prompts)
-    for mine, theirs in zip([*first, *second, *third, *again], [*plain, plain[1]], strict=True):
-        assert mine.tokens == theirs.tokens
-        assert mine.logprobs == theirs.logprobs, "not a bit differs"
+    for cached, uncached in zip([*first, *second, *third, *again], [*plain, plain[1]], strict=True):
+        assert cached.tokens == uncached.tokens
+        assert cached.logprobs == uncached.logprobs, "the log-probabilities must be equal bit for bit"
 
 
-def test_requests_that_come_together_compute_their_prefix_once(gemma3: Path) -> None:
-    """Three at once, in place: two wait for the first one's prefix and then prefill the rest alone."""
+def test_concurrent_requests_compute_their_prefix_once(gemma3: Path) -> None:
+    """Of three concurrent requests, two wait for the first one's prefix and prefill only the rest."""
     prompts = [_text(1, PREFIX) + _text(start, 30) for start in (2, 3, 4)]
     replica = LocalReplica(
         load(gemma3, "bfloat16"), window=GroupKind.IN_PLACE_WINDOW, block_size=512, caching=True
@@ -119,8 +119,8 @@ def test_requests_that_come_together_compute_their_prefix_once(gemma3: Path) -> 
 
 
 @pytest.mark.stack
-async def test_a_stack_with_windows_in_place_reuses_a_prefix(gemma3: Path, tmp_path: Path) -> None:
-    """Over the wire, in processes of their own: the second request finds the first one's prefix and says the same."""
+async def test_a_stack_with_in_place_windows_reuses_a_prefix(gemma3: Path, tmp_path: Path) -> None:
+    """In real processes, the second request hits the first one's prefix and has the same output."""
     flags = ("--max-model-len", "2048", "--block-size", "512", "--max-num-seqs", "4")
     threads = {"TRIPTYCH_WINDOW_KV": "in-place", "TRIPTYCH_CPU_THREADS": "1"}
     with running_stack(gemma3, "gemma3", tmp_path, *flags, **threads) as stack:

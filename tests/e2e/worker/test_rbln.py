@@ -1,4 +1,4 @@
-"""The graphs that an NPU would get, run by the stand-in backend, say what the CPU's compiled kernels say."""
+"""NPU graphs, run by the stand-in backend, give the tokens of the CPU's compiled kernels."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
     pytest.mark.skipif(
         not FULL,
-        reason="a minute of capturing; small models of every family do the same in test_worker_families.py (TRIPTYCH_GRAPHS_FULL=1 runs both)",
+        reason="capturing takes a minute; test_families.py covers small models of every family (TRIPTYCH_GRAPHS_FULL=1 runs both)",
     ),
 ]
 
@@ -32,14 +32,14 @@ MODELS = ("smollm2", "gemma3-270m")
 
 
 def encode(folder: Path, text: str) -> list[int]:
-    """Token ids, with the special tokens that the model expects at the start."""
+    """Returns token ids, including the special tokens that the model expects at the start."""
     ids: list[int] = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     return ids
 
 
 @pytest.fixture(scope="module")
 def jobs(smollm2: Path) -> list[Job]:
-    """A model of full attention with the compiler's kernels, a hybrid one with Triton's: short prompts, and ones of several chunks."""
+    """A full-attention model with the compiler's kernels and a hybrid one with Triton kernels."""
     full = [encode(smollm2, PROMPTS[index]) for index in (0, 9)]
     gemma = fetch("gemma3-270m")
     hybrid = encode(gemma, PROMPTS[19])
@@ -52,7 +52,7 @@ def jobs(smollm2: Path) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def results(jobs: list[Job]) -> list[Result]:
-    """All, in one process of their own on one thread."""
+    """The results of all jobs, from one separate process with one thread."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.worker.rbln_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
         check=False, capture_output=True, text=True, cwd=ROOT, timeout=200,
@@ -63,8 +63,8 @@ def results(jobs: list[Job]) -> list[Result]:
 
 
 @pytest.mark.parametrize("index", range(len(MODELS)), ids=MODELS)
-def test_tokens_are_those_of_the_cpu(jobs: list[Job], results: list[Result], index: int) -> None:
-    """In float32, greedy, two requests decoded in a bucket with padded rows; the hybrid model's cache was poisoned before."""
+def test_tokens_equal_the_cpus(jobs: list[Job], results: list[Result], index: int) -> None:
+    """Two greedy requests in float32 get equal tokens, despite padded rows and NaN in the cache."""
     job = jobs[index]
     harness = Harness(
         load(Path(job.folder), "float32"), max_num_seqs=2, block_size=512, decode_buckets=(2,),
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_the_cpu(jobs: list[Job], results: list[Result], ind
 
 
 def test_graphs_are_few_and_have_the_operators_of_their_namespace(results: list[Result]) -> None:
-    """A chunk and a bucket, and the output head for each; nothing is captured twice, however long the prompts are."""
+    """There are four graphs: prefill and decode, each with an output head; none is captured twice."""
     phases = ("decode", "prefill")
     assert [result.graphs for result in results] == [4] * len(MODELS)
     assert results[0].operators == [

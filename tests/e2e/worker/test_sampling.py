@@ -1,4 +1,4 @@
-"""common_pb2.SamplingParams on a real model: reproducible whatever the neighbours, and log-probabilities that are those of transformers."""
+"""Sampling on a real model is reproducible in any batch; log-probabilities equal those of transformers."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def prompts(reference: Reference) -> list[list[int]]:
 def _resumed(
     harness: Harness, prompt: list[int], output: list[int], sampling: common_pb2.SamplingParams, slot: int
 ) -> list[int]:
-    """The rest of a request that comes back with what it has sampled."""
+    """Returns the remaining tokens of a request that is admitted again with its output so far."""
     known = [*prompt, *output]
     first = harness.admit(slot, known, sampling)
     admit = [Admission(slot, known, 0, sampling, first.blocks, num_prompt_tokens=len(prompt))]
@@ -60,7 +60,7 @@ def _resumed(
 def test_the_same_tokens_alone_in_a_batch_in_another_order_and_after_preemption(
     smollm2: Path, prompts: list[list[int]]
 ) -> None:
-    """In float32, where kernels of different shapes hardly ever disagree about a token."""
+    """Tokens depend only on prompt and parameters, in float32, in which kernels of all shapes agree."""
     harness = Harness(load(smollm2, "float32"), max_num_seqs=8, decode_buckets=(1, 8))
     together = [tokens_of(each) for each in harness.generate(prompts, NUM_TOKENS, SAMPLINGS)]
     backwards = [tokens_of(each) for each in harness.generate(prompts[::-1], NUM_TOKENS, SAMPLINGS[::-1])]
@@ -73,10 +73,10 @@ def test_the_same_tokens_alone_in_a_batch_in_another_order_and_after_preemption(
     assert len({tuple(tokens) for tokens in together}) == len(together)
 
 
-def test_prompt_log_probabilities_are_the_reference_s(
+def test_prompt_log_probabilities_equal_the_references(
     smollm2: Path, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    """Of every token of a prompt of several chunks, with the likeliest ones in its place."""
+    """Every token of a prompt of several chunks has the reference's log-probabilities."""
     prompt = max(prompts, key=len)
     prompt = (prompt * (300 // len(prompt) + 1))[:300]
     harness = Harness(load(smollm2, "float32"), max_num_seqs=2, decode_buckets=(1, 2))

@@ -1,4 +1,4 @@
-"""A worker process, driven over its wire as a scheduler drives it."""
+"""A worker process, driven over gRPC as a scheduler drives it."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ Steps = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
 
 @dataclass(frozen=True)
 class Running:
-    """A worker process and where it listens."""
+    """A worker process and its address."""
 
     process: subprocess.Popen[str]
     address: str
@@ -66,7 +66,7 @@ def start(folder: Path, *flags: str) -> Running:
 
 @pytest.fixture(scope="module")
 def running(smollm2: Path) -> Iterator[Running]:
-    """Configured by the first test that needs it, in float32."""
+    """A worker in float32; the first test that needs a configuration configures it."""
     running = start(smollm2, "--dtype", "float32")
     yield running
     running.process.kill()
@@ -106,7 +106,7 @@ async def run(steps: Steps, **fields: object) -> worker_pb2.StepResult:
     await steps.write(worker_pb2.StepPlan(**fields))  # type: ignore[arg-type]
     result = await steps.read()
     assert isinstance(result, worker_pb2.StepResult)
-    if result.token_ids:  # the compact form leaves the slots to who sent the plan
+    if result.token_ids:  # the compact form omits the slots; the plan has them
         work = worker_pb2.StepPlan(**fields)  # type: ignore[arg-type]
         slots = work.decode.slots or [work.prefill.slot]
         for slot, token in zip(slots, result.token_ids, strict=True):
@@ -147,7 +147,7 @@ def tokens(result: worker_pb2.StepResult) -> dict[int, list[int]]:
 
 
 async def health(channel: grpc.aio.Channel) -> int:
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs know the synchronous one alone
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # the type stubs cover only the synchronous stub
     status: int = (await stub.Check(health_pb2.HealthCheckRequest())).status
     return status
 
@@ -155,7 +155,7 @@ async def health(channel: grpc.aio.Channel) -> int:
 async def test_describe_and_health_before_configure(
     stub: "worker_pb2_grpc.WorkerAsyncStub", channel: grpc.aio.Channel
 ) -> None:
-    """Without weights the worker says what the model is, and does not claim to serve."""
+    """Without weights the worker describes the model and reports NOT_SERVING."""
     answer = await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION), timeout=60)
     assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
     assert answer.device == "cpu"
@@ -171,15 +171,15 @@ async def test_describe_and_health_before_configure(
     assert answer.default_block_size % answer.block_size_multiple == 0
 
 
-async def test_other_schema_is_refused(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
-    """A scheduler of another release is told so."""
+async def test_another_schema_revision_is_refused(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
+    """A scheduler with another schema revision gets SchemaMismatch."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION + 1))
     assert isinstance(from_rpc_error(caught.value), SchemaMismatch)
 
 
 async def test_model_files_are_the_tokenizer(stub: "worker_pb2_grpc.WorkerAsyncStub", smollm2: Path) -> None:
-    """The files arrive whole, without the weights."""
+    """The files arrive complete, without the weights."""
     files: dict[str, bytes] = {}
     async for chunk in stub.GetModelFiles(worker_pb2.GetModelFilesRequest()):
         files[chunk.name] = files.get(chunk.name, b"") + chunk.data
@@ -191,7 +191,7 @@ async def test_model_files_are_the_tokenizer(stub: "worker_pb2_grpc.WorkerAsyncS
 async def test_bad_sizes_are_refused_and_good_ones_work_after(
     stub: "worker_pb2_grpc.WorkerAsyncStub", channel: grpc.aio.Channel
 ) -> None:
-    """A refusal names the setting; the same worker takes other sizes, reports progress and then serves."""
+    """A refusal names the size; the same worker then accepts others, reports progress and serves."""
     bad = worker_pb2.ConfigureRequest()
     bad.CopyFrom(SIZES)
     bad.block_size = 100
@@ -214,7 +214,7 @@ async def test_bad_sizes_are_refused_and_good_ones_work_after(
 
 
 async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
-    """Admitted once; afterwards plans name the slot alone."""
+    """A request is sent once; later plans only name its slot."""
     result = await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
     assert result.step == 1
     assert result.last
@@ -225,7 +225,7 @@ async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
 
 
 async def test_leased_steps_run_in_a_row(steps: Steps) -> None:
-    """One result a step, the same tokens as plan by plan; no more steps than were allowed."""
+    """A lease gives one result per step, the tokens of single plans, and no more steps than it allows."""
     await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
     apart = [tokens(await run(steps, step=2 + at, decode=decode_at(1, 5 + at)))[1][0] for at in range(5)]
     await run(steps, step=8, release=[1], admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))
@@ -239,7 +239,7 @@ async def test_leased_steps_run_in_a_row(steps: Steps) -> None:
 
 
 async def test_a_newer_plan_ends_a_lease(steps: Steps) -> None:
-    """The step that runs when it comes is the last one; the plan is applied behind it."""
+    """The running step becomes the lease's last one; the newer plan runs after it."""
     await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
     leased = decode_at(1, 5)
     leased.lease_steps = 100
@@ -254,7 +254,7 @@ async def test_a_newer_plan_ends_a_lease(steps: Steps) -> None:
 
 
 async def test_a_bad_plan_fails_alone(steps: Steps) -> None:
-    """The step is answered with a typed error, and the next one works."""
+    """A bad step gets a typed error, and the next one runs."""
     decode = worker_pb2.Decode(slots=[2], positions=[0], bucket=1)
     result = await run(steps, step=1, decode=decode)
     assert result.error.code == common_pb2.ERROR_CODE_INTERNAL
@@ -264,14 +264,14 @@ async def test_a_bad_plan_fails_alone(steps: Steps) -> None:
 
 
 async def test_the_end_of_a_stream_frees_every_slot(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
-    """What one stream admitted is gone in the next, also if the stream is torn down; two at once are refused."""
+    """A new stream starts with free slots, even after a cancelled one; a second open stream is refused."""
     await configure(stub, SIZES)
     first = stub.Execute()
     await run(first, step=1, admit=[admission(slot, PROMPT, [3 + slot]) for slot in range(4)])
     with pytest.raises(grpc.aio.AioRpcError, match="another Execute stream is open"):
         await stub.Execute(iter([worker_pb2.StepPlan(step=1)])).read()
     first.cancel()
-    # The worker notices the cancelled stream in its own time; until then it refuses the next one.
+    # The worker refuses new streams until it notices the cancellation.
     async with asyncio.timeout(10):
         result, other = None, first
         while result is None:
@@ -282,8 +282,8 @@ async def test_the_end_of_a_stream_frees_every_slot(stub: "worker_pb2_grpc.Worke
     await other.done_writing()
 
 
-async def test_a_copied_block_is_as_good_as_a_computed_one(steps: Steps) -> None:
-    """A request that starts behind a copy of another's first block samples what that one samples."""
+async def test_a_copied_block_equals_a_computed_one(steps: Steps) -> None:
+    """A request that resumes after a copy of another's first block samples the same token."""
     prompt = [*LONG, *PROMPT]
     admit = [admission(0, prompt, [3, 4])]
     first = worker_pb2.Prefill(slot=0, start=0, num_tokens=128)
@@ -298,7 +298,7 @@ async def test_a_copied_block_is_as_good_as_a_computed_one(steps: Steps) -> None
         prefill=prefill(1, 128, 5),
     )
     assert tokens(result) == {1: expected}
-    # The copy counts: a block that was never written leads elsewhere.
+    # The copy matters: a block that was never written gives another token.
     result = await run(
         steps, step=4, admit=[admission(2, prompt, [12, 9], computed=128)], prefill=prefill(2, 128, 5)
     )
@@ -306,7 +306,7 @@ async def test_a_copied_block_is_as_good_as_a_computed_one(steps: Steps) -> None
 
 
 async def test_samples_are_replayed(steps: Steps) -> None:
-    """A random request continues with the same tokens when its worker is lost after a few of them, in another slot and bucket."""
+    """A seeded request continues with the same tokens on a new slot and bucket after its worker is lost."""
     sampling = common_pb2.SamplingParams(temperature=1.0, seed=11)
     result = await run(
         steps, step=1, admit=[admission(0, PROMPT, [3], sampling=sampling)], prefill=prefill(0, 0, 5)
@@ -327,7 +327,7 @@ async def test_samples_are_replayed(steps: Steps) -> None:
 async def test_grammars_compile_while_steps_go_on(
     stub: "worker_pb2_grpc.WorkerAsyncStub", steps: Steps
 ) -> None:
-    """A hostile one costs nobody a step; what is refused says why; an output follows what was compiled."""
+    """A costly grammar delays no step, refusals say why, and an output follows its compiled grammar."""
 
     def compile_(**spec: Any) -> "grpc.aio.UnaryUnaryCall[Any, worker_pb2.CompileGrammarResponse]":
         structured = common_pb2.StructuredOutput(**spec)
@@ -370,9 +370,9 @@ async def test_grammars_compile_while_steps_go_on(
 
 
 async def test_sigterm_ends_it_cleanly(running: Running, stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
-    """With a stream open and idle, the process is gone within moments, with exit code 0.
+    """With an idle stream open, the process exits within seconds with code 0.
 
-    The last of these tests: it ends the worker.
+    This test must run last, since it ends the worker.
     """
     await configure(stub, SIZES)
     call = stub.Execute()
@@ -393,7 +393,7 @@ async def test_sigterm_ends_it_cleanly(running: Running, stub: "worker_pb2_grpc.
     ],
 )
 def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    """No traceback: what was wrong, and the flag."""
+    """The line names the setting, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         [sys.executable, "-m", "worker_svc", "--port", "0", *flags],
@@ -405,7 +405,7 @@ def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: s
 
 
 def test_an_absent_device_is_one_line_and_code_2(smollm2: Path) -> None:
-    """The refusal names what is missing."""
+    """The refusal names the missing package."""
     done = subprocess.run(
         [sys.executable, "-m", "worker_svc", "--port", "0", "--model", str(smollm2), "--device", "rbln"],
         check=False, capture_output=True, text=True, timeout=60,

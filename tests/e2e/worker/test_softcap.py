@@ -1,4 +1,4 @@
-"""Gemma 2, whose attention caps its scores and whose layers take turns with a window, says what transformers says."""
+"""Gemma 2, with soft-capped scores and a window in every other layer, gives the tokens of transformers."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ WINDOW, NUM_TOKENS = 32, 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model, with weights and a cap so far apart that its tokens depend on it."""
+    """A small random model whose scores are so large that the cap changes its tokens."""
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     model = Gemma2ForCausalLM(config)
     with torch.no_grad():
-        # Scores far beyond the cap, and embeddings that do not drown what layers add to them.
+        # Scores far above the cap, and embeddings small enough that the layers' outputs matter.
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(5)
         model.model.embed_tokens.weight.mul_(0.2)
@@ -40,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Within a chunk and a window, and beyond both."""
+    """Prompts shorter and longer than a chunk and a window."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (5, 33, 90)]
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations."""
+    """The reference's greedy continuations."""
     return [continue_(folder, prompt, softcap=2.0) for prompt in prompts]
 
 
@@ -63,16 +63,16 @@ def continue_(folder: Path, prompt: list[int], softcap: float | None) -> list[in
 
 
 def test_the_cap_matters(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Without it, the reference says something else: the other tests would notice if it was left out."""
+    """Without the cap the reference gives other tokens, so the tests below would notice its absence."""
     assert continue_(folder, prompts[-1], softcap=None) != expected[-1]
 
 
 @pytest.mark.parametrize("windows", [GroupKind.PAGED_WINDOW, GroupKind.IN_PLACE_WINDOW])
 @pytest.mark.parametrize("backend", ["compiled", "eager"])
-def test_tokens_are_the_references(
+def test_tokens_equal_the_references(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], windows: GroupKind, backend: Backend
 ) -> None:
-    """Prefilled in chunks and decoded together."""
+    """Prompts are prefilled in chunks and decoded in one batch."""
     harness = Harness(
         load(folder, "float32"), max_model_len=128, max_num_seqs=4, chunk=32, block_size=32,
         decode_buckets=(1, 4), window_kind=windows, backend=backend,

@@ -1,6 +1,6 @@
-"""SmolLM2 at temperature 1 under schemas, expressions and grammars: whatever it finishes is what was asked for.
+"""SmolLM2 at temperature 1 under schemas, expressions and grammars: every finished output matches.
 
-TRIPTYCH_STRUCTURED_FULL=1 runs all 300 schemas, 50 expressions and 20 grammars instead of some of each.
+TRIPTYCH_STRUCTURED_FULL=1 runs all 300 schemas, 50 expressions and 20 grammars instead of a sample.
 """
 
 import json
@@ -37,7 +37,7 @@ def harness() -> Constrained:
 def outputs(
     harness: Constrained, specs: Sequence[Spec], prompt: str, max_tokens: int, **options: Any
 ) -> list[tuple[str, bool]]:
-    """The text of each request and whether it is finished, in batches of up to 32."""
+    """Returns each request's text and whether it finished; runs batches of up to 32."""
     results = []
     for start in range(0, len(specs), 32):
         some = specs[start : start + 32]
@@ -52,7 +52,7 @@ def outputs(
 
 
 def test_every_finished_json_is_valid(harness: Constrained) -> None:
-    """Nested objects, arrays, tuples, enums, references, patterns, formats, unions and bounded numbers."""
+    """Outputs match schemas with nesting, enums, references, patterns, formats, unions and bounds."""
     schemas = [schema(number) for number in SCHEMAS]
     specs = [Spec("json_schema", json.dumps(each)) for each in schemas]
     finished = 0
@@ -66,7 +66,7 @@ def test_every_finished_json_is_valid(harness: Constrained) -> None:
 
 
 def test_filters_see_the_mask_first(harness: Constrained) -> None:
-    """With top_p, top_k and min_p it holds as well."""
+    """Outputs also match with top_p, top_k and min_p, which filter after the mask."""
     each = schema(0)
     specs = [Spec("json_schema", json.dumps(each))] * 3
     results = outputs(harness, specs, "JSON:\n", 150, top_p=0.8, top_k=20, min_p=0.05)
@@ -76,7 +76,7 @@ def test_filters_see_the_mask_first(harness: Constrained) -> None:
 
 
 def test_any_object_is_an_object(harness: Constrained) -> None:
-    """json_object asks for an object and nothing more."""
+    """json_object gives any JSON object."""
     for text, done in outputs(harness, [Spec("json_object")] * 4, "A short JSON object:\n", 150):
         assert text.lstrip().startswith("{")
         if done:
@@ -84,7 +84,7 @@ def test_any_object_is_an_object(harness: Constrained) -> None:
 
 
 def test_every_finished_text_matches_its_expression(harness: Constrained) -> None:
-    """As Python's re sees it."""
+    """Python's re agrees that every finished text matches."""
     specs = [Spec("regex", regex) for regex in CHOSEN_REGEXES]
     results = outputs(harness, specs, "For example: ", 60)
     for regex, (text, done) in zip(CHOSEN_REGEXES, results, strict=True):
@@ -94,7 +94,7 @@ def test_every_finished_text_matches_its_expression(harness: Constrained) -> Non
 
 
 def test_every_finished_text_follows_its_grammar(harness: Constrained) -> None:
-    """As a check that knows nothing of the grammar sees it."""
+    """A check that is independent of the grammar accepts every finished text."""
     specs = [Spec("grammar", grammar) for grammar, _ in CHOSEN_GRAMMARS]
     results = outputs(harness, specs, "For example: ", 80)
     for (grammar, check), (text, done) in zip(CHOSEN_GRAMMARS, results, strict=True):
@@ -104,7 +104,7 @@ def test_every_finished_text_follows_its_grammar(harness: Constrained) -> None:
 
 
 def test_choices_and_tags(harness: Constrained) -> None:
-    """One of the texts; free text with a schema between the marks."""
+    """A choice gives one of its texts, and a tag has its schema between its markers."""
     values = ["positive", 'a "quoted" one', "日本語"]
     tag = {"type": "structural_tag", "format": {
         "type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}}, "end": "</call>"}}  # fmt: skip
@@ -116,7 +116,7 @@ def test_choices_and_tags(harness: Constrained) -> None:
 
 
 def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> None:
-    """Alone or beside others, with forced tokens emitted at once or one by one, the same seed gives the same text."""
+    """The same seed gives the same text alone or in a batch, with jump-ahead or without."""
     spec = Spec("json_schema", json.dumps(schema(1)))
     rare = Spec("choice", json.dumps(["𒀀𒀁𒀂𒀃🙂", "𒀀𒀁𒀂𒀃🙃"]))
     sampling = [
@@ -140,7 +140,7 @@ def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> 
 
 
 def test_grammars_and_other_parameters_hold_together(harness: Constrained) -> None:
-    """Penalties, biases, bans and a least length beside a grammar, and beside requests without one, which notice nothing."""
+    """Penalties, biases, bans and min_tokens work with a grammar and do not affect requests without one."""
     letters, digits = Spec("regex", "[ab]{10}"), Spec("regex", "[0-9]{12}")
     comma = tokenizer().encode(",").ids[0]
     plain = sampling_params(temperature=1.0, seed=4, frequency_penalty=1.0, logit_bias={comma: -100.0})
@@ -160,7 +160,8 @@ def test_grammars_and_other_parameters_hold_together(harness: Constrained) -> No
     assert harness.generate_constrained(["Once upon a time"], [None], [plain], 40) == [results[1]]
 
 
-def test_what_a_grammar_and_a_list_of_tokens_exclude_together_fails_alone(harness: Constrained) -> None:
+def test_a_request_without_allowed_tokens_fails_alone(harness: Constrained) -> None:
+    """If a grammar and allowed_token_ids exclude all tokens together, only that request fails."""
     spec = Spec("regex", "[ab]{10}")
     word = tokenizer().encode("zebra").ids
     results = harness.generate_constrained(
@@ -175,8 +176,8 @@ def test_what_a_grammar_and_a_list_of_tokens_exclude_together_fails_alone(harnes
 
 
 def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
-    """An ambiguous grammar fails when it has cost enough, and the same is not compiled again; its neighbour notices nothing."""
-    # Further along than anybody looks before it is used.
+    """An ambiguous grammar that costs too much fails its request and is refused afterwards."""
+    # The ambiguity lies beyond what the compiler checks beforehand.
     ambiguous = Spec("grammar", 'root ::= [a-z ]{700} x\nx ::= x x x | [a-z ] | ""')
     greedy = sampling_params(temperature=0.0)
     results = harness.generate_constrained(
@@ -192,8 +193,8 @@ def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
         compiler().submit(ambiguous).result()
 
 
-def test_a_grammar_that_is_not_compiled_is_asked_for(harness: Constrained) -> None:
-    """The slot is refused with an error that passes, and is free again."""
+def test_a_grammar_that_is_not_compiled_is_refused(harness: Constrained) -> None:
+    """The admission fails with Unavailable, and the slot is free for the next attempt."""
     from protos.errors import Unavailable
     from protos.steps import Prefill
 
@@ -208,8 +209,8 @@ def test_a_grammar_that_is_not_compiled_is_asked_for(harness: Constrained) -> No
     harness.release([0])
 
 
-def test_a_matcher_taken_up_again_goes_on_as_before(harness: Constrained) -> None:
-    """After a preemption the tokens so far are replayed: the rest of the output is the same."""
+def test_a_resumed_request_continues_its_grammar(harness: Constrained) -> None:
+    """After a preemption the matcher replays the output so far and constrains the rest."""
     from protos.steps import Prefill
 
     spec = Spec("regex", "[a-z]{40}")

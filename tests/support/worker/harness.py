@@ -1,4 +1,4 @@
-"""Drives a worker's runner without a scheduler: hands out blocks in order, prefills in chunks, decodes all sequences together."""
+"""Drives a runner without a scheduler: allocates blocks, prefills in chunks, decodes in one batch."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from protos.steps import Admission, Decode, Growth, Prefill, SlotOutput, StepPlan
+from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import Device, DeviceName, open_device
@@ -25,7 +25,7 @@ from worker_svc.vllm_adapter.engine import VllmModel
 
 GREEDY = sampling_params(temperature=0.0)
 FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
-"""Whether to run the long form of the tests on real models: every model, type and mode instead of those most likely to differ."""
+"""Whether to run the long form of the tests on real models: every model, type and mode."""
 _MODELS: dict[tuple[Path, Dtype, bool], VllmModel] = {}
 
 
@@ -37,9 +37,10 @@ def load(
     *,
     compiled: bool = True,
 ) -> VllmModel:
-    """The model with its weights, once per process.
+    """Returns a model with its weights, loaded once per process.
 
-    On one thread: teams of threads that wait for one another crawl where other processes compete for the cores, as in a test run.
+    It runs on one thread: threads that wait for each other are slow when other processes compete for the
+    cores.
     """
     torch.set_num_threads(1)
     device = device or open_device(device_name)
@@ -53,7 +54,7 @@ def load(
 
 
 class Harness:
-    """A runner and a trivial allocator: blocks are handed out once and never come back."""
+    """A runner and a trivial allocator that hands out each block once."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Harness:
         self._next_block = 1
         self._step = 0
         self.lengths: dict[int, int] = {}
-        """Computed tokens by slot."""
+        """The number of computed tokens, by slot."""
 
     def run(self, **fields: object) -> list[SlotOutput]:
         """Executes one plan."""
@@ -113,7 +114,7 @@ class Harness:
         computed: int = 0,
         **fields: Any,
     ) -> Admission:
-        """A request with blocks for the whole of ``max_model_len``; to be put into a plan. Slots in place have a block of their number."""
+        """Returns a request with blocks for ``max_model_len`` tokens; its in-place block is slot + 1."""
         width = self.geometry.table_width
         ids = range(self._next_block, self._next_block + width)
         assert ids.stop <= self.geometry.num_blocks[0]
@@ -128,23 +129,23 @@ class Harness:
     def prefill(
         self, slot: int, token_ids: Sequence[int], sampling: common_pb2.SamplingParams = GREEDY
     ) -> SlotOutput:
-        """Admits a request and runs all of its chunks; returns the first sampled token, with what all of them say of the prompt."""
+        """Admits a request and runs its chunks; returns its first token with all prompt log-probabilities."""
         admission = [self.admit(slot, token_ids, sampling)]
         chunk = self.geometry.chunk
         outputs: list[SlotOutput] = []
-        told: list[common_pb2.TokenLogprobs] = []
+        prompt_logprobs: list[common_pb2.TokenLogprobs] = []
         for start in range(0, len(token_ids), chunk):
             count = min(chunk, len(token_ids) - start)
             last = start + count == len(token_ids)
             outputs = self.run(admit=admission, work=Prefill(slot, start, count, last))
             admission = []
-            told += [entry for each in outputs for entry in each.prompt_logprobs]
+            prompt_logprobs += [entry for each in outputs for entry in each.prompt_logprobs]
         self.lengths[slot] = len(token_ids)
         (output,) = outputs
-        return replace(output, prompt_logprobs=told)
+        return replace(output, prompt_logprobs=prompt_logprobs)
 
     def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[SlotOutput]:
-        """One token for each slot."""
+        """Decodes one token for each slot."""
         positions = [self.lengths[slot] for slot in slots]
         size = bucket or next(size for size in self.geometry.decode_buckets if size >= len(slots))
         outputs = self.run(work=Decode(slots, positions, size))
@@ -158,7 +159,7 @@ class Harness:
         num_tokens: int,
         sampling: common_pb2.SamplingParams | Sequence[common_pb2.SamplingParams] = GREEDY,
     ) -> list[list[SlotOutput]]:
-        """``num_tokens`` new tokens for each prompt, all of them decoded in one batch; frees the slots."""
+        """Generates `num_tokens` tokens for each prompt in one decode batch, then frees the slots."""
         each = [sampling] * len(prompts) if isinstance(sampling, common_pb2.SamplingParams) else sampling
         results = [[self.prefill(slot, prompt, each[slot])] for slot, prompt in enumerate(prompts)]
         slots = range(len(prompts))
@@ -169,14 +170,11 @@ class Harness:
         return results
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees slots, which must be all that are in use: all blocks are free again."""
+        """Frees all slots in use, and with them all blocks."""
         self.run(release=slots)
         self._next_block = 1
 
 
 def tokens_of(outputs: Sequence[SlotOutput]) -> list[int]:
-    """All token ids, in order."""
+    """Returns all token ids in order."""
     return [token for output in outputs for token in output.token_ids]
-
-
-__all__ = ["GREEDY", "Growth", "Harness", "load", "tokens_of"]

@@ -1,7 +1,8 @@
-"""Runs models through every decode bucket with garbage in all that is padding, and reports what they said.
+"""Runs models through every decode bucket with garbage in all padding, and reports their outputs.
 
-A function for the process that asks, and a program for a device that needs a process of its own: vLLM serves one platform a process.
-The program is called with a JSON list of :class:`Job` and prints one of :class:`Answer` lists.
+:func:`run` works in the calling process. A device with another vLLM platform needs a process of its own,
+since vLLM loads one platform per process: the program takes a JSON list of :class:`Job` and prints a list of
+:class:`Answer` lists.
 """
 
 import dataclasses
@@ -26,12 +27,11 @@ from worker_svc.settings import Backend
 
 BUCKETS = (1, 2, 4, 8)
 ROWS = {1: 1, 2: 1, 4: 3, 8: 5}
-"""Real rows of each bucket's steps; but for the first one, some of every bucket are padding."""
+"""Real rows in each bucket's steps. In every bucket above 2, some rows are padding."""
 STEPS = 2
 REPORTED = sampling_params(temperature=0.0, logprobs=20)
-# Between float32 results of two orders of summation.
+# Allows for different orders of summation in float32.
 TOLERANCE = 1e-3
-_ROOT = ROOT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Job:
 
     folder: str
     prompts: list[list[int]]
-    """One for each slot; as many as the largest bucket has real rows."""
+    """One per slot: as many as the largest bucket has real rows."""
     device: str = "cpu"
     backend: Backend = "auto"
     window_kind: str = "paged_window"
@@ -51,15 +51,15 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one slot's request was given."""
+    """The output of one slot's request."""
 
     tokens: list[int]
     top: list[dict[str, float]]
-    """For each token the likeliest ones by id, with their log-probabilities."""
+    """For each position, the log-probabilities of the most probable tokens, by token id."""
 
 
 def run(job: Job) -> list[Answer]:
-    """Prefills every prompt, then takes a few decode steps in every bucket. All memory holds NaN before."""
+    """Prefills every prompt, then runs a few decode steps in every bucket. All memory starts as NaN."""
     device = _open(job)
     harness = Harness(
         load(Path(job.folder), "float32", device=device, compiled=job.device == "cpu" or job.backend != "eager"),
@@ -69,10 +69,10 @@ def run(job: Job) -> list[Answer]:
     for cache in harness.runner.cache.by_layer().values():
         memory = device.memory.resolve(cache) if isinstance(device, RblnDevice) else cache
         memory.fill_(torch.nan)
-    # The row that padding reads, and those of slots that nobody has: some token of the vocabulary, whichever.
+    # An arbitrary token in the padding row and in free slots.
     harness.runner._batch._tokens.fill_(77)
     outputs: dict[int, list[SlotOutput]] = {}
-    # Not side by side, so that rows and slots differ.
+    # Scattered slots, so that rows and slots differ.
     slots = [slot % max(BUCKETS) for slot in range(1, 3 * len(job.prompts), 3)]
     for slot, prompt in zip(slots, job.prompts, strict=True):
         outputs[slot] = [harness.prefill(slot, prompt, REPORTED)]
@@ -90,7 +90,7 @@ def run(job: Job) -> list[Answer]:
 def differences(
     reference: Reference, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]
 ) -> list[str]:
-    """What is not as the reference says."""
+    """Returns where answers differ from the reference."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         if mismatch := reference.greedy_mismatch(prompt, answer.tokens):
@@ -100,17 +100,17 @@ def differences(
         for row, top in zip(expected, answer.top, strict=True):
             ours = torch.tensor(list(top.values()))
             worst = float((row[list(map(int, top))] - ours).abs().max())
-            if not worst <= TOLERANCE:  # true of NaN
+            if not worst <= TOLERANCE:  # also catches NaN
                 found.append(f"log-probabilities after {len(prompt)} differ by {worst:.2g}")
     return found
 
 
 def run_apart(jobs: Sequence[Job]) -> list[list[Answer]]:
-    """:func:`run` for each job in a process of its own, on one thread."""
+    """Calls :func:`run` for each job in a separate process with one thread."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.worker.parity_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
-        check=False, capture_output=True, text=True, cwd=_ROOT, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [[Answer(**answer) for answer in answers] for answers in json.loads(done.stdout.splitlines()[-1])]
@@ -132,7 +132,7 @@ def _answer(outputs: Sequence[SlotOutput]) -> Answer:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     answers = [run(Job(**job)) for job in json.loads(sys.argv[1])]
     print(json.dumps([[dataclasses.asdict(answer) for answer in each] for each in answers]))
 

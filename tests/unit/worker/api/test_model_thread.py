@@ -1,4 +1,4 @@
-"""The model's thread: order, results, faults, and its end."""
+"""The model thread: order, results, exceptions and shutdown."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from worker_svc.api.model_thread import MODEL_THREAD, ModelThread
 
 
 async def test_functions_run_in_order_on_one_thread() -> None:
-    """Whatever is submitted first runs first, on the same thread."""
+    """Functions run in the order of submission, all on the same thread."""
     thread = ModelThread()
     names: list[tuple[int, str]] = []
 
@@ -24,8 +24,8 @@ async def test_functions_run_in_order_on_one_thread() -> None:
     await thread.close(1)
 
 
-async def test_a_fault_belongs_to_its_future() -> None:
-    """An exception reaches whoever waits for it, and the next function runs."""
+async def test_an_exception_belongs_to_its_future() -> None:
+    """An exception is raised from the function's future, and the next function runs."""
     thread = ModelThread()
 
     def fail() -> None:
@@ -38,7 +38,7 @@ async def test_a_fault_belongs_to_its_future() -> None:
 
 
 async def test_the_loop_stays_live_and_sees_how_long_a_function_runs() -> None:
-    """While a function blocks, the loop goes on and the thread counts as busy."""
+    """While a function blocks, the event loop runs and the thread counts as busy."""
     thread = ModelThread()
     assert thread.busy_s == 0
     running, let_go = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ async def test_the_loop_stays_live_and_sees_how_long_a_function_runs() -> None:
 
 
 async def test_a_function_of_many_steps_is_busy_since_the_last_one() -> None:
-    """Health asks for how long nothing was done, not for how long a row of steps has been running."""
+    """The busy time restarts at each reported step."""
     thread = ModelThread()
     stepped, let_go = threading.Event(), threading.Event()
     before: list[float] = []
@@ -82,7 +82,7 @@ async def test_a_function_of_many_steps_is_busy_since_the_last_one() -> None:
 
 
 async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
-    """Nobody waits any more, and the next function runs all the same."""
+    """A cancelled future does not stop its function or the next one."""
     thread = ModelThread()
     let_go = threading.Event()
     future = thread.submit(let_go.wait)

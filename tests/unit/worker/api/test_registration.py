@@ -1,4 +1,4 @@
-"""A worker announces itself for as long as it lives, whatever happens to the scheduler."""
+"""A worker stays registered, whatever happens to the scheduler."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from protos.wire import SCHEMA_REVISION
 from worker_svc.api.registration import stay_registered
 
 
-class Registry(registry_pb2_grpc.WorkerRegistryServicer):
-    """Notes who registers; ends or refuses registrations as a test wants."""
+class FakeRegistry(registry_pb2_grpc.WorkerRegistryServicer):
+    """Records registrations; ends or refuses them on demand."""
 
     def __init__(self) -> None:
         self.requests: asyncio.Queue[registry_pb2.RegisterRequest] = asyncio.Queue()
@@ -33,7 +33,7 @@ class Registry(registry_pb2_grpc.WorkerRegistryServicer):
         await self.end.wait()
 
 
-async def serve(registry: Registry, port: int = 0) -> tuple[grpc.aio.Server, int]:
+async def serve(registry: FakeRegistry, port: int = 0) -> tuple[grpc.aio.Server, int]:
     server = grpc.aio.server()
     registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -43,7 +43,7 @@ async def serve(registry: Registry, port: int = 0) -> tuple[grpc.aio.Server, int
 
 @contextlib.asynccontextmanager
 async def registered(port: int) -> AsyncIterator[None]:
-    """A worker called w1 on port 7 stays registered within the block."""
+    """Keeps a worker called w1 on port 7 registered within the block."""
     task = asyncio.create_task(stay_registered(f"127.0.0.1:{port}", worker_id="w1", host="", port=7))
     try:
         yield
@@ -54,9 +54,9 @@ async def registered(port: int) -> AsyncIterator[None]:
 
 
 @pytest.mark.timeout(30)
-async def test_the_announcement_says_who_and_where() -> None:
-    """Id, port and schema travel; the host is left to be seen from the call."""
-    registry = Registry()
+async def test_a_registration_has_id_port_and_schema() -> None:
+    """The host stays empty, so the scheduler takes the address that the call comes from."""
+    registry = FakeRegistry()
     server, port = await serve(registry)
     async with registered(port):
         request = await registry.requests.get()
@@ -66,8 +66,8 @@ async def test_the_announcement_says_who_and_where() -> None:
 
 @pytest.mark.timeout(30)
 async def test_an_ended_or_refused_registration_is_repeated() -> None:
-    """The same worker announces itself again, with the same id."""
-    registry = Registry()
+    """The worker registers again with the same id."""
+    registry = FakeRegistry()
     registry.refusals = 2
     server, port = await serve(registry)
     async with registered(port):
@@ -80,8 +80,8 @@ async def test_an_ended_or_refused_registration_is_repeated() -> None:
 
 @pytest.mark.timeout(60)
 async def test_a_restarted_scheduler_finds_its_workers() -> None:
-    """A worker that starts first waits; one whose scheduler goes away announces itself to the next."""
-    registry = Registry()
+    """A worker waits for a scheduler that starts later, and registers with a restarted one."""
+    registry = FakeRegistry()
     server, port = await serve(registry)
     await server.stop(0)
     async with registered(port):

@@ -192,7 +192,7 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
 
 @pytest.mark.parametrize("computed", [11, 12, 16])
 def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -> None:
-    """With 11 tokens computed the next query attends to positions 4 to 11, so block 0 is behind the window."""
+    """With 11 tokens computed the next query attends to positions 4 to 11, so block 0 may be null."""
     blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
     batch.admit(Admission(0, range(20), computed, sampling_params(), blocks))
     _, _, (_, window) = batch.prefill_inputs(Prefill(0, computed, 4, sample=False))
@@ -233,7 +233,7 @@ def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
 
 
 def test_decode_of_an_in_place_window(sliding: Batch) -> None:
-    """Rows below and above the window's length count correctly; padded rows are empty and in the null block."""
+    """Rows below and above the window's length count correctly; padded rows are empty."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.admit(sliding_request(2, 31, 30, block=1))
     work = Decode((2, 0), (30, 3), 4)

@@ -179,7 +179,7 @@ def test_pooling_needs_memory_for_its_largest_step() -> None:
 
 
 def test_oversized_weights_are_refused_by_their_headers(tmp_path: Path) -> None:
-    """The check counts the bytes after conversion to --dtype; for auto it takes the smallest possible type."""
+    """The check counts bytes after conversion to --dtype; for auto it assumes the smallest type."""
     save_file({"a": torch.zeros(1000, dtype=torch.float32)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
     for dtype, needed in (("float32", 4000), ("bfloat16", 2000), ("auto", 2000)):

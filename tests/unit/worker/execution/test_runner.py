@@ -99,7 +99,7 @@ def test_fresh_blocks_are_cleared(runner: Runner) -> None:
 
 
 def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
-    """Copies run in order and before admissions, so a request can resume from a window that the same plan saved."""
+    """Copies run in order and before admissions, so a request can resume from a copy in the same plan."""
     runner.cache.by_layer()["window"][2] = 7
     admission = Admission(0, range(1, 21), 4, GREEDY, {0: (3, 4), 1: (1,)})
     runner.execute(StepPlan(1, copies=[BlockCopy(1, 2, 4, 8), BlockCopy(1, 4, 1, 8)], admit=[admission]))

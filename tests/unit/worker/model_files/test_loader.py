@@ -184,7 +184,7 @@ def test_only_needed_files_are_fetched_from_a_hub(
     weights: bool,
     code: bool,
 ) -> None:
-    """Weights are skipped if they are made up, code is skipped unless trusted, and pickles are never fetched."""
+    """Made-up weights and untrusted code are skipped, and pickles are never fetched."""
     (tmp_path / "config.json").write_text("{}")
     asked: list[str] = []
 
