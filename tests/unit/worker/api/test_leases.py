@@ -1,53 +1,111 @@
-"""Leased steps on the model's thread, without a model."""
+"""Plans and leased steps, without a model."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import cast
 
+import pytest
+
+from protos.errors import Internal
 from protos.steps import Decode, SlotOutput, StepPlan
 from protos.triptych.v1 import worker_pb2
-from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.servicer import WorkerServicer
+from worker_svc.api.leases import PlanStream, run_plan
 from worker_svc.execution.worker import Worker
 
 
 class StubWorker:
-    """Answers each decode step with the positions that it ran at."""
+    """Answers each decode step with its positions; may fail at one position."""
+
+    def __init__(self, fail_at: int = -1, error: Exception | None = None) -> None:
+        self._fail_at = fail_at
+        self._error = error
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
         assert isinstance(plan.work, Decode)
+        if self._error is not None and self._fail_at in plan.work.positions:
+            raise self._error
         return [
             SlotOutput(slot, (position,))
             for slot, position in zip(plan.work.slots, plan.work.positions, strict=True)
         ]
 
 
-class WatchedThread(ModelThread):
-    """Keeps how many results there were each time that it heard of progress."""
-
-    def __init__(self, results: list[worker_pb2.StepResult]) -> None:
-        super().__init__()
-        self.heard: list[int] = []
-        self._results = results
-
-    def progressed(self) -> None:
-        super().progressed()
-        self.heard.append(len(self._results))
+def leased_plan() -> worker_pb2.StepPlan:
+    """Two slots, four steps."""
+    return worker_pb2.StepPlan(
+        step=3, decode=worker_pb2.Decode(slots=[1, 2], positions=[7, 9], bucket=2, lease_steps=4)
+    )
 
 
-async def test_each_leased_step_counts_as_progress() -> None:
-    """A lease may take longer than a step may take to count as stalled."""
+def test_a_lease_reports_progress_after_each_step() -> None:
+    """A lease may take longer than the stall timeout, so each of its steps counts as progress."""
     results: list[worker_pb2.StepResult] = []
-    thread = WatchedThread(results)
-
-    async def on_ready() -> None: ...
-
-    servicer = WorkerServicer(
-        cast("Worker", StubWorker()), thread, prepared=thread.submit(lambda: None), worker_id="w", model="m",
-        on_ready=on_ready,
-    )  # fmt: skip
-    decode = worker_pb2.Decode(slots=[1, 2], positions=[7, 9], bucket=2, lease_steps=4)
-    plan = worker_pb2.StepPlan(step=3, decode=decode)
-    await thread.submit(lambda: servicer._run(plan, lambda: False, results.append))
+    progress: list[int] = []
+    run_plan(
+        cast("Worker", StubWorker()),
+        leased_plan(),
+        is_superseded=lambda: False,
+        emit=results.append,
+        on_progress=lambda: progress.append(len(results)),
+    )
     assert [list(result.token_ids) for result in results] == [[7, 9], [8, 10], [9, 11], [10, 12]]
+    assert [result.lease_index for result in results] == [0, 1, 2, 3]
     assert [result.last for result in results] == [False, False, False, True]
-    assert thread.heard == [1, 2, 3]
-    await thread.close(1)
+    assert progress == [1, 2, 3]
+
+
+def test_a_superseded_lease_ends() -> None:
+    """The running step is the last one once another plan has arrived."""
+    results: list[worker_pb2.StepResult] = []
+    run_plan(
+        cast("Worker", StubWorker()),
+        leased_plan(),
+        is_superseded=lambda: len(results) == 1,
+        emit=results.append,
+        on_progress=lambda: None,
+    )
+    assert [(list(result.token_ids), result.last) for result in results] == [([7, 9], False), ([8, 10], True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Internal("slot 1 is free"), "slot 1 is free"),
+        (ValueError("broken\nin two lines"), "the step failed: ValueError: broken"),
+    ],
+)
+def test_a_failed_step_ends_its_plan(error: Exception, message: str) -> None:
+    """The last result has a typed error of one line."""
+    results: list[worker_pb2.StepResult] = []
+    run_plan(
+        cast("Worker", StubWorker(fail_at=8, error=error)),
+        leased_plan(),
+        is_superseded=lambda: False,
+        emit=results.append,
+        on_progress=lambda: None,
+    )
+    first, failed = results
+    assert (first.last, list(first.token_ids)) == (False, [7, 9])
+    assert (failed.step, failed.lease_index, failed.last) == (3, 1, True)
+    assert failed.error.message == message
+
+
+async def test_a_stream_reads_ahead() -> None:
+    """A plan is superseded once a later one has arrived or the stream has ended."""
+    arrived = asyncio.Event()
+
+    async def messages() -> AsyncIterator[worker_pb2.StepPlan]:
+        yield worker_pb2.StepPlan(step=1)
+        await arrived.wait()
+        yield worker_pb2.StepPlan(step=2)
+
+    plans = PlanStream(messages())
+    first = await plans.next()
+    assert first is not None
+    assert not plans.is_superseded(first.step)
+    arrived.set()
+    assert (await plans.next()) == worker_pb2.StepPlan(step=2)
+    assert plans.is_superseded(first.step)
+    assert await plans.next() is None
+    assert plans.is_superseded(2)
+    plans.close()
