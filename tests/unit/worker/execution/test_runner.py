@@ -1,7 +1,7 @@
 """The runner: how a plan changes cache and batch before its work, and which requests a fault affects."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -9,39 +9,21 @@ import torch
 from protos.errors import Internal
 from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from tests.support.sampling_params import sampling_params
-from worker_svc.devices.cuda import CudaDevice
+from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
 from worker_svc.execution.runner import Runner
-from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graphs import GraphOptions
-from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.plans.geometry import Geometry
 from worker_svc.sampling.state import SamplingVocabulary
 
 GREEDY = sampling_params(temperature=0.0)
 VOCABULARY = 64
-GROUPS = group_layers(
-    [AttentionLayer(name, 2, 1, 16, window, torch.float32) for name, window in (("full", 0), ("window", 8))],
-    GroupKind.IN_PLACE_WINDOW,
-)
 SIZES = Geometry(
     max_model_len=32, max_num_seqs=3, chunk=8, block_size=16, decode_buckets=(1, 2, 4), num_blocks=(9, 5)
 )
 
 
-class PlainDevice(CudaDevice):
-    """A CUDA device on the CPU; the model has no layers, so no kernel runs."""
-
-    torch_device: ClassVar[torch.device] = torch.device("cpu")
-
-
-class Successor:
-    """A model without layers: the next token is always the last one plus 1."""
-
-    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
-        """Does nothing: there are no layers."""
-
-    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
-        """Returns one plan per layer."""
-        return {name: plan for names, plan in groups for name in names}
+class Successor(LayerlessModel):
+    """A model whose next token is always the last one plus 1."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
@@ -49,10 +31,6 @@ class Successor:
         """Returns the token ids as hidden states."""
         del positions, plans
         return token_ids[:, None].float()
-
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """Is never called at level 0."""
-        raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gives the successor all of the probability."""
