@@ -1,4 +1,4 @@
-"""Between protocol messages and the worker's own types: the only module that knows both."""
+"""Converts between protocol messages and the worker's own types."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,9 @@ from worker_svc.plans.phases import Phase
 
 # Parameters that a model's authors may recommend.
 _RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Rows and tokens beyond which a static graph is a mistake in a setting.
+# More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
-# Each leased step is a message that the scheduler may be slow to take.
+# Each leased step sends a result, and the scheduler may be slow to read them.
 _MAX_LEASE = 1000
 
 _GROUP_KINDS = {
@@ -33,7 +33,7 @@ _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
 
 
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
-    """What a prepared worker can run. ``model`` is the setting that named the model."""
+    """Describes what a prepared worker can run; `model` is the ``--model`` setting."""
     description, device = worker.description, worker.device
     pooling = description.pooling
     return worker_pb2.DescribeResponse(
@@ -49,7 +49,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
             max_model_len=description.max_model_len,
             eos_token_ids=description.eos_token_ids,
             dtype=str(description.dtype).removeprefix("torch."),
-            default_sampling=None if pooling else _served_defaults(description.default_sampling),
+            default_sampling=None if pooling else _default_sampling(description.default_sampling),
             pooled_size=pooling.size if pooling else 0,
         ),
         kv_groups=[
@@ -85,8 +85,11 @@ def _sampling_fields(worker: Worker) -> tuple[str, ...]:
     return tuple(name for name in supported if name != "structured_output" or worker.grammars)
 
 
-def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
-    """What a model's authors recommend, as far as it is served: gateways put it into every request."""
+def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
+    """Returns the supported ones of the parameters that a model's authors recommend.
+
+    Gateways add them to every request.
+    """
     defaults = common_pb2.SamplingParams()
     for name, value in recommended.items():
         if name not in _RECOMMENDED_FIELDS or value < 0:  # some write top_k -1 for "off"
@@ -97,7 +100,7 @@ def _served_defaults(recommended: Mapping[str, float]) -> common_pb2.SamplingPar
 
 
 def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry | PoolGeometry:
-    """The sizes that a scheduler asks for; unchecked."""
+    """Returns the sizes that the scheduler asks for, unchecked."""
     if request.pool_shapes:
         return PoolGeometry(tuple(map(shape_from_proto, request.pool_shapes)))
     return Geometry(
@@ -112,14 +115,14 @@ def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry | Pool
 
 
 def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> worker_pb2.ConfigureEvent:
-    """One event of a Configure stream."""
+    """Makes a progress event of a Configure stream."""
     return worker_pb2.ConfigureEvent(
         progress=worker_pb2.ConfigureProgress(phase=_PHASES[phase], done=done, total=total, message=message)
     )
 
 
 def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
-    """The last event of a Configure stream."""
+    """Makes the last event of a Configure stream."""
     geometry = ready.geometry
     if isinstance(geometry, PoolGeometry):
         graphs = [shape_to_proto(shape) for shape in geometry.shapes]

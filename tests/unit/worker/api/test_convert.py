@@ -1,4 +1,4 @@
-"""Between the wire and the worker's own types."""
+"""Conversion between messages and the worker's own types."""
 
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Pool, PoolShape, SlotOutput, StepResult
@@ -9,7 +9,7 @@ from worker_svc.plans.geometry import Geometry, PoolGeometry
 
 
 def test_ready_lists_every_graph() -> None:
-    """One prefill graph, one decode graph a bucket."""
+    """There is one prefill graph, and one decode graph per bucket."""
     geometry = Geometry(1024, 4, 128, 128, (1, 2, 4), (33, 20))
     ready = convert.ready_to_proto(Ready(geometry, (100, 50), {"load": 1.5})).ready
     assert list(ready.num_blocks) == [33, 20]
@@ -23,8 +23,8 @@ def test_ready_lists_every_graph() -> None:
     assert dict(ready.phase_seconds) == {"load": 1.5}
 
 
-def test_geometry_arrives() -> None:
-    """Sizes come as they were sent; no numbers of blocks means as many as the memory allows."""
+def test_a_geometry_is_converted() -> None:
+    """Sizes are copied; no number of blocks means as many as the memory allows."""
     request = worker_pb2.ConfigureRequest(
         max_model_len=1000,
         max_num_seqs=4,
@@ -38,9 +38,9 @@ def test_geometry_arrives() -> None:
     )
 
 
-def test_only_recommendations_that_are_served_reach_the_gateways() -> None:
-    """A model that recommends what is not served, or an "off" of its own, must not have every request refused for it."""
-    defaults = convert._served_defaults(
+def test_unsupported_recommendations_are_dropped() -> None:
+    """Otherwise gateways would add them to every request, and every request would be refused."""
+    defaults = convert._default_sampling(
         {"temperature": 0.7, "repetition_penalty": 1.5, "top_k": -1.0, "typical_p": 0.8}
     )
     assert {field.name for field, _ in defaults.ListFields()} == {"temperature", "repetition_penalty"}
