@@ -1,0 +1,106 @@
+"""Counts the files that one chat request touches: ``python -m tests.support.docs.request_walk``; ``--write`` puts it into the page.
+
+Starts the three services on SmolLM2, sends one chat request to warm up, and notes each first-party file with a function that runs while a second,
+streamed one is in flight. Generated stubs do not count.
+"""
+
+import argparse
+import datetime as dt
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.conftest import Stack, running_stack
+from tests.support.docs.pages import table, with_region
+from tests.support.docs.rooms import PAGE
+from tests.support.paths import ROOT
+from worker_svc.model_files.demo_models import fetch
+
+HOOK = ROOT / "tests" / "support" / "docs" / "walk_hook"
+PROCESSES = ("gateway", "scheduler", "worker-0")
+# How long a process may take to write down what it saw, seconds.
+PATIENCE_S = 30.0
+
+
+def walk() -> dict[str, list[str]]:
+    """The files that run in each process."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder) / "seen"
+        seen.mkdir()
+        environment = {
+            "PYTHONPATH": os.pathsep.join((str(HOOK), str(ROOT))),
+            "TRIPTYCH_WALK": str(seen),
+            # Nothing but the request should run meanwhile.
+            "TRIPTYCH_MODEL_POLL_S": "600",
+        }
+        model = fetch("smollm2", None)
+        with running_stack(model, "smollm2", Path(folder) / "run", "--max-model-len", "2048", **environment) as stack:
+            _ask(stack, stream=False)
+            time.sleep(1)
+            pids = {process: stack.pid(process) for process in PROCESSES}
+            for pid in pids.values():
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.2)
+            _ask(stack, stream=True)
+            for pid in pids.values():
+                os.kill(pid, signal.SIGUSR2)
+            return {process: _files(seen / str(pid)) for process, pid in pids.items()}
+
+
+def _ask(stack: Stack, *, stream: bool) -> None:
+    body: dict[str, Any] = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 8,
+        "stream": stream,
+    }
+    answer = httpx.post(f"{stack.base_url}/v1/chat/completions", json=body, timeout=60)
+    answer.raise_for_status()
+
+
+def _files(written: Path) -> list[str]:
+    ends = time.monotonic() + PATIENCE_S
+    while not written.exists():
+        if time.monotonic() > ends:
+            raise TimeoutError(f"{written.name} wrote nothing")
+        time.sleep(0.05)
+    return [file for file in written.read_text().splitlines() if "_pb2" not in file and not file.startswith("tests/")]
+
+
+def report(seen: dict[str, list[str]], day: dt.date) -> str:
+    """The region of the page."""
+    files = sorted({file for each in seen.values() for file in each})
+    folders = Counter(str(Path(*Path(file).parts[:2])) if len(Path(file).parts) > 2 else str(Path(file).parent) for file in files)
+    text = (
+        f"While a streamed chat request is in flight, functions of **{len(files)} files** run"
+        f" (`python -m tests.support.docs.request_walk`, {day.isoformat()}; generated stubs not counted). By room:"
+    )
+    rows = [(f"`{folder}`", str(number)) for folder, number in sorted(folders.items())]
+    return "\n".join([text, "", *table(("room", "files"), rows)])
+
+
+def main() -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.docs.request_walk", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the result into docs/architecture.md")
+    write = parser.parse_args().write
+    seen = walk()
+    for process, files in seen.items():
+        print(f"{process}: {len(files)} files", *files, sep="\n  ")
+    text = report(seen, dt.datetime.now(tz=dt.UTC).date())
+    print(text)
+    if write:
+        PAGE.write_text(with_region(PAGE.read_text(), "walk", text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
