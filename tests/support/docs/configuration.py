@@ -89,8 +89,10 @@ def _row(cls: type[ServiceSettings], name: str, field: FieldInfo) -> tuple[str, 
     shortcuts: dict[str, Any] = dict(cls.model_config.get("cli_shortcuts") or {})
     short = shortcuts.get(flag[2:])
     names = [flag, *([f"-{short}"] if short else []), f"TRIPTYCH_{name.upper()}"]
-    alias = declared(cls, "reference_names").get(name)
+    alias, opposite = (declared(cls, kind).get(name) for kind in ("reference_names", "reference_opposites"))
     shown = "<br>".join(f"`{text}`" for text in (*names, *([alias] if alias else [])))
+    if opposite:
+        shown += f"<br>`{opposite}=1` turns it off"
     return shown, kind_of(field), _default(field), (field.description or "").replace("<", "\\<")
 
 

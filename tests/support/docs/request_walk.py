@@ -41,7 +41,9 @@ def walk() -> dict[str, list[str]]:
             "TRIPTYCH_MODEL_POLL_S": "600",
         }
         model = fetch("smollm2", None)
-        with running_stack(model, "smollm2", Path(folder) / "run", "--max-model-len", "2048", **environment) as stack:
+        with running_stack(
+            model, "smollm2", Path(folder) / "run", "--max-model-len", "2048", **environment
+        ) as stack:
             _ask(stack, stream=False)
             time.sleep(1)
             pids = {process: stack.pid(process) for process in PROCESSES}
@@ -72,13 +74,20 @@ def _files(written: Path) -> list[str]:
         if time.monotonic() > ends:
             raise TimeoutError(f"{written.name} wrote nothing")
         time.sleep(0.05)
-    return [file for file in written.read_text().splitlines() if "_pb2" not in file and not file.startswith("tests/")]
+    return [
+        file
+        for file in written.read_text().splitlines()
+        if "_pb2" not in file and not file.startswith("tests/")
+    ]
 
 
 def report(seen: dict[str, list[str]], day: dt.date) -> str:
     """The region of the page."""
     files = sorted({file for each in seen.values() for file in each})
-    folders = Counter(str(Path(*Path(file).parts[:2])) if len(Path(file).parts) > 2 else str(Path(file).parent) for file in files)
+    folders = Counter(
+        str(Path(*Path(file).parts[:2])) if len(Path(file).parts) > 2 else str(Path(file).parent)
+        for file in files
+    )
     text = (
         f"While a streamed chat request is in flight, functions of **{len(files)} files** run"
         f" (`python -m tests.support.docs.request_walk`, {day.isoformat()}; generated stubs not counted). By room:"
