@@ -42,12 +42,13 @@ def http_api() -> str:
     """The whole page."""
     app = create_app(Settings(), InferenceClient("127.0.0.1:1"))
     document: dict[str, Any] = app.openapi()
+    document = _resolved(document, document.get("components", {}).get("schemas", {}))
     comments = _comments()
     routes = [
         (path, verb, route) for path, verbs in document["paths"].items() for verb, route in verbs.items()
     ]
     index = [
-        (f"[`{verb.upper()} {path}`](#{anchor(f'{verb} {path}')})", route["description"])
+        (f"[`{verb.upper()} {path}`](#{anchor(f'{verb} {path}')})", route["description"].partition("\n\n")[0])
         for path, verb, route in routes
     ]
     sections = [line for path, verb, route in routes for line in _section(path, verb, route, comments)]
@@ -75,19 +76,48 @@ def _comments() -> dict[tuple[str, bool], str]:
 def _section(path: str, verb: str, route: dict[str, Any], comments: dict[tuple[str, bool], str]) -> list[str]:
     lines = [f"## {verb.upper()} {path}", "", route["description"], ""]
     body = route.get("requestBody")
-    if body is None:
-        return lines
-    schema = body["content"]["application/json"]["schema"]
-    rows = [_row(name, field, comments, required=required) for name, field, required in _fields(schema, "")]
-    lines += table(("field", "type", "default", "meaning"), rows)
-    unserved = _unserved(schema["title"])
-    if unserved:
-        lines += [
-            "These parameters of OpenAI and vLLM are accepted only with a value that changes nothing:",
-            "",
+    if body is not None:
+        schema = body["content"]["application/json"]["schema"]
+        rows = [
+            _row(name, field, comments, required=required) for name, field, required in _fields(schema, "")
         ]
-        lines += table(("parameter", "accepted", "instead"), unserved)
+        lines += table(("field", "type", "default", "meaning"), rows)
+        if unserved := _unserved(schema["title"]):
+            lines += [
+                "These parameters of OpenAI and vLLM are accepted only with a value that changes nothing:",
+                "",
+            ]
+            lines += table(("parameter", "accepted", "instead"), unserved)
+    return lines + _answer(route["responses"]["200"])
+
+
+def _answer(response: dict[str, Any]) -> list[str]:
+    """The fields of a route's JSON answer, and what it streams."""
+    content = response.get("content", {})
+    lines = []
+    schema = content.get("application/json", {}).get("schema", {})
+    if "properties" in schema:
+        rows = [
+            (f"`{name}`", _type(field), field.get("description", ""))
+            for name, field, _ in _fields(schema, "")
+        ]
+        lines += ["The answer:", "", *table(("field", "type", "meaning"), rows)]
+    if "text/event-stream" in content:
+        lines += [f"With `stream`: {content['text/event-stream']['schema']['description']}", ""]
     return lines
+
+
+def _resolved(node: Any, definitions: dict[str, Any]) -> Any:
+    """A part of the document with its references replaced by what they name."""
+    if isinstance(node, list):
+        return [_resolved(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        beside = {key: value for key, value in node.items() if key != "$ref"}
+        return {**_resolved(target, definitions), **beside}
+    return {key: _resolved(value, definitions) for key, value in node.items()}
 
 
 def _fields(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any], bool]]:

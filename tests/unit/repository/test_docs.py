@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.docs import __main__ as generated
 from tests.support.docs.pages import anchor, with_region
 from tests.support.paths import ROOT
 
@@ -118,6 +119,21 @@ def test_a_term_is_in_the_glossary_once() -> None:
     terms = re.findall(r"^\| \*\*(.+?)\*\*", text_of(ROOT / "docs" / "glossary.md"), re.MULTILINE)
     assert len(terms) > 20
     assert len(set(terms)) == len(terms)
+
+
+def test_a_stale_page_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check names the page and shows a line that differs; writing it makes the check pass."""
+    page = tmp_path / "page.md"
+    page.write_text("old\n")
+    monkeypatch.setattr(generated, "PAGES", {page: lambda: "new\n"})
+    assert generated.main(["--check"]) == 1
+    assert "+new" in (text := capsys.readouterr().err)
+    assert "docs out of date: page.md" in text
+    assert page.read_text() == "old\n"
+    assert generated.main([]) == 0
+    assert generated.main(["--check"]) == 0
 
 
 def test_a_region_is_replaced_between_its_markers() -> None:
