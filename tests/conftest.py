@@ -1,6 +1,6 @@
-"""What whole processes of tests need to be told before they import something.
+"""Prepares a test process before anything is imported.
 
-Without a GPU, Triton's kernels run in its interpreter, which Triton has to be asked for before it is imported, whoever does that.
+Without a GPU, Triton's kernels run in its interpreter, which must be requested before Triton is first imported.
 """
 
 import os
@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.fixture(scope="module")
 def shared_vllm() -> Iterator[None]:
-    """Lets a test of the gateway import vLLM, which decides on its platform once a process: on the one that workers in it will need."""
+    """Lets a gateway test import vLLM, which chooses its platform once per process: the one that workers in this process need."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLATFORM_VARIABLE, "cpu")
         yield

@@ -1,10 +1,10 @@
-"""Where the time of a step goes, against the time that reading the weights takes at least.
+"""Splits the time of a step into its parts, and compares it with the time that memory needs at least.
 
 ``python -m tests.bench.decode_step [--quick] [--model smollm2|gemma3-270m] [--backend compiled|eager] [--device cpu|cuda]``: one model in
-bfloat16 in this process, on all cores and pinned to none, without a scheduler. For each decode bucket, all of its rows in use, and for a prefill chunk:
-the step, and in it linear layers (the output head is one of them), attention, other kernels and sampling, each kernel timed in its
-place; overhead is the rest. The floor is the time in which memory can deliver what a step has to read: the weights once, and the keys and
-values of every row's context. Memory's bandwidth is measured in the same run.
+bfloat16 in this process, on all cores and pinned to none, without a scheduler. It times each decode bucket with all rows in use, and a
+prefill chunk: the step, and within it linear layers (the output head included), attention, other kernels and sampling. Each kernel is timed in
+its place; overhead is the rest. The floor is the time in which memory can deliver what a step must read: the weights once, and the keys and
+values of every row's context. Memory bandwidth is measured in the same run.
 """
 
 import argparse
@@ -43,12 +43,12 @@ class Measured:
 
     columns: Mapping[str, float]
     operators: Mapping[str, float]
-    """The kernels by operator, those that take longest first."""
+    """Kernels by operator, the slowest first."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What a step has to read, and how fast memory is."""
+    """Bytes that a step must read, and the speed of memory."""
 
     bytes_per_s: float
     weights: int
@@ -56,7 +56,7 @@ class Floor:
     layers: tuple[AttentionLayer, ...]
 
     def milliseconds(self, lengths: Iterable[int]) -> float:
-        """Of a step whose rows have that many tokens, at least."""
+        """Returns the least time of a step whose rows have that many tokens."""
         seen = [(layer, length) for length in lengths for layer in self.layers]
         keys_and_values = sum(
             layer.bytes_per_token * min(length, layer.window or length) for layer, length in seen
@@ -65,10 +65,10 @@ class Floor:
 
 
 class StepBench:
-    """Steps of one model, whole and in parts."""
+    """Runs steps of one model, whole and in parts."""
 
     def __init__(self, model: TimedModel, harness: Harness, floor: Floor, repetitions: int) -> None:
-        """Takes a model that the harness runs.
+        """Prepares to run a model of a harness.
 
         Args:
             model: the harness's.
@@ -80,7 +80,7 @@ class StepBench:
         self._repetitions = repetitions
 
     def decode(self, bucket: int) -> Measured:
-        """A decode step of that many rows, each behind a prompt of one chunk."""
+        """Measures a decode step of that many rows, each behind a prompt of one chunk."""
         slots = range(bucket)
         for slot in slots:
             self._harness.prefill(slot, _prompt(slot))
@@ -94,7 +94,7 @@ class StepBench:
         return measured
 
     def prefill(self) -> Measured:
-        """A prompt of one chunk. It is admitted, and leaves, off the clock."""
+        """Measures a prompt of one chunk; admission and release are off the clock."""
         work = Prefill(0, 0, CHUNK, sample=True)
 
         def admit() -> None:
@@ -107,14 +107,14 @@ class StepBench:
         return self._measure(step, admit, lambda: self._harness.release((0,)))
 
     def _note(self, parts: StepParts | None) -> None:
-        """Has the model and its graphs note their kernels' times, or not."""
+        """Turns the kernel clocks of the model and its graphs on or off."""
         self._model.parts = parts
         self._harness.runner.graphs.observe = None if parts is None else parts.add
 
     def _measure(
         self, step: Callable[[], list[int]], before: Callable[[], None], after: Callable[[], None]
     ) -> Measured:
-        """Runs a step, which returns its rows' tokens, again and again; with and without clocks inside in turn."""
+        """Repeats a step that returns its rows' tokens, in turn with and without kernel clocks."""
         whole: list[float] = []
         floors: list[float] = []
         parts: list[StepParts] = []
@@ -162,7 +162,7 @@ def _prompt(seed: int) -> list[int]:
 
 
 def memory_bandwidth(device: Device, passes: int) -> float:
-    """Bytes per second that the device reads with all its cores: the best of some sums over 1 GiB."""
+    """Returns the bytes per second that the device reads with all its cores: the best of some sums over 1 GiB."""
     buffer = torch.ones(2**28, dtype=torch.float32, device=device.torch_device)
     seconds = []
     for _ in range(passes):
@@ -173,7 +173,7 @@ def memory_bandwidth(device: Device, passes: int) -> float:
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes of weights, in that type, that every step of a dense model reads; of an embedding that is not the output head it reads a few rows."""
+    """Returns the bytes of weights, in that type, that every step of a dense model reads: all but an untied input embedding."""
     elements: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -218,7 +218,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         "steps_ms": {name: _rounded(each.columns) for name, each in measured.items()},
         "operators_ms": {name: _rounded(each.operators) for name, each in measured.items()},
     }
-    # A chunk's products keep the cores busy for longer than memory: its ratio says nothing about how well it is done.
+    # A chunk is bound by its products, not by memory, so it has no ratio.
     ratios = {
         name: each.columns["step"] / each.columns["floor"]
         for name, each in measured.items()

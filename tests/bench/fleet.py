@@ -1,16 +1,16 @@
-"""64 replicas and 20,000 requests on a simulated clock: what a step costs the scheduler must not depend on how much waits or is cached.
+"""Schedules 64 replicas and 20,000 requests on a simulated clock: a step's cost must not grow with what waits or is cached.
 
-``python -m tests.bench.fleet [--quick]``: the real engine, replicas' schedulers and KV caches; devices that take their time on the simulated clock
-and answer with a constant token. Measured is this thread's CPU time of each step: dispatch, step and update.
+``python -m tests.bench.fleet [--quick]`` uses the real engine, schedulers and KV caches. Devices spend simulated time and answer with
+a constant token. It measures this thread's CPU time of each step: dispatch, step and update.
 
-Traffic: a crowd at the start, then bursts and lulls; prompts lognormal, outputs Pareto, a fifth of the prompts begin with one of 32 system prompts; 8
-tenants, 3 priorities. Steps are compared with steps of the same kind and number of rows, so that what is left is the effect of
-the number waiting (quartiles of all steps while anything waits).
+The traffic starts with a crowd, then has bursts and lulls. Prompt lengths are lognormal, output lengths Pareto. A fifth of the prompts begin with
+one of 32 system prompts. There are 8 tenants and 3 priorities. Each step is compared with steps of the same kind and number of rows, which
+leaves the effect of the number of waiting requests (in quartiles of all steps while any request waits).
 
-The second phase runs the same smaller traffic with 0, 10,000, 100,000 and 1,000,000 blocks cached beforehand, in all replicas together, through the
-cache's own interface. The traffic is the same, so are the steps.
+The second phase runs the same smaller traffic with 0, 10,000, 100,000 and 1,000,000 blocks cached beforehand over all replicas, through
+the cache's own interface. Traffic and steps are the same each time.
 
-Both phases end with checks: every request has exactly its tokens, every pool is sound, nothing is left behind.
+Both phases end with checks: every request has exactly its tokens, every pool passes its integrity check, and nothing is left behind.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BLOCK_SIZE: Final = 16
 CHUNK: Final = 128
 MAX_MODEL_LEN: Final = 4096
 CACHED: Final = (0, 10_000, 100_000, 1_000_000)
-# Each replica's; all together a little more than a million.
+# Per replica; a little more than a million in all.
 NUM_BLOCKS: Final = 20_000
 CHUNK_S: Final = 0.010
 DECODE_S: Final = 0.008
@@ -56,7 +56,7 @@ VOCAB_SIZE: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come."""
+    """A request of the traffic."""
 
     at_s: float
     submission: Submission
@@ -64,12 +64,12 @@ class Arrival:
 
 
 def sampling(max_tokens: int) -> Sampling:
-    """Greedy, up to exactly that many tokens."""
+    """Returns greedy parameters for exactly that many tokens."""
     return Sampling(common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
-    """``count`` requests, of which ``crowd`` come at once."""
+    """Returns ``count`` requests; the first ``crowd`` arrive together."""
     dice = random.Random(seed)
     fresh = itertools.count(1)
     systems = [list(itertools.islice(fresh, dice.randrange(100, 1500))) for _ in range(32)]
@@ -77,7 +77,7 @@ def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
     now = 0.0
     for index in range(count):
         if index >= crowd:
-            # Two seconds in seven bring more than the fleet can serve.
+            # In two of seven seconds, more arrives than the fleet can serve.
             now += dice.expovariate(1800.0 if now % 7 < 2 else 100.0)
         own = max(1, min(int(dice.lognormvariate(5.5, 1.0)), 2000))
         prompt = [*(dice.choice(systems) if dice.random() < 0.2 else ()), *itertools.islice(fresh, own)]
@@ -90,7 +90,7 @@ def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
 
 
 class Counts:
-    """All requests' sink: how many tokens each got, and how it ended."""
+    """Takes every request's events: counts tokens and notes how each request ended."""
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One step: requests that waited, what it was (kind and rows), microseconds of CPU."""
+    """One step: number of waiting requests, kind and rows, microseconds of CPU."""
 
     waiting: int
     shape: tuple[str, int]
@@ -119,7 +119,7 @@ class Sample:
 
 @dataclass
 class Fleet:
-    """An engine with its replicas, and the clock that they share."""
+    """An engine with its replicas and their clock."""
 
     now: float = 0.0
     samples: list[Sample] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Fleet:
         geometry = Geometry(MAX_MODEL_LEN, SLOTS, CHUNK, BLOCK_SIZE, decode_buckets("exp", max_batch=SLOTS))
         self.schedulers: list[ReplicaScheduler] = []
         self._idle: set[int] = set()
-        # When which replica's step is done.
+        # End of each replica's step.
         self._running: list[tuple[float, int, StepPlan, float]] = []
         for index in range(REPLICAS):
             kv = KvCache(geometry, [KvGroup(GroupKind.FULL)], [NUM_BLOCKS], model="fleet")
@@ -150,7 +150,7 @@ class Fleet:
             self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))
 
     def fill(self, num_cached: int) -> None:
-        """Caches that many blocks, the same number on each replica."""
+        """Caches that many blocks, spread evenly over the replicas."""
         blocks_each = num_cached // REPLICAS
         fresh = itertools.count(1 << 24)
         for scheduler in self.schedulers:
@@ -170,11 +170,11 @@ class Fleet:
 
     @property
     def num_cached(self) -> int:
-        """Cached blocks, over all replicas."""
+        """Number of cached blocks over all replicas."""
         return sum(group.pool.num_cached for one in self.schedulers for group in one.kv.groups)
 
     def run(self, arrivals: Sequence[Arrival]) -> None:
-        """Plays the traffic to its end and checks what came of it."""
+        """Plays the traffic to its end and checks the result."""
         coming = iter(arrivals)
         following = next(coming, None)
         while following is not None or self._running:
@@ -184,7 +184,7 @@ class Fleet:
                 self.engine.submit(following.submission, self.sink)
                 self.submits_us.append((time.thread_time() - started) * 1e6)
                 following = next(coming, None)
-                # A replica that was woken starts at once.
+                # A woken replica starts at once.
                 self._start_idle()
                 continue
             self._finish_one()
@@ -226,7 +226,7 @@ class Fleet:
         spent += time.thread_time() - started
         self.samples.append(Sample(waiting, shape, spent * 1e6))
         self._start(index)
-        # What was requeued or preempted may go to others.
+        # Other replicas may take requeued and preempted requests.
         self._start_idle()
 
     def _check(self, arrivals: Sequence[Arrival]) -> None:
@@ -241,7 +241,7 @@ class Fleet:
 
 
 def relative(samples: Iterable[Sample]) -> list[tuple[Sample, float]]:
-    """Each step with its cost relative to the median of steps of its shape."""
+    """Returns each step with its cost divided by the median of steps of its shape."""
     shapes: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
     for sample in samples:
         shapes[sample.shape].append(sample)
@@ -253,7 +253,7 @@ def relative(samples: Iterable[Sample]) -> list[tuple[Sample, float]]:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, float]:
-    """Number of steps, median and 99th percentile, microseconds."""
+    """Returns the number of steps, and their median and 99th percentile in microseconds."""
     spent = sorted(one.spent_us for one in samples)
     return {
         "steps": len(spent),
@@ -264,7 +264,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def by_waiting(samples: Sequence[Sample]) -> tuple[list[dict[str, float]], float]:
-    """Quartiles of the number waiting, and the relative cost of a step in the last one over that in the first one."""
+    """Returns quartiles of the number of waiting requests, and the relative cost of a step in the last over that in the first."""
     ranked = sorted(relative(one for one in samples if one.waiting), key=lambda pair: pair[0].waiting)
     size = len(ranked) // 4
     quartiles = [ranked[i * size : (i + 1) * size] for i in range(4)]

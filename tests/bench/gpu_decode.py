@@ -1,10 +1,10 @@
-"""Decode steps of a 1B model on a GPU, in-process and through the three services, against the memory's bandwidth.
+"""Compares decode steps of a 1B model on a GPU, in-process and through the services, with the time that memory needs.
 
-``python -m tests.bench.gpu_decode [--quick] [--no-services]``, on a machine with a CUDA GPU. The shape is Llama 3.2 1B's, the weights are
-made up. For each batch (1, 8, 32, 128) and context (200 and 2,000 tokens): the median time of a decode step from the plan to the tokens on
-the host, and the floor, which is what reading the weights and the batch's keys and values takes at the bandwidth that this GPU is measured
-to have. Through the services the same batch is asked for over HTTP, streamed, and a step is the time between two of a stream's tokens while
-all streams run; by then they are longer by the steps that ran while the others' prompts came in.
+``python -m tests.bench.gpu_decode [--quick] [--no-services]`` needs a CUDA GPU. The shape is Llama 3.2 1B's; the weights are made up. For
+each batch (1, 8, 32, 128) and context (200 and 2,000 tokens) it measures the median time of a decode step, from the plan to the tokens on the
+host. The floor is the time to read the weights and the batch's keys and values at this GPU's measured bandwidth. Through the services, the
+same batch is requested over HTTP and streamed; a step is the time between two tokens of a stream while all streams run. By then the streams
+are longer by the steps that ran while other prompts were prefilled.
 """
 
 import argparse
@@ -48,7 +48,7 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 8 * 64
 
 
 def bandwidth() -> float:
-    """Bytes a second that a sum over 4 GiB reads, the best of several runs."""
+    """Returns the bytes per second that a sum over 4 GiB reads, the best of several runs."""
     data = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
     best = 0.0
     for _ in range(8):
@@ -62,7 +62,7 @@ def bandwidth() -> float:
 
 
 def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], steps: int) -> dict[str, float]:
-    """Median milliseconds a decode step, by ``b<batch>_c<context>``."""
+    """Returns median milliseconds per decode step, by ``b<batch>_c<context>``."""
     worker = Worker(Settings(model=str(folder), device="cuda", load_format="dummy", kv_memory=24))
     worker.prepare()
     blocks = 1 + max(batches) * (MAX_LEN // BLOCK)
@@ -117,7 +117,7 @@ async def _stream(base: str, prompt: list[int], count: int, arrivals: list[float
 
 
 async def _load(base: str, batch: int, context: int, count: int) -> float:
-    """Milliseconds between two tokens of a stream, the median over the time in which all streams run."""
+    """Returns the median milliseconds between two tokens of a stream while all streams run."""
     arrivals: list[list[float]] = [[] for _ in range(batch)]
     await asyncio.gather(
         *(
@@ -139,7 +139,7 @@ async def _load(base: str, batch: int, context: int, count: int) -> float:
 def through_services(
     folder: Path, batches: Sequence[int], contexts: Sequence[int], together: int
 ) -> dict[str, float]:
-    """The same through gateway, scheduler and worker."""
+    """Returns the same as ``in_process``, measured through gateway, scheduler and worker."""
     port, run_dir = 18000, folder / "run"
     environment = {
         **os.environ,
@@ -165,7 +165,7 @@ def through_services(
         base = f"http://127.0.0.1:{port}"
         asyncio.run(_load(base, 1, 200, 16))
         return {
-            # While prompts come in, there is a decode step between two chunks: this long until all of them decode, and then some.
+            # A decode step runs between two chunks: long enough for all requests to decode, and then some.
             f"b{batch}_c{context}": asyncio.run(
                 _load(base, batch, context, batch * -(-context // CHUNK) + together)
             )
@@ -178,7 +178,7 @@ def through_services(
 
 
 def model_folder(parent: Path) -> Path:
-    """A folder with the configuration and, for the gateway, a tokenizer of as many words as the model knows."""
+    """Makes a folder with the configuration and, for the gateway, a tokenizer with a word for each token id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = parent / "llama-1b-dummy"

@@ -1,7 +1,7 @@
-"""Which contents of an in-place window are worth keeping: policies on traces, by the share of prompt tokens that need no prefill.
+"""Compares policies for keeping in-place windows on traces, by the share of prompt tokens that need no prefill.
 
-Run as ``python -m tests.bench.kept_windows [--quick]``. Simulated: real caches and policies of a hybrid model (full attention and a window in
-place), no device. Full attention has room for everything, so what is missed is missed for want of a kept window.
+Run as ``python -m tests.bench.kept_windows [--quick]``. Simulates real caches and policies of a hybrid model (full attention and an in-place
+window) without a device. Full attention has room for everything, so each miss lacks a kept window.
 """
 
 import argparse
@@ -22,10 +22,10 @@ Prompt = list[int]
 
 
 class KeepEverything(KeepJunctions):
-    """Every chunk boundary counts the same: plain least recently used, what a policy has to beat."""
+    """Values every chunk boundary alike: plain least recently used, the baseline."""
 
     def worth(self, boundary: int, last: int, junction: int) -> Worth:
-        """Much, whatever it is."""
+        """Returns the same high value for any boundary."""
         return "much"
 
 
@@ -39,7 +39,7 @@ def _tokens(dice: random.Random, count: int) -> Prompt:
 
 
 def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """Forty chats at once under one of four system prompts; each turn repeats all that was said and adds to it."""
+    """Forty concurrent chats under one of four system prompts; each turn repeats the conversation and adds to it."""
     systems = [_tokens(dice, dice.randrange(200, 1200)) for _ in range(4)]
     chats: list[Prompt] = [list(dice.choice(systems)) for _ in range(40)]
     for _ in range(count):
@@ -52,14 +52,14 @@ def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
 
 
 def system_prompts(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """Single questions under one of thirty long instructions, some used far more often than others."""
+    """Single questions under one of thirty long system prompts, some used far more often than others."""
     systems = [_tokens(dice, dice.randrange(500, 4000)) for _ in range(30)]
     for _ in range(count):
         yield systems[min(int(dice.paretovariate(1.0)) - 1, 29)] + _tokens(dice, dice.randrange(20, 900))
 
 
 def documents(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """A few questions each about one document after the other."""
+    """A few questions about each of many documents, one document after the other."""
     document: Prompt = []
     for index in range(count):
         if index % 5 == 0:
@@ -71,7 +71,7 @@ TRACES = (conversations, system_prompts, documents)
 
 
 def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[float, int]:
-    """Hit tokens by prompt tokens, and copies made, with room for ``kept`` windows beside eight in use."""
+    """Returns hit tokens divided by prompt tokens, and the number of copies, with room for ``kept`` windows beside eight in use."""
     full = sum(-(-len(prompt) // WINDOW) + 1 for prompt in prompts)
     cache = KvCache(GEOMETRY, GROUPS, (full + 100, 1 + 8 + kept), model="m", keep=POLICIES[policy]())
     running = []

@@ -1,9 +1,9 @@
-"""Attention of a GPU's steps against the time that its memory needs to read their keys and values, in the same run.
+"""Compares attention on a GPU with the time that its memory needs to read keys and values, in the same run.
 
-``python -m tests.bench.paged_attention [--quick]`` on a machine with a GPU: for layers like those of Llama 3.2 1B in bfloat16, decode steps of 1, 8, 32
-and 128 rows with 200 and 2,000 tokens of context, and chunks of 512 tokens behind as many. A CUDA graph of many layers, each with a cache of its
-own, so that nothing is left of a layer's cache in the GPU's own when it is its turn again. ``ratios``: for decode steps the share of the memory's
-bandwidth (that of a copy within it) that is reached, writing, reading and combining included; for chunks TFLOP/s of the products.
+``python -m tests.bench.paged_attention [--quick]`` needs a GPU. It uses layers like those of Llama 3.2 1B in bfloat16: decode steps of 1, 8, 32
+and 128 rows with 200 and 2,000 tokens of context, and chunks of 512 tokens behind the same contexts. A CUDA graph runs many layers, each with its
+own KV cache, so that no layer finds its KV in the GPU's cache. ``ratios`` are, for decode steps, the share of the memory's bandwidth
+(measured by a copy) that the step reaches, writing, reading and combining included; for chunks, TFLOP/s of the products.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TOKEN_BYTES = 2 * 8 * 64 * 2
 
 
 def seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    """Median time of a replay."""
+    """Returns the median time of a replay."""
     graph.replay()
     times = []
     for _ in range(repeats):
@@ -38,7 +38,7 @@ def seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of what runs, after one run that compiles."""
+    """Captures a graph of a function, after one run that compiles."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -48,7 +48,7 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def bandwidth(repeats: int) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Returns the bytes per second that a copy reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 
@@ -59,7 +59,7 @@ def bandwidth(repeats: int) -> float:
 
 
 def layer_seconds(rows: int, context: int, query_len: int, repeats: int) -> float:
-    """Time of one layer's attention in a step whose rows have so much context before it."""
+    """Returns the time of one layer's attention in a step whose rows have that much context."""
     device = CudaDevice()
     length = context + query_len
     held = -(-length // BLOCK)

@@ -1,8 +1,8 @@
-"""Sixteen requests decode while a 4,000-token prompt comes in: how long do they stand still?
+"""Measures how long a 4,000-token prompt stalls sixteen decoding requests.
 
 Run as ``python -m tests.bench.prefill_stall [--quick]``. SmolLM2 in bfloat16 on the CPU, scheduler and worker in one process. For each
-setting of ``--decode-steps-per-chunk``, and for prefill first (0), which is what vLLM-RBLN does: the longest gap between two tokens of a
-running request, what it may be at most (the longest chunk and the longest decode step), and what the newcomer waits for its first token.
+setting of ``--decode-steps-per-chunk``, and for prefill first (0, what vLLM-RBLN does), it reports the longest gap between two tokens of a
+running request, the bound on it (the longest chunk plus the longest decode step), and the newcomer's time to first token.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RUNNING, LONG, CONTEXT = 16, 4000, 8192
 
 @dataclass
 class _Arrivals:
-    """A sink that notes when tokens come."""
+    """Notes when a request's tokens arrive."""
 
     times: list[float] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class _Stall:
-    """What one arrival of a long prompt did, seconds."""
+    """Effects of one long prompt, seconds."""
 
     longest_gap: float
     bound: float

@@ -1,13 +1,13 @@
-"""What one step costs the scheduler, ours and vLLM's, in the same run: deciding the step and taking in its result.
+"""Time that one step costs Triptych's scheduler and vLLM's, in the same run: scheduling the step and updating with its result.
 
-``python -m tests.bench.scheduler_step [--quick]``: for 1, 32, 128, 512 and 1,024 running requests in steady decode, both schedule and
-update in turns (A B A B ...), with the same answer to every plan: one token for each request. ``ratios`` are ours / vLLM's, medians of schedule
-+ update, by number of requests.
+``python -m tests.bench.scheduler_step [--quick]``: both schedule and update in turns (A B A B ...) with 1, 32, 128, 512 and 1,024
+requests in steady decode. Each plan gets the same answer: one token per request. ``ratios`` are ours / vLLM's, medians of
+schedule + update, by number of requests.
 
-What is equal: block size (128), prefix caching on, also for generated tokens (what vLLM does anyway), prompts of 128 to 255
-tokens, so that each step some requests need a block, memory for everything, no request ends, and the garbage collector rests while the clock
-runs. Ours hands its events to a real sink, as vLLM builds its outputs; what a model would answer is prepared, and the sink emptied, off the
-clock. Neither serializes anything.
+Both have blocks of 128 tokens, prefix caching for prompts and generated tokens, and memory for everything. Prompts have 128 to 255 tokens, so some
+requests need a block at each step; no request ends. The garbage collector is off while the clock runs. Ours hands its events to a
+real event buffer, as vLLM builds its outputs. The model's answer is prepared, and the buffer emptied, off the clock. Neither
+serializes anything.
 
 The mixed phase runs a queue of requests to their ends through 128 slots, prefills included, and gives scheduling time per generated token.
 """
@@ -50,7 +50,7 @@ MIXED_SLOTS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step cost, and how many tokens it generated."""
+    """Time of one step, and the tokens that it generated."""
 
     schedule_s: float
     update_s: float
@@ -64,15 +64,15 @@ class Contender(Protocol):
         """Queues a request."""
 
     def step(self) -> Step:
-        """Schedules, prepares the no-op answer, takes it in."""
+        """Schedules a step, prepares the no-op answer, and updates with it."""
 
     @property
     def num_decoding(self) -> int:
-        """Requests that generate a token with each decode step."""
+        """Number of requests that generate a token with each decode step."""
 
 
 class VllmScheduler:
-    """vLLM's."""
+    """vLLM's scheduler."""
 
     def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
         self._peer = vllm_peer.SchedulerPeer(
@@ -85,7 +85,7 @@ class VllmScheduler:
         self._peer.add(request_id, prompt, max_tokens)
 
     def step(self) -> Step:
-        """One step."""
+        """Runs one step."""
         scheduler = self._peer.scheduler
         started = time.perf_counter()
         plan = scheduler.schedule()
@@ -98,7 +98,7 @@ class VllmScheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Requests that have generated a token and go on."""
+        """Number of requests that have generated a token and continue."""
         return sum(request.num_output_tokens > 0 for request in self._peer.scheduler.running)
 
 
@@ -131,7 +131,7 @@ class OurScheduler:
         self._engine.submit(Submission(request_id, tuple(prompt), sampling), self._sink)
 
     def step(self) -> Step:
-        """One step, as a replica's driver takes it."""
+        """Runs one step as a replica's driver does."""
         started = time.perf_counter()
         self._engine.dispatch()
         plan = self._scheduler.step()
@@ -153,34 +153,34 @@ class OurScheduler:
         return Step(scheduled - started, updated - resumed, len(tokens))
 
     def close(self) -> None:
-        """Gives the event loop back."""
+        """Closes the event loop."""
         self._loop.close()
 
 
 def prompt_of(index: int, length: int) -> list[int]:
-    """A prompt that shares no block with another's."""
+    """Returns a prompt that shares no block with another prompt."""
     return [3 + (index * 7919 + position) % 30_011 for position in range(length)]
 
 
 @dataclass
 class Figures:
-    """Steps of one contender at one size, microseconds."""
+    """Times of one contender's steps at one size, microseconds."""
 
     schedule: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
-        """Takes in a step."""
+        """Adds a step."""
         self.schedule.append(step.schedule_s * 1e6)
         self.update.append(step.update_s * 1e6)
 
     @property
     def total(self) -> float:
-        """Median of schedule + update."""
+        """Median of schedule + update, microseconds."""
         return statistics.median(map(sum, zip(self.schedule, self.update, strict=True)))
 
     def summary(self) -> dict[str, float]:
-        """Medians, and the mean, which has the rarer steps in it that give out blocks."""
+        """Returns medians, and the mean, which also covers the rarer steps that allocate blocks."""
         return {
             "schedule_us": round(statistics.median(self.schedule), 1),
             "update_us": round(statistics.median(self.update), 1),
@@ -191,7 +191,7 @@ class Figures:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """The garbage collector rests, and does not look at what is there already afterwards."""
+    """Turns the garbage collector off, and excludes existing objects from later collections."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -202,7 +202,7 @@ def no_collection() -> Iterator[None]:
 
 
 def steady(size: int, rounds: int, steps: int) -> tuple[Figures, Figures]:
-    """``rounds`` times in turns, ``steps`` steps of ours and of vLLM's with ``size`` requests that decode."""
+    """Runs ``steps`` steps of ours and of vLLM's in turn, ``rounds`` times, with ``size`` decoding requests."""
     num_blocks = 1 + size * (MAX_MODEL_LEN // BLOCK_SIZE)
     ours, theirs = OurScheduler(size, num_blocks), VllmScheduler(size, num_blocks)
     figures = (Figures(), Figures())
@@ -228,7 +228,7 @@ def steady(size: int, rounds: int, steps: int) -> tuple[Figures, Figures]:
 
 
 def mixed(num_requests: int) -> tuple[float, float]:
-    """Scheduling microseconds per generated token while a queue of requests comes and goes through 128 slots; ours, vLLM's."""
+    """Returns scheduling microseconds per generated token, ours and vLLM's, for a queue of requests that passes through 128 slots."""
     dice = random.Random(3)
     lengths = [(dice.randrange(128, 1024), dice.randrange(64, 256)) for _ in range(num_requests)]
     wanted = sum(count for _, count in lengths)
@@ -263,7 +263,7 @@ def main() -> None:
     ratios: dict[str, float] = {}
     sizes: dict[str, object] = {}
     for size in SIZES:
-        # Short steps are many, so that the clock's own cost and the caches' luck even out.
+        # Short steps run more often, to average out the clock's own cost and cache effects.
         ours, theirs = steady(size, rounds, steps if size > 32 else 4 * steps)
         ratios[str(size)] = ours.total / theirs.total
         sizes[str(size)] = {"ours": ours.summary(), "vllm": theirs.summary()}

@@ -1,16 +1,16 @@
-"""This stack and ``vllm serve`` on the same model, prompts and machine, in turn.
+"""Compares Triptych with ``vllm serve`` on the same model, prompts and machine, in turn.
 
-``python -m tests.bench.vs_vllm [--quick] [--rounds N] [--model smollm2|gemma3-270m]``: starts vLLM with its default binding of threads, vLLM
-on all cores and ``triptych up`` one after the other, each with empty caches (cold) and then once more with what that left behind (warm; the
-machine's own file cache is warm for all), and drives each with vLLM's client, ``vllm bench serve``: random prompts of 128 tokens,
-128 tokens of output, at 1, 8 and 32 requests at a time, then 1,024 in and 32 out at 8. All of it again in each round.
-In a round all contenders get the same prompts; no two runs against one server share any, so that no prefix is found.
+``python -m tests.bench.vs_vllm [--quick] [--rounds N] [--model smollm2|gemma3-270m]`` starts vLLM with its default thread binding, vLLM on all
+cores, and ``triptych up``, one after the other. Each starts with empty caches (cold) and then with what the cold start left behind (warm); the
+machine's file cache is warm for all. vLLM's client, ``vllm bench serve``, drives each with random prompts: 128 tokens in and 128 out at 1, 8 and 32
+requests at a time, then 1,024 in and 32 out at 8. Every round repeats all of it. In a round all contenders get the same prompts, and no two
+runs against one server share any, so prefix caches find nothing.
 
-vLLM runs in an environment of its own (``.cache/vllm-peer/``, made by the first run; installing takes minutes and needs a package index).
-Two rounds take most of an hour on two cores. ``--quick``: one round, cold starts only, vLLM on all cores only, 8 at a time only; some minutes, most of
-which vLLM needs to start (about 90 s on two idle cores).
+vLLM runs in a separate environment (``.cache/vllm-peer/``, made by the first run; installing takes minutes and needs a package index). Two rounds
+take most of an hour on two cores. ``--quick`` runs one round, cold starts, vLLM on all cores and 8 at a time only. It takes some minutes, mostly for
+vLLM's start (about 90 s on two idle cores).
 
-Ratios are ours by the better of vLLM's two settings, for each figure by itself; medians over rounds.
+Ratios are ours divided by the better of vLLM's two settings, for each figure by itself; medians over rounds.
 """
 
 import argparse
@@ -43,7 +43,7 @@ OURS: Final = "triptych"
 
 @dataclass(frozen=True)
 class Workload:
-    """What the client asks for."""
+    """A load: concurrency, number of prompts, and their lengths in tokens."""
 
     name: str
     concurrency: int
@@ -61,7 +61,7 @@ WORKLOADS: Final = (
 )
 QUICK_WORKLOADS: Final = (Workload("c8", 8, 16),)
 
-# Per ratio: the figure that it compares, and which of several is the better one.
+# Ratios by figure, with the function that picks the better of several contenders.
 _RATIOS: Final = {
     "tok_s_c1": max, "tok_s_c8": max, "tok_s_c32": max, "tok_s_long": max,
     "ttft_c1": min, "ttft_c8": min, "start_cold": min, "start_warm": min,
@@ -76,7 +76,7 @@ Figures = Mapping[str, Mapping[str, float]]
 
 
 class Bench:
-    """What is measured, and where it is written down."""
+    """Runs the contenders and keeps the measurements."""
 
     def __init__(self, model: str, folder: Path, vllm: Path, scratch: Path, *, quick: bool) -> None:
         """Prepares for one model.
@@ -97,11 +97,11 @@ class Bench:
         """Measures all contenders in each round.
 
         Raises:
-            ContenderFailed: if one of them does not serve every request to its end.
+            ContenderFailed: if one does not complete every request.
         """
-        everyone = contenders(self._model, self._folder, self._vllm)
+        all_contenders = contenders(self._model, self._folder, self._vllm)
         for index in range(rounds):
-            for contender in everyone[1:] if self._quick else everyone:
+            for contender in all_contenders[1:] if self._quick else all_contenders:
                 print(f"round {index + 1}: {contender.name}", file=sys.stderr, flush=True)
                 self._measure(contender, index)
         return {
@@ -138,7 +138,7 @@ class Bench:
         noted["memory_beside_worker"].append(memory.beside_worker)
 
     def _ask(self, server: Server, workload: Workload, place: Path, seed: int) -> Mapping[str, float]:
-        """What vLLM's client says of a server."""
+        """Returns the figures that vLLM's client measured on a server."""
         file, log = f"{workload.name}.json", place / f"client-{workload.name}.log"
         command = [
             str(self._vllm), "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
@@ -168,7 +168,7 @@ class Bench:
 
 
 def ratios(figures: Figures) -> dict[str, float]:
-    """Ours by the better of the others', for what was measured."""
+    """Returns ours divided by the best of the others', for figures that all contenders have."""
     others = [measured for name, measured in figures.items() if name != OURS]
     return {
         name: figures[OURS][name] / better(measured[name] for measured in others)
@@ -178,7 +178,7 @@ def ratios(figures: Figures) -> dict[str, float]:
 
 
 def table(figures: Figures, workloads: Sequence[Workload]) -> str:
-    """For people: a line a contender for starts and memory, and one for each workload."""
+    """Returns a table for people: one line per contender for starts and memory, and one for each workload."""
     lines = [_heading("", ("start_cold", "start_warm", "memory", "memory_beside_worker"))]
     for name, measured in figures.items():
         lines.append(
@@ -212,7 +212,7 @@ def main() -> int:
     """Prints a table and the line of JSON.
 
     Returns:
-        0; 2 if vLLM's environment or the model cannot be had, 1 if a contender fails, each said in one line.
+        0; 1 if a contender fails, 2 if vLLM's environment or the model is missing. One line says why.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""Where the checkout lies."""
+"""Paths of the checkout."""
 
 from pathlib import Path
 from typing import Final

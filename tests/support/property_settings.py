@@ -1,4 +1,4 @@
-"""How long property tests of state machines run: short in CI, ``TRIPTYCH_PROPERTY_SCALE`` times as long where somebody has the time."""
+"""Lengths of property tests: short by default, ``TRIPTYCH_PROPERTY_SCALE`` times as long on request."""
 
 import os
 
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 
 
 def machine(*, max_examples: int, stateful_step_count: int) -> settings:
-    """Settings for a machine with that many lives of that many steps, times the scale."""
+    """Returns settings for a state machine with that many runs of that many steps; the scale multiplies the runs."""
     return settings(
         max_examples=max_examples * int(os.environ.get("TRIPTYCH_PROPERTY_SCALE", "1")),
         stateful_step_count=stateful_step_count,

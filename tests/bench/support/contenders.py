@@ -1,4 +1,4 @@
-"""Servers that are measured against one another: how each is started, how long that takes, what memory it holds, how it is stopped."""
+"""The servers of a comparison: starts them, times the start, measures their memory, and stops them."""
 
 import contextlib
 import os
@@ -19,18 +19,18 @@ from tests.support.paths import ROOT
 
 MAX_MODEL_LEN: Final = 2048
 MAX_NUM_SEQS: Final = 32
-# vLLM otherwise takes nearly all of the machine's memory, or refuses to start where others use it. This is more than 32 sequences of
-# that length need with either demo model.
+# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it. This is more than 32 sequences
+# of that length need with either demo model.
 _KV_BYTES: Final = 2 << 30
 _START_TIMEOUT_S: Final = 600.0
 _STOP_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
-# Settings in the caller's environment that would steer one of the two and not the other.
+# Prefixes of variables that steer one contender alone.
 _DROPPED: Final = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "TRIPTYCH_", "PYTHONPATH")
 
 
 class ContenderFailed(Exception):  # noqa: N818 - says what happened
-    """A server or its client did not do what it was to; one line for people."""
+    """A server or its client failed; the message is one line for people."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,31 @@ class Contender:
 
     name: str
     command: Callable[[int, Path], list[str]]
-    """Given a port and a folder for what it writes while it runs."""
+    """Returns the command for a port and a folder for run-time files."""
     is_ours: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a server's processes, MiB; pages that several of them share count once."""
+    """Memory of a server's processes, MiB; shared pages count once."""
 
     total: float
     beside_worker: float
-    """Without the largest process, which holds weights and KV memory."""
+    """All but the largest process, which holds weights and KV memory."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers."""
+    """A server that answers."""
 
     port: int
     start_s: float
-    """From starting its first process to the first 200 of /health."""
+    """Seconds from starting the first process to the first 200 of /health."""
     process: psutil.Process
 
     def memory(self) -> Memory:
-        """What it holds now."""
+        """Returns the memory that it holds now."""
         sizes = [
             process.memory_full_info().pss / 2**20
             for process in (self.process, *self.process.children(recursive=True))
@@ -72,7 +72,7 @@ class Server:
 
 
 def contenders(model: str, folder: Path, vllm: Path) -> list[Contender]:
-    """Who takes part: vLLM with its default binding of threads, vLLM on all cores, and this stack.
+    """Returns the contenders: vLLM with its default thread binding, vLLM on all cores, and Triptych.
 
     Args:
         model: name that requests use.
@@ -103,7 +103,7 @@ def contenders(model: str, folder: Path, vllm: Path) -> list[Contender]:
 
 
 def environment(caches: Path) -> dict[str, str]:
-    """The caller's, without what would steer one contender alone, and with every cache of compiled things in ``caches``."""
+    """Returns the caller's environment without settings that steer one contender alone, and with all compile caches in ``caches``."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     return {
         **inherited,
@@ -117,7 +117,7 @@ def environment(caches: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server]:
-    """A server that answers, until the block ends.
+    """Runs a server until the block ends.
 
     Args:
         contender: which.
@@ -130,7 +130,7 @@ def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
     port = _free_port()
-    # vLLM's processes import what lies in their working directory; ours is imported from there.
+    # vLLM's processes import modules from their working directory, so only ours runs in the checkout.
     cwd = ROOT if contender.is_ours else folder
     variables = {**environment(caches), **contender.environment}
     with log.open("w") as output:
@@ -167,7 +167,7 @@ def _wait_until_healthy(name: str, process: subprocess.Popen[bytes], port: int, 
 
 
 def _stop(name: str, process: subprocess.Popen[bytes], tree: psutil.Process) -> None:
-    """Ctrl-C, and only where something outlives that, worse."""
+    """Sends Ctrl-C, and kills processes that outlive it."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = tree.children(recursive=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """This machine in words: processor, cores it may use, memory."""
+    """Returns this machine in words: processor, usable cores, memory."""
     text = Path("/proc/cpuinfo").read_text()
     name = next(
         (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")),

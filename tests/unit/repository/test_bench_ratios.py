@@ -1,4 +1,4 @@
-"""What the benches make of what they measured."""
+"""Ratios, floors and tables that benches compute from measurements."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ MEASURED = {
 }
 
 
-def test_ratios_are_by_the_better_of_the_others() -> None:
-    """For each figure by itself; what was not measured has no ratio."""
+def test_ratios_divide_by_the_better_of_the_others() -> None:
+    """A ratio divides by the better contender of its figure; a missing figure has no ratio."""
     assert ratios(MEASURED) == {"tok_s_c8": 1.5, "ttft_c8": 0.5, "start_cold": 0.1}
 
 
-def test_the_table_has_a_line_for_everyone() -> None:
-    """A dash stands for what was not measured."""
+def test_the_table_has_a_line_for_each_contender() -> None:
+    """A dash stands for a missing figure."""
     lines = table(MEASURED, QUICK_WORKLOADS).splitlines()
     assert [line.split() for line in lines if line.startswith("triptych")] == [
         ["triptych", "9.0", "-", "-", "-"],
@@ -34,7 +34,7 @@ def test_the_table_has_a_line_for_everyone() -> None:
 
 
 def test_a_step_reads_its_weights_once_and_what_its_windows_see() -> None:
-    """Bytes of keys and values count up to a layer's window, for each row."""
+    """Keys and values count up to a layer's window, for each row."""
     full = AttentionLayer("a", 4, 2, 8, 0, torch.bfloat16)
     window = AttentionLayer("b", 4, 2, 8, 16, torch.bfloat16)
     floor = Floor(bytes_per_s=1e6, weights=1000, layers=(full, window))
@@ -44,7 +44,7 @@ def test_a_step_reads_its_weights_once_and_what_its_windows_see() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_is_read_whole_only_as_output_head(tied: bool, tmp_path: Path) -> None:
-    """Of one that is not, a step reads a few rows."""
+    """An untied input embedding does not count."""
     tensors = {"model.embed_tokens.weight": torch.zeros(4, 3), "model.layers.0.up.weight": torch.zeros(8)}
     if not tied:
         tensors["lm_head.weight"] = torch.zeros(4, 3)
@@ -53,7 +53,7 @@ def test_an_embedding_is_read_whole_only_as_output_head(tied: bool, tmp_path: Pa
 
 
 def test_the_parts_of_a_step_are_all_of_its_kernels() -> None:
-    """The output head is a linear layer."""
+    """Each kernel counts in one part; the output head is a linear layer."""
     parts = StepParts()
     for operator, seconds in (("_C::onednn_mm", 1.0), (HEAD, 2.0), (ATTENTION, 4.0), ("aten::silu", 8.0)):
         parts.add(operator, seconds)
