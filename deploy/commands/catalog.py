@@ -180,11 +180,11 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
             continue
         if manifest is None or _is_intact(CompileCache(target), key):
             continue
-        filling = CompileCache(target).fill(manifest.fields)
+        pending = CompileCache(target).begin(manifest.fields)
         for name in manifest.files:
-            (filling.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(cache.root / key / name, filling.folder / name)
-        filling.commit(manifest.graphs, manifest.seconds)
+            (pending.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(cache.root / key / name, pending.folder / name)
+        pending.commit(manifest.graphs, manifest.seconds)
         print(f"{key} exported to {target}")
     return 1 if damaged else 0
 

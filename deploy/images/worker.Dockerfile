@@ -31,7 +31,7 @@ RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
 # Our kernels for x86 processors. Without them a worker uses the kernels of vLLM's wheel.
 RUN if [ "$(uname -m)" = x86_64 ] && [ -z "$DEVICE_REQUIREMENTS" ]; then \
       apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
-      && cd /tmp && /opt/triptych/bin/python -m worker_svc.devices.cpu_kernels.build; \
+      && cd /tmp && /opt/triptych/bin/python -m worker_svc.devices.cpu.kernels.build; \
     fi
 
 FROM ${PYTHON_IMAGE}

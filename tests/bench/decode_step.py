@@ -188,7 +188,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     device = open_device(arguments.device)
     folder = fetch(arguments.model)
     startup.prepare(device)
-    model = TimedModel(folder, device, dtype="bfloat16", load_format="auto", seed=0)
+    model = TimedModel(folder, device, dtype="bfloat16", seed=0)
     model.load_weights()
     buckets = (1, 32) if quick else BUCKETS
     harness = Harness(

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 
 from tests.bench.support.report import report
-from worker_svc.devices.base import AttentionInput, AttentionShape
-from worker_svc.devices.cuda import CudaDevice
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
+from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.plans.geometry import AttentionLayer, KvGroup
 
-SHAPE = AttentionShape(32, 8, 64, 0.125, 0, 0.0, writes=True)
+SHAPE = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
 GROUP = KvGroup(0, (AttentionLayer("a", 32, 8, 64, 0, torch.bfloat16),))
 BLOCK, MAX_MODEL_LEN, CHUNK = 128, 4096, 512
 TOKEN_BYTES = 2 * 8 * 64 * 2
@@ -67,7 +67,7 @@ def layer_seconds(rows: int, context: int, query_len: int, repeats: int) -> floa
     tables[:, :held] = 1 + torch.randperm(rows * held).view(rows, held)
     at = torch.arange(context, length)
     slots = tables[:, at // BLOCK].long() * BLOCK + at % BLOCK
-    step = AttentionInput(
+    step = PagedInput(
         torch.full((rows,), length, dtype=torch.int32).cuda(),
         (torch.arange(rows + 1, dtype=torch.int32) * query_len).cuda(),
         tables.cuda(), slots.view(-1).cuda(), rows * query_len,
@@ -82,7 +82,7 @@ def layer_seconds(rows: int, context: int, query_len: int, repeats: int) -> floa
 
     def run() -> None:
         for cache in caches:
-            device.attend(SHAPE, query, key, value, cache, plan, output)
+            device.attend(AttentionCall(SHAPE, query, key, value, cache, output), plan)
 
     return seconds(captured(run), repeats) / layers
 

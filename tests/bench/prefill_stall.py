@@ -17,7 +17,7 @@ from tests.support.scheduler.local_replica import LocalReplica
 from worker_svc.devices import open_device
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.vllm_adapter import startup
-from worker_svc.vllm_adapter.engine import VllmModel
+from worker_svc.vllm_adapter.model import VllmModel
 
 RUNNING, LONG, CONTEXT = 16, 4000, 8192
 
@@ -92,7 +92,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     device = open_device("cpu")
     startup.prepare(device)
-    model = VllmModel(fetch("smollm2", None), device, dtype="bfloat16", load_format="auto", seed=0)
+    model = VllmModel(fetch("smollm2", None), device, dtype="bfloat16", seed=0)
     model.load_weights()
     long, rounds = (1000, 1) if quick else (LONG, 3)
     ratios = (1, 4, 0) if quick else (1, 2, 4, 8, 0)

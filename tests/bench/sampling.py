@@ -28,7 +28,7 @@ from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.vllm_adapter import startup
-from worker_svc.vllm_adapter.engine import VllmModel
+from worker_svc.vllm_adapter.model import VllmModel
 
 BATCH: Final = 32
 CONTEXT: Final = 256
@@ -120,7 +120,7 @@ def _model(device: Device, parent: Path) -> tuple[ClockedModel, Path]:
     on_cpu = device.name == "cpu"
     folder = fetch("smollm2") if on_cpu else model_folder(parent)
     startup.prepare(device)
-    model = ClockedModel(folder, device, dtype="bfloat16", load_format="auto" if on_cpu else "dummy", seed=0)
+    model = ClockedModel(folder, device, dtype="bfloat16", seed=0, dummy_weights=not on_cpu)
     model.load_weights()
     return model, folder
 

@@ -1,4 +1,9 @@
-"""One file a device behind the interface in ``base``."""
+"""Devices: the kernels that models run on, behind the interface in ``base``.
+
+``attention`` has the types that kernels take. ``cpu``, ``cuda`` and ``rbln`` each have a folder with a ``device`` module. ``gathered``
+and ``in_place`` are attention in plain PyTorch: the fallback of devices without such kernels, and the reference of tests.
+``graphs``, ``vllm_adapter`` and ``execution`` import this room; it imports ``plans`` and ``protos`` only.
+"""
 
 from collections.abc import Callable
 from typing import Literal
@@ -9,14 +14,14 @@ DeviceName = Literal["cpu", "cuda", "rbln"]
 
 
 def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Device:
-    """The device of that name, checked to be usable.
+    """Opens a device and checks that this machine can use it.
 
     Args:
         name: as in the setting.
-        options: what only some devices heed; default ones if ``None``.
+        options: settings that only some devices use; the defaults if ``None``.
 
     Raises:
-        ConfigurationRefused: in one line, what is missing.
+        ConfigurationRefused: says in one line what is missing.
     """
     device = _OPENERS[name](options or DeviceOptions())
     device.check_available()
@@ -24,19 +29,19 @@ def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Devic
 
 
 def _cpu(_: DeviceOptions) -> Device:
-    from worker_svc.devices.cpu import CpuDevice
+    from worker_svc.devices.cpu.device import CpuDevice
 
     return CpuDevice()
 
 
 def _cuda(_: DeviceOptions) -> Device:
-    from worker_svc.devices.cuda import CudaDevice
+    from worker_svc.devices.cuda.device import CudaDevice
 
     return CudaDevice()
 
 
 def _rbln(options: DeviceOptions) -> Device:
-    from worker_svc.devices.rbln import RblnDevice
+    from worker_svc.devices.rbln.device import RblnDevice
 
     return RblnDevice(options)
 

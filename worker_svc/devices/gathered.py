@@ -1,6 +1,6 @@
 """Paged attention in plain PyTorch: gather the blocks, mask, attend.
 
-Correct everywhere and fast nowhere: what a device runs on before it has kernels, and what tests hold kernels against.
+It is correct everywhere and fast nowhere: the fallback of a device without kernels, and the reference that tests compare kernels with.
 """
 
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker_svc.devices.base import AttentionInput, AttentionShape
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 
 
 @dataclass(frozen=True)
 class GatheredPlan:
     """A step and the positions of its tokens."""
 
-    step: AttentionInput
+    step: PagedInput
+    """The step's input."""
     positions: torch.Tensor
-    """int64 [rows, query_len]: each token's position in its row's sequence; padding counts on."""
+    """int64 [rows, query_len]: each token's position in its row's sequence; padding continues the count."""
 
     @classmethod
-    def of(cls, step: AttentionInput) -> "GatheredPlan":
+    def of(cls, step: PagedInput) -> "GatheredPlan":
         """Derives the positions from a step's lengths."""
         counts = step.query_start[1:] - step.query_start[:-1]
         first = (step.seq_lens - counts).long()
@@ -28,19 +29,12 @@ class GatheredPlan:
         return cls(step, first[:, None] + torch.arange(query_len, device=first.device))
 
 
-def attend(
-    shape: AttentionShape,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    cache: torch.Tensor,
-    plan: GatheredPlan,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Like ``Device.attend``, with a cache of shape [blocks, 2, block_size, kv_heads, head_size]."""
+def attend(call: AttentionCall, plan: GatheredPlan) -> None:
+    """Does what ``Device.attend`` does, with a cache of shape [blocks, 2, block_size, kv_heads, head_size]."""
+    params, query, cache, output = call.params, call.query, call.cache, call.output
     step, block_size = plan.step, cache.shape[2]
-    if shape.writes and key is not None and value is not None:
+    if call.new_states is not None:
+        key, value = call.new_states
         blocks, offsets = step.slot_mapping // block_size, step.slot_mapping % block_size
         cache[blocks, 0, offsets] = key
         cache[blocks, 1, offsets] = value
@@ -48,51 +42,51 @@ def attend(
     context = cache[step.block_table.long()].transpose(1, 2).flatten(2, 3).transpose(2, 3)
     seen = torch.arange(context.shape[3], device=query.device)
     mask = seen <= plan.positions[:, :, None]
-    if shape.window:
-        mask &= seen > plan.positions[:, :, None] - shape.window
-    # What no real token of a row sees may be another request's by now, and NaN times 0 is NaN.
+    if params.window:
+        mask &= seen > plan.positions[:, :, None] - params.window
+    # Positions that no real token of a row sees may belong to another request or hold NaN, and NaN times 0 is NaN.
     unseen = ~(mask & (plan.positions < step.seq_lens[:, None])[:, :, None]).any(dim=1)
     context = context.masked_fill(unseen[:, None, None, :, None], 0)
     rows, query_len = plan.positions.shape
-    queries = query.view(rows, query_len, shape.num_heads, shape.head_size).transpose(1, 2)
-    if shape.softcap or sinks is not None:
-        attended = attention(shape, queries, context, mask, sinks)
+    queries = query.view(rows, query_len, params.num_heads, params.head_size).transpose(1, 2)
+    if params.softcap or call.sinks is not None:
+        attended = attention(params, queries, context, mask, call.sinks)
     else:
         attended = functional.scaled_dot_product_attention(
             queries, context[:, 0], context[:, 1], attn_mask=mask[:, None],
-            scale=shape.scale, enable_gqa=shape.num_heads != shape.num_kv_heads,
+            scale=params.scale, enable_gqa=params.num_heads != params.num_kv_heads,
         )  # fmt: skip
     output.copy_(attended.transpose(1, 2).reshape(output.shape))
     output[step.num_tokens :] = 0
 
 
 def attention(
-    shape: AttentionShape,
+    params: AttentionParams,
     query: torch.Tensor,
     context: torch.Tensor,
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over keys and values that lie side by side, in two products of matrices, one matrix a row and key head.
+    """Attends over keys and values side by side, with two batched matrix products: one matrix per row and key head.
 
-    Unlike torch's fused attention on CPUs, this gives a row the same bits whatever other rows there are.
+    Unlike torch's fused attention on CPUs, it gives a row the same bits whatever the other rows are.
 
     Args:
-        shape: the layer.
+        params: the layer's.
         query: [rows, heads, query_len, head_size].
         context: [rows, 2, kv_heads, context, head_size], keys and values.
-        mask: bool [rows, query_len, context], what each token sees.
-        sinks: float32 [heads] or ``None``; see ``Device.attend``.
+        mask: bool [rows, query_len, context], the positions that each token sees.
+        sinks: float32 [heads] or ``None``; see ``AttentionCall``.
 
     Returns:
         Like ``query``.
     """
     keys, values = context.float().unbind(1)
-    groups = shape.num_heads // shape.num_kv_heads
-    # The heads that share keys lie below one another: [rows, kv_heads, groups * query_len, …].
-    scores = query.float().unflatten(1, (-1, groups)).flatten(2, 3) @ keys.transpose(-1, -2) * shape.scale
-    if shape.softcap:
-        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    groups = params.num_heads // params.num_kv_heads
+    # Heads that share keys are stacked: [rows, kv_heads, groups * query_len, …].
+    scores = query.float().unflatten(1, (-1, groups)).flatten(2, 3) @ keys.transpose(-1, -2) * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     scores = scores.unflatten(2, (groups, -1)).masked_fill(~mask[:, None, None], -torch.inf)
     if sinks is None:
         weights = scores.softmax(dim=-1)

@@ -1,8 +1,8 @@
-"""Attention over a window that slides in place, in plain PyTorch of static shapes.
+"""Attention over a window that slides in place, in plain PyTorch with static shapes.
 
-What NPU kernels do with one block a request (``sliding_window_attention_naive`` of vllm-rbln), for devices without such kernels and
-as the reference for those with them: append the step's keys and values behind those in the block, attend, keep the last ``window``.
-Shapes depend on rows, tokens of a step and window, never on lengths; a row's result depends on nothing but that row.
+NPU kernels keep one block a request (``sliding_window_attention_naive`` of vllm-rbln): they append the step's keys and values to those in
+the block, attend, and keep the last ``window`` tokens. This module does the same for devices without such kernels, and is the reference
+for those kernels. Shapes depend on the rows, the step's tokens and the window, never on lengths. A row's result depends on that row only.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.devices import gathered
-from worker_svc.devices.base import AttentionShape, InPlaceInput
+from worker_svc.devices.attention import AttentionCall, InPlaceInput
 from worker_svc.plans.geometry import KvGroup
 
 
@@ -18,7 +18,7 @@ from worker_svc.plans.geometry import KvGroup
 class InPlacePlan:
     """What the layers of a group share in one step.
 
-    Keys and values are laid out in a buffer of ``window`` places of the block, then the step's tokens, padding included.
+    Keys and values lie in one buffer: first the ``window`` places of the block, then the step's tokens, padding included.
     """
 
     blocks: torch.Tensor
@@ -30,7 +30,7 @@ class InPlacePlan:
     real: torch.Tensor
     """bool [rows, query_len]: tokens that are not padding."""
     kept: torch.Tensor
-    """int64 [rows, window]: the place from which each place of the block is filled after the step."""
+    """int64 [rows, window]: the place in the buffer that fills each place of the block after the step."""
 
     @classmethod
     def of(cls, group: KvGroup, step: InPlaceInput) -> "InPlacePlan":
@@ -39,17 +39,17 @@ class InPlacePlan:
         before, after = step.cache_seq_len.long(), step.cache_offset.long()
         place = torch.arange(window + query_len, device=before.device)
         in_block = place < window
-        # Tokens are counted from the oldest one in the block.
+        # Token 0 is the oldest one in the block.
         token = torch.where(in_block, place, before + place - window)
         filled = torch.where(in_block, place < before, token < after)
         query = before + torch.arange(query_len, device=before.device)
         seen = token[:, None, :] <= query[:, :, None]
         seen &= token[:, None, :] > query[:, :, None] - window
-        # Padding sees itself: a softmax over nothing is NaN.
+        # Padding sees itself, because a softmax over nothing is NaN.
         own = place == window + torch.arange(query_len, device=before.device)[:, None]
         mask = (seen & filled[:, None, :]) | own
         wanted = place[:window] + (after - window).clamp(min=0)
-        # While fewer tokens than a window are there nothing moves, and the places behind them stay empty.
+        # With fewer tokens than the window nothing moves, and the remaining places stay empty.
         kept = torch.where((wanted >= before) & (wanted < after), wanted - before + window, wanted)
         return cls(step.block_table[:, 0].long(), filled[:, :window], mask, query < after, kept)
 
@@ -60,34 +60,26 @@ def cache_shape(group: KvGroup, num_blocks: int) -> tuple[int, ...]:
     return (num_blocks, 2, layer.num_kv_heads, group.window, layer.head_size)
 
 
-def attend(
-    shape: AttentionShape,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    cache: torch.Tensor,
-    plan: InPlacePlan,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Like ``Device.attend``, with a cache of :func:`cache_shape`.
+def attend(call: AttentionCall, plan: InPlacePlan) -> None:
+    """Does what ``Device.attend`` does, with a cache of :func:`cache_shape`.
 
     Raises:
-        NotImplementedError: for a layer that reads another's cache; ``group_layers`` refuses such models.
+        NotImplementedError: for a layer that reads another layer's cache; ``group_layers`` refuses such models.
     """
-    if not shape.writes or key is None or value is None:
-        raise NotImplementedError("a window that slides in place and that two layers share")
+    params, cache, output = call.params, call.cache, call.output
+    if call.new_states is None:
+        raise NotImplementedError("two layers cannot share a window that slides in place")
     rows, query_len = plan.real.shape
-    fresh = torch.stack((key, value)).view(2, rows, query_len, shape.num_kv_heads, shape.head_size)
+    fresh = torch.stack(call.new_states).view(2, rows, query_len, params.num_kv_heads, params.head_size)
     cached = cache[plan.blocks].masked_fill_(~plan.cached[:, None, None, :, None], 0)
     # Shape: rows, 2, kv_heads, window + query_len, head_size.
     context = torch.cat((cached, fresh.permute(1, 0, 3, 2, 4)), dim=3)
     attended = gathered.attention(
-        shape,
-        query.view(rows, query_len, shape.num_heads, shape.head_size).transpose(1, 2),
+        params,
+        call.query.view(rows, query_len, params.num_heads, params.head_size).transpose(1, 2),
         context,
         plan.mask,
-        sinks,
+        call.sinks,
     )
     attended = attended.transpose(1, 2).masked_fill(~plan.real[:, :, None, None], 0)
     output.copy_(attended.reshape(output.shape))

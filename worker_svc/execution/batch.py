@@ -7,7 +7,7 @@ import torch
 
 from protos.errors import Internal
 from protos.steps import Admission, Decode, Growth, Prefill
-from worker_svc.devices.base import AttentionInput, InPlaceInput, StepInput
+from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.plans.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
 
@@ -167,7 +167,7 @@ class Batch:
             slots = torch.zeros(chunk, dtype=torch.int64, device=self._device)
             real = positions[:count]
             slots[:count] = row[real // block_size].long() * block_size + real % block_size
-            inputs.append(AttentionInput(lengths[2:], lengths[:2], row[None], slots, count))
+            inputs.append(PagedInput(lengths[2:], lengths[:2], row[None], slots, count))
         return tokens, positions, inputs
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
@@ -192,7 +192,7 @@ class Batch:
                 inputs.append(InPlaceInput(before, before + 1, tables, 1))
                 continue
             slots = tables.gather(1, blocks)[:, 0].long() * block_size + offsets
-            inputs.append(AttentionInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
+            inputs.append(PagedInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
         return tokens, positions, inputs
 
     def sampling_batch(self, slots: Sequence[int]) -> SamplingBatch:

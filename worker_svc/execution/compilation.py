@@ -8,7 +8,7 @@ from protos.logs import get_logger
 from worker_svc.devices import Device
 from worker_svc.graphs.compile_cache import CompileCache
 from worker_svc.graphs.fingerprint import code_fields
-from worker_svc.graphs.graphs import GENERATED, GraphOptions
+from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.graphs.precompiled import CompiledCode
 from worker_svc.plans.geometry import Geometry, KvGroup
 from worker_svc.plans.model_description import ModelDescription
@@ -80,7 +80,7 @@ class Compilation:
             ConfigurationRefused: if the settings require precompiled code and there is none.
         """
         options, settings = self._options, self._settings
-        if options.level < GENERATED and not (self._device.has_own_compiler and options.level):
+        if options.level < INDUCTOR_LEVEL and not (self._device.has_own_compiler and options.level):
             if settings.require_precompiled:
                 self._log.info("nothing_to_precompile", level=options.level)
             return
@@ -94,7 +94,7 @@ class Compilation:
             groups=self._groups,
             geometry=geometry,
             sizes=options.sizes,
-            made_up=settings.seed if settings.load_format == "dummy" else None,
+            dummy_seed=settings.seed if settings.load_format == "dummy" else None,
         )
         cache = CompileCache(folder) if folder else None
         self._code = CompiledCode(cache, fields, required=settings.require_precompiled)
@@ -102,7 +102,7 @@ class Compilation:
     def use(self) -> None:
         """Makes compilers read and write the folder of the code."""
         if self._code is not None:
-            self._code.use()
+            self._code.activate()
             self._device.use_code_folder(self._code.folder)
 
     def keep(self, signatures: Sequence[str], seconds: float) -> None:
@@ -122,7 +122,7 @@ class Compilation:
                 self._log.info("compiled_code_not_kept", reason="this process was configured before")
                 code.discard()
             else:
-                code.keep(signatures, seconds)
+                code.commit(signatures, seconds)
             self._device.use_code_folder(None)
         self._has_compiled = True
 

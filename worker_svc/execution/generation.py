@@ -12,7 +12,7 @@ from worker_svc.execution.compilation import Compilation
 from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.execution.runner import Model, Runner
 from worker_svc.grammars.constraints import Constraints
-from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.plans.model_description import ModelDescription
 from worker_svc.plans.phases import Phases
@@ -130,7 +130,7 @@ class GenerationEngine:
             phases.finish("compile")
             runner.warm_up(phases.progress("warm_up"))
             phases.finish("warm_up")
-        runner.graphs.finish()
+        runner.graphs.finish_warm_up()
         self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:

@@ -93,7 +93,7 @@ class MemoryBudget:
 
     def _free(self) -> int | None:
         free = free_memory(self.device)
-        if free is not None and self.device.weights_come_later:
+        if free is not None and self.device.defers_weights:
             free -= self.size.weight_bytes
         return free
 

@@ -9,7 +9,8 @@ import torch
 
 from protos.errors import Internal, TriptychError
 from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan
-from worker_svc.devices.base import AttentionInput, Device, StepInput, tensors_of, with_tensors
+from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with_tensors
+from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.decode_steps import DecodeStep, captured_step, make_sampler, plain_step
 from worker_svc.execution.kv_cache import KvCache
@@ -18,7 +19,7 @@ from worker_svc.execution.token_selection import TokenSelector
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording
-from worker_svc.graphs.graphs import GraphOptions, Graphs, Signature
+from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.plans.geometry import Geometry, KvGroup
 from worker_svc.plans.phases import Progress
 from worker_svc.sampling.logprobs import compute_logprobs
@@ -26,7 +27,7 @@ from worker_svc.sampling.state import SamplingVocabulary
 
 
 class Model(Protocol):
-    """What the runner needs from a model; ``vllm_adapter.engine.VllmModel`` implements it."""
+    """What the runner needs from a model; ``vllm_adapter.model.VllmModel`` implements it."""
 
     def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Gives each attention layer its KV cache."""
@@ -54,7 +55,7 @@ class Runner:
     """A model, its KV cache and its persistent batch. Not thread-safe: one thread runs all plans."""
 
     cache: KvCache
-    graphs: Graphs
+    graphs: GraphRunner
     """The graphs that steps run as."""
 
     def __init__(
@@ -102,13 +103,13 @@ class Runner:
         self._last_slots: list[int] = []
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._decode_steps: dict[int, DecodeStep] = {}
-        self._made: set[Signature] = set()
-        self.graphs = Graphs(model, device, options or GraphOptions(level=device.default_level))
+        self._made: set[GraphSignature] = set()
+        self.graphs = GraphRunner(model, device, options or GraphOptions(level=device.default_level))
 
-    def signatures(self) -> list[Signature]:
+    def signatures(self) -> list[GraphSignature]:
         """Returns every kind of step that plans may ask for."""
-        decode = [Signature("decode", bucket, 1) for bucket in self._geometry.decode_buckets]
-        return [Signature("prefill", 1, self._geometry.chunk), *decode]
+        decode = [GraphSignature("decode", bucket, 1) for bucket in self._geometry.decode_buckets]
+        return [GraphSignature("prefill", 1, self._geometry.chunk), *decode]
 
     @torch.inference_mode()
     def make_graphs(self, progress: Progress) -> None:
@@ -227,7 +228,7 @@ class Runner:
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> torch.Tensor:
         """Returns a chunk's hidden states [chunk, hidden]."""
-        signature = Signature("prefill", 1, self._geometry.chunk)
+        signature = GraphSignature("prefill", 1, self._geometry.chunk)
         self._ensure_made(signature)
         if self._captured_prefill is None:
             return self._forward(signature, tokens, positions, inputs)
@@ -254,36 +255,40 @@ class Runner:
         return self._last_rows
 
     def _decode_step(self, bucket: int) -> DecodeStep:
-        self._ensure_made(Signature("decode", bucket, 1))
+        self._ensure_made(GraphSignature("decode", bucket, 1))
         return self._decode_steps[bucket]
 
-    def _ensure_made(self, signature: Signature) -> None:
+    def _ensure_made(self, signature: GraphSignature) -> None:
         """Makes a step that is missing, and counts it: once the worker serves, a request waits for it."""
         if signature not in self._made:
-            self.graphs.note_late(signature)
+            self.graphs.count_late(signature)
             self._make(signature)
 
-    def _make(self, signature: Signature) -> None:
+    def _make(self, signature: GraphSignature) -> None:
         """Makes a signature's graph on padding, and captures the step around it if the device captures."""
         if signature.kind == "prefill":
             tokens, positions, inputs = self._batch.prefill_inputs(None)
-            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            self.graphs.build(signature, tokens, positions, self._plans(inputs))
             if self._device.captures and self.graphs.has(signature):
                 self._captured_prefill = self._capture_prefill(signature, tokens, positions, inputs)
         else:
             rows = self._padding_rows(signature.batch)
             tokens, positions, inputs = self._batch.decode_inputs(rows)
-            self.graphs.make(signature, tokens, positions, self._plans(inputs))
+            self.graphs.build(signature, tokens, positions, self._plans(inputs))
             self._decode_steps[signature.batch] = self._decode_step_of(signature, rows)
         self._made.add(signature)
 
     def _capture_prefill(
-        self, signature: Signature, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
+        self,
+        signature: GraphSignature,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: Sequence[StepInput],
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
         # The number of real tokens is also on the device; the captured step must not contain the host's
         # number.
         full = [
-            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, AttentionInput) else step
+            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, PagedInput) else step
             for step in inputs
         ]
 
@@ -296,7 +301,7 @@ class Runner:
 
         return self._device.capture(forward, [tokens, positions, *_tensors_of(inputs)])
 
-    def _decode_step_of(self, signature: Signature, padding: torch.Tensor) -> DecodeStep:
+    def _decode_step_of(self, signature: GraphSignature, padding: torch.Tensor) -> DecodeStep:
         def forward(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
             return self._model.logits(self._forward(signature, tokens, positions, inputs)), positions
@@ -319,7 +324,7 @@ class Runner:
 
     def _forward(
         self,
-        signature: Signature,
+        signature: GraphSignature,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         inputs: Sequence[StepInput],

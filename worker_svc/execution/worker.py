@@ -18,7 +18,7 @@ from worker_svc.execution.memory_budget import MemoryBudget, check_weights
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
-from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
@@ -28,7 +28,7 @@ from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
 
 if TYPE_CHECKING:
-    from worker_svc.vllm_adapter.engine import VllmModel
+    from worker_svc.vllm_adapter.model import VllmModel
 
 _WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE_WINDOW}
 
@@ -111,16 +111,17 @@ class Worker:
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device)
         options = graph_options(settings, self.device)
-        from worker_svc.vllm_adapter import engine, startup
+        from worker_svc.vllm_adapter import startup
+        from worker_svc.vllm_adapter.model import VllmModel
 
         startup.prepare(self.device)
         imported = time.monotonic()
-        self._model = engine.VllmModel(
+        self._model = VllmModel(
             self.folder,
             self.device,
             dtype=settings.dtype,
-            load_format=settings.load_format,
             seed=settings.seed,
+            dummy_weights=settings.load_format == "dummy",
             trust_remote_code=settings.trust_remote_code,
             compiled=options.level > 0,
         )

@@ -1,6 +1,6 @@
-"""Graph capture: a step of a model is run once, and the calls that reach PyTorch's dispatcher are recorded.
+"""Graph capture: runs a step of a model once and records the calls that reach PyTorch's dispatcher.
 
-What is done with a recording is another matter: ``replay`` runs the same kernels again, ``pieces`` makes graphs for a compiler.
+Other modules use the recording: ``replay`` runs the same kernels again, ``graph_partition`` builds graphs for a compiler.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,53 +12,61 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from worker_svc.devices.base import AttentionShape
+from worker_svc.devices.attention import AttentionCall
 
 _aten: Any = torch.ops.aten
 ALLOCATIONS = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )
-# What such operators return follows from data, or from chance; a list of kernels that is fixed beforehand cannot follow.
+"""Operators that only allocate."""
+# The results of such operators depend on data or chance, which a fixed list of kernels cannot reproduce.
 _UNRECORDABLE = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
-    torch.Tag.inplace_view,  # what an earlier call was given would look different by now
+    torch.Tag.inplace_view,  # changes the shape of a tensor that earlier calls took
 )
 
 
-class NotStatic(Exception):  # noqa: N818 - says what the step is
-    """The step cannot be recorded: what it does depends on its data. The text names the operator."""
+class NotStatic(Exception):  # noqa: N818 - a property of the step, not an error
+    """The step cannot be recorded because its work depends on its data. The text names the operator."""
 
 
 @dataclass(frozen=True)
-class Ran:
-    """One call of an operator as it was made."""
+class TracedCall:
+    """One operator call as it was made, a view or an allocation included."""
 
     op: Any
+    """The operator's overload."""
     args: Sequence[Any]
+    """Its positional arguments."""
     kwargs: Mapping[str, Any]
+    """Its keyword arguments."""
     result: Any
+    """What it returned."""
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One kernel that a replay runs."""
 
     op: Any
+    """The operator's overload."""
     args: Sequence[Any]
+    """Its positional arguments."""
     kwargs: Mapping[str, Any]
+    """Its keyword arguments."""
     result: Any
-    """What a replay writes; ``None`` if the operator writes its arguments."""
+    """The tensors that a replay writes; ``None`` if the operator writes its arguments."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it reads or writes."""
+        """Every tensor that the call reads or writes."""
         for leaf in tree_iter((self.args, self.kwargs, self.result)):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
 
     def written(self) -> Iterator[torch.Tensor]:
-        """What it writes."""
+        """The tensors that the call writes."""
         if self.result is not None:
             yield from (leaf for leaf in tree_iter(self.result) if isinstance(leaf, torch.Tensor))
             return
@@ -68,119 +76,107 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """A place where a replay calls the device with the step's plan."""
+class LayerAttention:
+    """A place in a step where a replay calls the device with the step's plan."""
 
     layer: str
-    shape: AttentionShape
-    query: torch.Tensor
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-    cache: torch.Tensor
-    output: torch.Tensor
-    sinks: torch.Tensor | None = None
-    """A weight: it stays where it is."""
+    """The layer's name, the key of its plan."""
+    call: AttentionCall
+    """The recorded tensors."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it reads or writes, but for cache and sinks."""
-        for tensor in (self.query, self.key, self.value, self.output):
+        """Every tensor that the call reads or writes, except the cache and the sinks, whose addresses never change."""
+        for tensor in (self.call.query, self.call.key, self.call.value, self.call.output):
             if tensor is not None:
                 yield tensor
 
     def written(self) -> Iterator[torch.Tensor]:
-        """What it writes; keys and values too, so that they are never taken for constants."""
+        """The tensors that the call writes. Query, key and value count too, so that they are never taken for constants."""
         return self.tensors()
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is run under it."""
+    """Records the calls that run under it."""
 
     def __init__(self) -> None:
-        """Starts with nothing."""
+        """Starts with an empty recording."""
         super().__init__()
-        self._calls: list[Call | Attention] = []
-        # All that ran, views and allocations too. It also keeps every tensor: a storage must not go and its place be given to another
-        # while we tell storages by their place.
-        self._trace: list[Ran | Attention] = []
-        self._born: set[int] = set()
+        self._calls: list[KernelCall | LayerAttention] = []
+        # The trace also keeps every tensor alive: a freed storage's id could be given to another storage.
+        self._trace: list[TracedCall | LayerAttention] = []
+        self._allocated: set[int] = set()
 
-    def attend(
-        self,
-        layer: str,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Records a call of the device's attention; arguments are those of ``Device.attend``. What it would write is left undefined."""
-        call = Attention(layer, shape, query, key, value, cache, output, sinks)
-        self._calls.append(call)
-        self._trace.append(call)
+    def attend(self, layer: str, call: AttentionCall) -> None:
+        """Records a call of ``Device.attend`` without running it, so its output stays undefined."""
+        recorded = LayerAttention(layer, call)
+        self._calls.append(recorded)
+        self._trace.append(recorded)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operator and remembers it.
+        """Runs an operator and records it.
 
         Raises:
-            NotStatic: for one whose result's shape or value cannot be known beforehand.
+            NotStatic: if the shape or the value of its result depends on data or chance.
         """
         del types
         kwargs = kwargs or {}
         if any(tag in func.tags for tag in _UNRECORDABLE):
             raise NotStatic(f"{func} depends on data")
         result = func(*args, **kwargs)
-        self._trace.append(Ran(func, args, kwargs, result))
+        self._trace.append(TracedCall(func, args, kwargs, result))
         if func.overloadpacket in ALLOCATIONS:
-            self._born.add(place_of(result))
+            self._allocated.add(storage_id(result))
             return result
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):  # noqa: SLF001 - the only way to an operator's schema
-            self._calls.append(Call(func, args, kwargs, None))
+            self._calls.append(KernelCall(func, args, kwargs, None))
             return result
-        given = {place_of(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {storage_id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             raise NotStatic(f"{func} returns no tensor")
-        if not all(place_of(tensor) in given for tensor in made):  # otherwise they are views
-            self._born |= {place_of(tensor) for tensor in made} - given
-            self._calls.append(Call(func, args, kwargs, result))
+        if not all(storage_id(tensor) in given for tensor in made):  # otherwise they are views
+            self._allocated |= {storage_id(tensor) for tensor in made} - given
+            self._calls.append(KernelCall(func, args, kwargs, result))
         return result
 
     def finish(self, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> "Recording":
-        """What was recorded.
+        """Returns the recording.
 
         Args:
-            inputs: tensors that the step reads and that another step would have others of.
-            output: the tensor that holds the result.
+            inputs: tensors that the step reads and that differ from step to step.
+            output: the tensor that holds the step's result.
         """
-        return Recording(tuple(self._calls), tuple(self._trace), frozenset(self._born), tuple(inputs), output)
+        return Recording(
+            tuple(self._calls), tuple(self._trace), frozenset(self._allocated), tuple(inputs), output
+        )
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A step as it ran once, ready to be made a graph of."""
+    """One recorded step, from which graphs are built."""
 
-    calls: Sequence[Call | Attention]
+    calls: Sequence[KernelCall | LayerAttention]
     """Kernels and attention, in order."""
-    trace: Sequence[Ran | Attention]
+    trace: Sequence[TracedCall | LayerAttention]
     """The same with views and allocations."""
-    born: AbstractSet[int]
-    """Storages that were made while recording."""
+    allocated: AbstractSet[int]
+    """Ids of the storages that were allocated while recording."""
     inputs: tuple[torch.Tensor, ...]
+    """Tensors that differ from step to step."""
     output: torch.Tensor
+    """The step's result."""
 
 
-def place_of(tensor: torch.Tensor) -> int:
-    """Tells storages apart."""
-    place: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - data_ptr() is 0 for all empty ones
-    return place
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's storage."""
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - data_ptr() is 0 for every empty storage
+    return address
 
 
 def by_argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """An operator's declared arguments and what was given for them."""
+    """Pairs an operator's declared arguments with the given values."""
     for index, argument in enumerate(op._schema.arguments):  # noqa: SLF001 - see above
         if index < len(args):
             yield argument, args[index]

@@ -1,9 +1,9 @@
-"""Compiled code on disk: one folder a configuration, complete or absent.
+"""Compiled code on disk: one folder for each configuration, complete or absent.
 
-An entry is keyed by everything that its code depends on. Its folder is what the compiler uses as its own cache, so that a warm start
-finds each kernel there. It is filled under another name and renamed when it is complete, after its manifest with the checksum of every
-file was written: whoever is killed on the way leaves nothing that could be taken for an entry, and of two processes that fill the same
-entry the first one wins. A folder holds no absolute path that matters, so it may be copied to another machine of the kind.
+An entry's key is a hash of everything that its code depends on. Compilers use the entry's folder as their own cache, so a warm start
+finds every kernel there. An entry is filled under a temporary name. When it is complete, a manifest with the checksum of every file is
+written and the folder is renamed: a killed process never leaves a partial entry, and of two processes that fill the same entry the
+first one wins. A folder contains no absolute paths that matter, so it may be copied to another machine of the same kind.
 """
 
 import contextlib
@@ -23,50 +23,50 @@ from typing import Any, Final
 from protos.errors import ConfigurationRefused
 
 MANIFEST: Final = "manifest.json"
-# Left by whoever was killed while filling an entry; nobody compiles for longer.
+# Folders older than this were left by a killed process; no compilation takes as long.
 _ABANDONED_S: Final = 6 * 3600.0
-_FILLING: Final = ".filling-"
+_PENDING: Final = ".filling-"
 _KEY: Final = re.compile(r"[0-9a-f]{32}")
-# What a compiler keeps beside its results, and what differs from run to run.
+# Files that a compiler keeps beside its results and that differ from run to run.
 _TRANSIENT: Final = (".lock", ".tmp", ".pid")
-# Where compilers look for their cache.
+# By variable that names a compiler's cache, the folder within an entry.
 _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-class DamagedEntry(Exception):  # noqa: N818 - says what it is
-    """An entry whose files are not those that were written; the text names the first."""
+class DamagedEntry(Exception):  # noqa: N818 - a state, not an error
+    """An entry's files differ from those that were written. The text names the first."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an entry says about itself."""
+    """An entry's description of itself."""
 
     fields: Mapping[str, str]
-    """What the code depends on."""
+    """What the code depends on; see ``fingerprint``."""
     graphs: Sequence[str]
-    """The signatures that it holds, in words."""
+    """The signatures of the entry's graphs, in words."""
     seconds: float
-    """What compiling took."""
+    """How long compiling took."""
     created: float
     """Seconds since the epoch."""
     files: Mapping[str, str]
-    """SHA-256 of each file, by its path within the entry."""
+    """SHA-256 of each file, by path within the entry."""
 
     @property
     def key(self) -> str:
-        """The entry's name."""
+        """The name of the entry's folder."""
         return key_of(self.fields)
 
 
 def key_of(fields: Mapping[str, str]) -> str:
-    """The name of the entry for these fields."""
+    """The name of the folder of the entry with these fields."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """One line a field that differs."""
+    """One line for each field that differs, in the order of their names."""
     return [
-        f"{name}: {wanted.get(name, '(none)')} is wanted, {found.get(name, '(none)')} is precompiled"
+        f"{name}: {wanted.get(name, '(none)')} is needed, {found.get(name, '(none)')} is precompiled"
         for name in sorted({*wanted, *found})
         if wanted.get(name) != found.get(name)
     ]
@@ -80,11 +80,11 @@ class CompileCache:
     """
 
     def __init__(self, root: Path) -> None:
-        """Looks at nothing yet."""
+        """Reads nothing yet."""
         self.root = root
 
     def entries(self) -> list[str]:
-        """The entries' names, damaged ones included."""
+        """The keys of all entries, damaged ones included."""
         if not self.root.is_dir():
             return []
         return sorted(
@@ -92,19 +92,19 @@ class CompileCache:
         )
 
     def read(self, key: str) -> Manifest | None:
-        """An entry's manifest, or ``None`` if there is no such entry.
+        """Reads an entry's manifest; ``None`` if there is no such entry.
 
         Raises:
-            DamagedEntry: if it cannot be read.
+            DamagedEntry: if the manifest cannot be read.
         """
         path = self.root / key / MANIFEST
         try:
-            said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             manifest = Manifest(
-                said["fields"], said["graphs"], float(said["seconds"]), float(said["created"]), said["files"]
+                data["fields"], data["graphs"], float(data["seconds"]), float(data["created"]), data["files"]
             )
             if manifest.key != key:
-                raise DamagedEntry(f"{path} is that of another entry, {manifest.key}")
+                raise DamagedEntry(f"{path} belongs to another entry, {manifest.key}")
         except FileNotFoundError:
             if path.parent.is_dir():
                 raise DamagedEntry(f"{path} is missing") from None
@@ -114,10 +114,10 @@ class CompileCache:
         return manifest
 
     def verify(self, key: str) -> Manifest | None:
-        """The same, once every file was found to be what was written.
+        """Reads an entry's manifest and compares every file with its checksum.
 
         Raises:
-            DamagedEntry: naming the first file that is not.
+            DamagedEntry: if a file differs; names the first.
         """
         manifest = self.read(key)
         if manifest is not None:
@@ -128,11 +128,11 @@ class CompileCache:
                 except OSError:
                     good = False
                 if not good:
-                    raise DamagedEntry(f"{path} is missing or not what was written")
+                    raise DamagedEntry(f"{path} is missing or has changed")
         return manifest
 
     def nearest(self, fields: Mapping[str, str]) -> Manifest | None:
-        """The entry that differs in the fewest fields, damaged ones left out; ``None`` if there are none."""
+        """The intact entry that differs in the fewest fields; ``None`` if there is none."""
         found = []
         for key in self.entries():
             with contextlib.suppress(DamagedEntry):
@@ -141,57 +141,62 @@ class CompileCache:
         return min(found, key=lambda each: len(differences(fields, each.fields)), default=None)
 
     def remove(self, key: str) -> None:
-        """Removes an entry: first it ceases to be one, then its files go."""
-        gone = self.root / f"{_FILLING}{key}-{uuid.uuid4().hex}"
+        """Removes an entry. Renames it first, so that no process finds it half removed."""
+        gone = self.root / f"{_PENDING}{key}-{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             (self.root / key).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def remove_abandoned(self, *, older_than: float = _ABANDONED_S) -> int:
-        """Removes what killed processes left; returns how many folders.
+        """Removes folders that killed processes left; returns their number.
 
         Args:
-            older_than: seconds since the folder was made. A younger one may be somebody's who is at work.
+            older_than: seconds since a folder was made. A younger folder may belong to a process that is still compiling.
         """
         count = 0
-        for path in self.root.glob(f"{_FILLING}*"):
+        for path in self.root.glob(f"{_PENDING}*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime >= older_than:
                     shutil.rmtree(path, ignore_errors=True)
                     count += 1
         return count
 
-    def fill(self, fields: Mapping[str, str]) -> "Filling":
-        """A new folder for the entry of these fields.
+    def begin(self, fields: Mapping[str, str]) -> "PendingEntry":
+        """Creates a folder for a new entry with these fields.
 
         Raises:
             ConfigurationRefused: if the cache cannot be written.
         """
-        folder = self.root / f"{_FILLING}{key_of(fields)}-{uuid.uuid4().hex}"
+        folder = self.root / f"{_PENDING}{key_of(fields)}-{uuid.uuid4().hex}"
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             raise ConfigurationRefused(
-                f"the compile cache {self.root} cannot be written ({error.strerror}); change --compile-cache-dir"
+                f"cannot write to the compile cache {self.root} ({error.strerror}); change --compile-cache-dir"
             ) from error
-        return Filling(self, folder, fields)
+        return PendingEntry(self, folder, fields)
 
 
-class Filling:
-    """An entry while it is made.
+class PendingEntry:
+    """An entry that is being filled.
 
     Attributes:
-        folder: where compilers are to put their files.
+        folder: where compilers put their files.
     """
 
     def __init__(self, cache: CompileCache, folder: Path, fields: Mapping[str, str]) -> None:
-        """Use :meth:`CompileCache.fill`."""
+        """Use :meth:`CompileCache.begin`."""
         self._cache = cache
         self._fields = dict(fields)
         self.folder = folder
 
     def commit(self, graphs: Sequence[str], seconds: float) -> None:
-        """Makes it an entry, unless another process was faster."""
+        """Turns the folder into an entry, unless another process was faster.
+
+        Args:
+            graphs: the signatures of its graphs, in words.
+            seconds: how long compiling took.
+        """
         files = {
             path.relative_to(self.folder).as_posix(): _sha256(path)
             for path in sorted(self.folder.rglob("*"))
@@ -208,11 +213,11 @@ class Filling:
         key = key_of(self._fields)
         target = self._cache.root / key
         try:
-            there = self._cache.verify(key) is not None
+            exists = self._cache.verify(key) is not None
         except DamagedEntry:
-            there = False
+            exists = False
             self._cache.remove(key)
-        if there:
+        if exists:
             self.discard()
         else:
             try:
@@ -220,16 +225,16 @@ class Filling:
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                self.discard()  # somebody else's came in this moment
+                self.discard()  # another process committed the entry just now
         self.folder = target
 
     def discard(self) -> None:
-        """Removes what was made."""
+        """Removes the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def point_compilers_at(folder: Path) -> None:
-    """Has compilers keep their files in a folder, from now on."""
+def set_compiler_cache_dirs(folder: Path) -> None:
+    """Makes compilers keep their files in ``folder`` from now on."""
     os.environ.update({name: str(folder / part) for name, part in _VARIABLES.items()})
 
 

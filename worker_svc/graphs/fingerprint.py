@@ -1,4 +1,4 @@
-"""What compiled code depends on, as named fields: equal fields, equal code."""
+"""What compiled code depends on, as named fields. Equal fields mean equal code."""
 
 import hashlib
 import importlib.metadata
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from worker_svc.devices import Device
+from worker_svc.devices.base import Device
 from worker_svc.plans.geometry import Geometry, KvGroup
 
-# Raise it when the graphs that we make of the same model change.
+# Raise it when we build other graphs from the same model.
 GRAPH_REVISION: Final = 1
 _SAFETENSORS_LENGTH_BYTES: Final = 8
 _SAMPLE_BYTES: Final = 4096
-# Fields of a configuration that say where it comes from, not what the model computes.
+# Fields of a configuration that name its origin and do not affect what the model computes.
 _ORIGIN: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -29,29 +29,29 @@ def code_fields(
     groups: Sequence[KvGroup],
     geometry: Geometry,
     sizes: Sequence[int] | None,
-    made_up: int | None = None,
+    dummy_seed: int | None = None,
 ) -> dict[str, str]:
-    """The fields of a configuration.
+    """Returns the fields of a configuration.
 
     Args:
         folder: the model's.
-        device: that the code is for.
-        level: of optimization.
+        device: the device that the code is for.
+        level: the optimization level.
         dtype: of weights and activations.
-        quantization: of the weights, by name.
+        quantization: the name of the weights' quantization.
         groups: the model's KV groups.
-        geometry: static shapes. The number of blocks is no part of the code, except on a device whose graphs take whole caches.
-        sizes: decode buckets that code is generated for; ``None`` for all.
-        made_up: the seed of weights that are not read but made up.
+        geometry: static shapes. Code depends on the number of blocks only if the device's graphs take whole caches.
+        sizes: decode buckets whose kernels are compiled; ``None`` for all.
+        dummy_seed: the seed of dummy weights; ``None`` if the weights are read.
     """
     fields = {
         "model": _config_digest(folder),
         "weights": (
-            f"made up, seed {made_up}"
-            if made_up is not None and device.weights_are_constants
-            else weights_fingerprint(folder, contents=device.weights_are_constants)
-            if made_up is None
-            else "made up"
+            weights_fingerprint(folder, contents=device.weights_are_constants)
+            if dummy_seed is None
+            else f"dummy, seed {dummy_seed}"
+            if device.weights_are_constants
+            else "dummy"
         ),
         "dtype": dtype,
         "quantization": quantization or "none",
@@ -69,7 +69,7 @@ def code_fields(
         "graph_revision": str(GRAPH_REVISION),
         "version:python": platform.python_version(),
     }
-    if code := sorted(folder.glob("*.py")):  # a model that brings its own
+    if code := sorted(folder.glob("*.py")):  # the model brings its own code
         fields["model_code"] = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
     if device.caches_are_inputs:
         fields["num_blocks"] = ",".join(map(str, geometry.num_blocks))
@@ -80,12 +80,12 @@ def code_fields(
 
 
 def weights_fingerprint(folder: Path, *, contents: bool) -> str:
-    """SHA-256 of the weight files' headers: every tensor's name, shape, type and place.
+    """Hashes the headers of the weight files: every tensor's name, shape, type and offset.
 
     Args:
-        folder: with safetensors.
-        contents: whether the values matter too. Of each tensor the beginning, the middle and the end are hashed: enough to tell trained models
-            apart without reading all of them.
+        folder: has the safetensors files.
+        contents: whether to hash values too. Start, middle and end of each tensor distinguish trained models without reading
+            every byte.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,7 +1,7 @@
-"""A recorded step as graphs for a compiler: cut at attention, one graph for all cuts of the same structure.
+"""Partitions a recorded step into graphs for a compiler: one subgraph between two calls of attention.
 
-Decoder layers differ in their weights alone. What lies between one layer's attention and the next therefore becomes the same graph
-with other inputs, and is compiled once, not once a layer.
+Decoder layers differ only in their weights. The subgraphs between their calls of attention therefore have the same structure and
+differ in their inputs, so the compiler runs once for all layers.
 """
 
 import hashlib
@@ -14,79 +14,84 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_iter, tree_map
 
-from worker_svc.graphs.capture import ALLOCATIONS, Attention, Ran, Recording, place_of
+from worker_svc.graphs.capture import ALLOCATIONS, LayerAttention, Recording, TracedCall, storage_id
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What runs between two calls of attention."""
+class Subgraph:
+    """The operator calls between two calls of attention."""
 
     module: fx.GraphModule
-    """Takes the inputs in order, returns a tuple of the outputs."""
+    """Takes the inputs in order and returns a tuple of the outputs."""
     inputs: tuple[torch.Tensor, ...]
-    """As recorded: weights and other constants, the step's inputs, attention's results and what earlier pieces made."""
+    """The recorded tensors: constants such as weights, the step's inputs, results of attention and of earlier subgraphs."""
     outputs: tuple[torch.Tensor, ...]
-    """As recorded."""
+    """The recorded tensors."""
     structure: str
-    """SHA-256 of everything about the graph but what its inputs hold."""
+    """SHA-256 of the whole graph except its inputs' contents."""
 
 
-def cut(recording: Recording) -> list[Piece | Attention]:
-    """The step as pieces and attention, in the order in which they run."""
-    runs: list[list[Ran] | Attention] = [[]]
+def partition(recording: Recording) -> list[Subgraph | LayerAttention]:
+    """Splits the step at its calls of attention. Returns subgraphs and attention in the order in which they run."""
+    runs: list[list[TracedCall] | LayerAttention] = [[]]
     for call in recording.trace:
-        if isinstance(call, Attention):
+        if isinstance(call, LayerAttention):
             runs += [call, []]
         else:
             assert isinstance(runs[-1], list)
             runs[-1].append(call)
-    # Who needs what, from the end: an output is what something later reads.
-    wanted = {id(recording.output)}
+    # A subgraph's outputs are the tensors that later calls read, found from the end.
+    read_later = {id(recording.output)}
     needed: list[set[int]] = []
     for run in reversed(runs):
-        needed.append(set(wanted))
-        calls = [run] if isinstance(run, Attention) else run
+        needed.append(set(read_later))
+        calls = [run] if isinstance(run, LayerAttention) else run
         for call in calls:
-            wanted |= {id(tensor) for tensor in _read(call)}
+            read_later |= {id(tensor) for tensor in _read(call)}
     needed.reverse()
-    written_by_attention = {place_of(run.output) for run in runs if isinstance(run, Attention)}
-    steps: list[Piece | Attention] = []
+    written_by_attention = {storage_id(run.call.output) for run in runs if isinstance(run, LayerAttention)}
+    steps: list[Subgraph | LayerAttention] = []
     for run, later in zip(runs, needed, strict=True):
-        if isinstance(run, Attention):
+        if isinstance(run, LayerAttention):
             steps.append(run)
         elif run:
             builder = _Builder(written_by_attention)
             for call in run:
                 builder.add(call)
-            piece = builder.piece(later)
-            if piece is not None:
-                steps.append(piece)
+            subgraph = builder.build(later)
+            if subgraph is not None:
+                steps.append(subgraph)
     return steps
 
 
-def _read(call: Ran | Attention) -> list[torch.Tensor]:
-    if isinstance(call, Attention):
+def _read(call: TracedCall | LayerAttention) -> list[torch.Tensor]:
+    if isinstance(call, LayerAttention):
         return list(call.tensors())
     return [leaf for leaf in tree_iter((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass
 class _Builder:
-    """Makes one graph of the calls that it is given."""
+    """Builds one subgraph from operator calls."""
 
-    elsewhere: set[int]
-    """Storages that attention writes. They are made before the step and given to it, not made by a graph."""
+    external: set[int]
+    """Ids of the storages that attention writes. They are allocated before the step, so no subgraph allocates them."""
     graph: fx.Graph = field(default_factory=fx.Graph)
+    """The graph so far."""
     nodes: dict[int, fx.Node] = field(default_factory=dict)
+    """By id of a tensor, the node that computes it."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Tensors that the subgraph computes, by id."""
     inputs: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that the subgraph reads."""
     placeholders: list[fx.Node] = field(default_factory=list)
+    """The nodes of the inputs."""
 
-    def add(self, call: Ran) -> None:
+    def add(self, call: TracedCall) -> None:
         """Appends a call."""
-        if call.op.overloadpacket in ALLOCATIONS and place_of(call.result) in self.elsewhere:
+        if call.op.overloadpacket in ALLOCATIONS and storage_id(call.result) in self.external:
             return
-        args, kwargs = tree_map(self._given, (tuple(call.args), dict(call.kwargs)))
+        args, kwargs = tree_map(self._as_node, (tuple(call.args), dict(call.kwargs)))
         node = self.graph.call_function(call.op, args, kwargs)
         if isinstance(call.result, torch.Tensor):
             self._name(call.result, node)
@@ -95,8 +100,12 @@ class _Builder:
                 if isinstance(leaf, torch.Tensor):
                     self._name(leaf, self.graph.call_function(operator.getitem, (node, index)))
 
-    def piece(self, later: set[int]) -> Piece | None:
-        """The graph, with those tensors as outputs that are read later; ``None`` if there is nothing to do."""
+    def build(self, later: set[int]) -> Subgraph | None:
+        """Finishes the subgraph; ``None`` if it would compute nothing.
+
+        Args:
+            later: ids of the tensors that later calls read; they become outputs.
+        """
         outputs = {key: tensor for key, tensor in self.made.items() if key in later}
         self.graph.output(tuple(self.nodes[key] for key in outputs))
         self.graph.eliminate_dead_code(_has_effect)
@@ -109,20 +118,20 @@ class _Builder:
             else:
                 self.graph.erase_node(node)
         module = fx.GraphModule(torch.nn.Module(), self.graph)
-        return Piece(module, tuple(inputs), tuple(outputs.values()), _structure(self.graph, inputs))
+        return Subgraph(module, tuple(inputs), tuple(outputs.values()), _structure(self.graph, inputs))
 
     def _name(self, tensor: torch.Tensor, node: fx.Node) -> None:
         if id(tensor) in self.nodes and id(tensor) not in self.made:
-            return  # an input, written in place
+            return  # an input that the call writes in place
         self.nodes[id(tensor)] = node
-        if place_of(tensor) not in self.elsewhere:
+        if storage_id(tensor) not in self.external:
             self.made[id(tensor)] = tensor
 
-    def _given(self, value: Any) -> Any:
+    def _as_node(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in self.nodes:
-            # Placeholders come first, whenever they are found to be needed.
+            # Placeholders precede all other nodes, even if they are found later.
             first = next(iter(self.graph.nodes), None)
             at = (
                 self.graph.inserting_after(self.placeholders[-1])
@@ -138,7 +147,7 @@ class _Builder:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether a call does something besides returning a result."""
+    """Whether a call does more than return a result."""
     if node.op != "call_function":
         return True
     schema = getattr(node.target, "_schema", None)

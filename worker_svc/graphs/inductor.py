@@ -1,4 +1,4 @@
-"""A recorded step as generated code: a compiler makes kernels of what lies between the calls of attention."""
+"""A recorded step as compiled code: TorchInductor compiles the subgraphs between the calls of attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,48 +7,50 @@ from typing import Any
 import torch
 from torch import fx
 
+from worker_svc.devices.attention import AttentionCall
 from worker_svc.devices.base import Device
-from worker_svc.graphs.capture import Attention, Recording
-from worker_svc.graphs.graph_partition import Piece, cut
-from worker_svc.graphs.replay import Planned
+from worker_svc.graphs.capture import LayerAttention, Recording
+from worker_svc.graphs.graph_partition import Subgraph, partition
+from worker_svc.graphs.replay import HasPlan
 
-Compiled = Callable[..., Sequence[torch.Tensor]]
-_PLAIN = 2
+CompiledSubgraph = Callable[..., Sequence[torch.Tensor]]
+# Above this optimization level, the compiler tries variants of each matrix product.
+_UNTUNED = 2
 
 
-class Compiler:
-    """Compiles pieces, each structure once.
+class SubgraphCompiler:
+    """Compiles subgraphs, each structure once.
 
     Attributes:
-        num_misses: structures that the compiler's cache did not have.
+        num_misses: structures that were not in the compiler's cache.
     """
 
     def __init__(self, level: int) -> None:
         """Compiles nothing yet.
 
         Args:
-            level: 2, or 3 to also try variants of each matrix product and keep the fastest.
+            level: 2 to compile, 3 to also try variants of each matrix product and keep the fastest.
         """
-        # Small kernels that do not depend on one another, such as the rotations of queries and keys, run as one.
+        # Merges small independent kernels, such as the rotary positions of queries and keys.
         self._patches = {"combo_kernels": True}
-        if level > _PLAIN:
+        if level > _UNTUNED:
             self._patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
-        self._by_structure: dict[str, Compiled] = {}
+        self._by_structure: dict[str, CompiledSubgraph] = {}
         self.num_misses = 0
 
     @property
     def num_structures(self) -> int:
-        """Different pieces so far."""
+        """The number of different structures so far."""
         return len(self._by_structure)
 
-    def compile(self, piece: Piece) -> Compiled:
-        """The piece as a function of its inputs, that returns its outputs."""
-        known = self._by_structure.get(piece.structure)
+    def compile(self, subgraph: Subgraph) -> CompiledSubgraph:
+        """Compiles a subgraph to a function that takes its inputs and returns its outputs."""
+        known = self._by_structure.get(subgraph.structure)
         if known is None:
             before = _misses()
-            known = _compile(piece.module, piece.inputs, self._patches)
+            known = _compile(subgraph.module, subgraph.inputs, self._patches)
             self.num_misses += _misses() > before
-            self._by_structure[piece.structure] = known
+            self._by_structure[subgraph.structure] = known
         return known
 
 
@@ -58,14 +60,16 @@ def _misses() -> int:
     return counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
 
 
-def _compile(module: fx.GraphModule, inputs: Sequence[torch.Tensor], patches: Mapping[str, Any]) -> Compiled:
+def _compile(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], patches: Mapping[str, Any]
+) -> CompiledSubgraph:
     from torch._inductor import standalone_compile
 
     with torch.inference_mode(mode=False), torch.no_grad():
         examples: list[Any] = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
         ]
-        compiled: Compiled = standalone_compile(
+        compiled: CompiledSubgraph = standalone_compile(
             module, examples, dynamic_shapes="from_example_inputs", options={"config_patches": dict(patches)}
         )
     return compiled
@@ -73,53 +77,89 @@ def _compile(module: fx.GraphModule, inputs: Sequence[torch.Tensor], patches: Ma
 
 @dataclass(frozen=True)
 class _Run:
-    function: Compiled
+    """Runs a compiled subgraph."""
+
+    function: CompiledSubgraph
+    """The compiled code."""
     reads: tuple[int, ...]
+    """Indices of its inputs among the step's values."""
     writes: tuple[int, ...]
+    """Indices of its outputs."""
 
 
 @dataclass(frozen=True)
 class _Attend:
+    """Calls the device's attention."""
+
     layer: str
-    call: Callable[[Sequence[torch.Tensor | None], Any], None]
+    """The layer's name, the key of its plan."""
+    recorded: AttentionCall
+    """Has the cache, the sinks and the parameters, which are the same in every step."""
+    query: int
+    """Index of the query among the step's values; likewise the next three."""
+    key: int | None
+    value: int | None
+    output: int
+
+    def call(self, values: Sequence[torch.Tensor | None]) -> AttentionCall:
+        """The call with this step's tensors."""
+        query, output = values[self.query], values[self.output]
+        assert query is not None
+        assert output is not None
+        key = None if self.key is None else values[self.key]
+        value = None if self.value is None else values[self.value]
+        recorded = self.recorded
+        return AttentionCall(recorded.params, query, key, value, recorded.cache, output, recorded.sinks)
 
 
-class GeneratedGraph:
-    """A step of compiled pieces."""
+class InductorGraph:
+    """A step whose subgraphs are compiled. Attention stays a call of the device."""
 
-    def __init__(self, recording: Recording, device: Device, compiler: Compiler) -> None:
-        """Compiles what is new in it."""
-        places: dict[int, int] = {}
+    def __init__(self, recording: Recording, device: Device, compiler: SubgraphCompiler) -> None:
+        """Compiles the subgraphs of structures that the compiler has not seen.
+
+        Args:
+            recording: the step.
+            device: runs the attention.
+            compiler: shared by all graphs of a model.
+        """
+        indices: dict[int, int] = {}
+        self._device = device
         self._initial: list[torch.Tensor | None] = []
 
-        def place(tensor: torch.Tensor, *, constant: bool) -> int:
-            if id(tensor) not in places:
-                places[id(tensor)] = len(self._initial)
+        def index_of(tensor: torch.Tensor, *, constant: bool = True) -> int:
+            """The tensor's index among the step's values; a constant has the same value in every step."""
+            if id(tensor) not in indices:
+                indices[id(tensor)] = len(self._initial)
                 self._initial.append(tensor if constant else None)
-            return places[id(tensor)]
+            return indices[id(tensor)]
 
-        self._inputs = tuple(place(tensor, constant=False) for tensor in recording.inputs)
+        self._inputs = tuple(index_of(tensor, constant=False) for tensor in recording.inputs)
         self._steps: list[_Run | _Attend] = []
-        for step in cut(recording):
-            if isinstance(step, Attention):
-                self._steps.append(_attend(step, device, lambda tensor: place(tensor, constant=True)))
+        for step in partition(recording):
+            if isinstance(step, LayerAttention):
+                call = step.call
+                query, output = index_of(call.query), index_of(call.output)
+                key = None if call.key is None else index_of(call.key)
+                value = None if call.value is None else index_of(call.value)
+                self._steps.append(_Attend(step.layer, call, query, key, value, output))
                 continue
-            reads = tuple(place(tensor, constant=True) for tensor in step.inputs)
-            writes = tuple(place(tensor, constant=False) for tensor in step.outputs)
+            reads = tuple(index_of(tensor) for tensor in step.inputs)
+            writes = tuple(index_of(tensor, constant=False) for tensor in step.outputs)
             self._steps.append(_Run(compiler.compile(step), reads, writes))
-        self._output = place(recording.output, constant=True)
+        self._output = index_of(recording.output)
         self.num_kernels = sum(isinstance(step, _Run) for step in self._steps)
         self.num_bytes = 0
 
     @torch.inference_mode()
-    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, HasPlan]) -> torch.Tensor:
         """Runs the step; see ``replay.KernelGraph.replay``."""
         values = list(self._initial)
         for index, tensor in zip(self._inputs, inputs, strict=True):
             values[index] = tensor
         for step in self._steps:
             if isinstance(step, _Attend):
-                step.call(values, plans[step.layer].plan)
+                self._device.attend(step.call(values), plans[step.layer].plan)
                 continue
             results = step.function(*[values[index] for index in step.reads])
             for index, result in zip(step.writes, results, strict=True):
@@ -127,19 +167,3 @@ class GeneratedGraph:
         output = values[self._output]
         assert output is not None
         return output
-
-
-def _attend(call: Attention, device: Device, place: Callable[[torch.Tensor], int]) -> _Attend:
-    query, output = place(call.query), place(call.output)
-    key = None if call.key is None else place(call.key)
-    value = None if call.value is None else place(call.value)
-
-    def attend(values: Sequence[torch.Tensor | None], plan: Any) -> None:
-        q, out = values[query], values[output]
-        assert q is not None
-        assert out is not None
-        k = None if key is None else values[key]
-        v = None if value is None else values[value]
-        device.attend(call.shape, q, k, v, call.cache, plan, out, call.sinks)
-
-    return _Attend(call.layer, attend)

@@ -1,4 +1,4 @@
-"""Finds a configuration's compiled code before the weights are loaded, or says what is in the way."""
+"""Finds a configuration's compiled code before the weights are loaded, or reports why there is none."""
 
 import atexit
 import shutil
@@ -11,42 +11,42 @@ from protos.logs import get_logger
 from worker_svc.graphs.compile_cache import (
     CompileCache,
     DamagedEntry,
-    Filling,
+    PendingEntry,
     differences,
     key_of,
-    point_compilers_at,
+    set_compiler_cache_dirs,
 )
 
-_WAY_OUT = "run triptych compile with the same settings, or drop --require-precompiled"
+_REMEDY = "run triptych compile with the same settings, or omit --require-precompiled"
 
 
 class CompiledCode:
-    """The code of one configuration, from the cache or about to be made.
+    """The compiled code of one configuration, found in the cache or about to be compiled.
 
     Attributes:
-        is_warm: whether an entry was found.
+        is_warm: whether the cache has the code.
         folder: where the compilers' files are.
     """
 
     def __init__(self, cache: CompileCache | None, fields: Mapping[str, str], *, required: bool) -> None:
-        """Looks it up.
+        """Looks for the code.
 
         Args:
-            cache: ``None`` for compiling afresh and keeping nothing.
+            cache: ``None`` to compile anew and keep nothing.
             fields: what the code depends on.
             required: whether to refuse to compile.
 
         Raises:
-            ConfigurationRefused: if it is required and not there, with every field that differs from the nearest entry.
+            ConfigurationRefused: if the code is required and missing; names every field that differs from the nearest entry.
         """
         self._log = get_logger()
         self._fields = dict(fields)
-        self._filling: Filling | None = None
+        self._pending: PendingEntry | None = None
         self.is_warm = False
         if cache is None:
             if required:
                 raise ConfigurationRefused(
-                    "precompiled code is required, and the compile cache is off (VLLM_DISABLE_COMPILE_CACHE); use one of the two"
+                    "--require-precompiled needs the compile cache, which VLLM_DISABLE_COMPILE_CACHE switches off; omit one of the two"
                 )
             self.folder = Path(tempfile.mkdtemp(prefix="triptych-code-"))
             atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
@@ -62,38 +62,38 @@ class CompiledCode:
                 cache.remove(key)
         if self.is_warm:
             self.folder = cache.root / key
-            self._log.info("precompiled", entry=key)
+            self._log.info("compiled_code_found", entry=key)
             return
         if not reasons:
             nearest = cache.nearest(fields)
             reasons = differences(fields, nearest.fields) if nearest else ["nothing is precompiled"]
         if required:
-            raise ConfigurationRefused(f"not precompiled in {cache.root}: {'; '.join(reasons)}; {_WAY_OUT}")
+            raise ConfigurationRefused(f"not precompiled in {cache.root}: {'; '.join(reasons)}; {_REMEDY}")
         for reason in reasons:
             self._log.warning(f"[PRECOMPILED_WARN] {reason}")
-        self._filling = cache.fill(fields)
-        self.folder = self._filling.folder
+        self._pending = cache.begin(fields)
+        self.folder = self._pending.folder
         atexit.register(self.discard)
 
-    def use(self) -> None:
-        """From now on compilers find and leave their files there."""
-        point_compilers_at(self.folder)
+    def activate(self) -> None:
+        """Makes compilers read and write the folder from now on."""
+        set_compiler_cache_dirs(self.folder)
 
     def discard(self) -> None:
-        """Keeps nothing of an entry that was about to be made."""
-        if self._filling is not None:
-            self._filling.discard()
-            self._filling = None
+        """Drops an entry that is not complete."""
+        if self._pending is not None:
+            self._pending.discard()
+            self._pending = None
 
-    def keep(self, graphs: Sequence[str], seconds: float) -> None:
-        """Completes the entry if it was about to be made.
+    def commit(self, graphs: Sequence[str], seconds: float) -> None:
+        """Completes the entry if the code was compiled anew.
 
         Args:
-            graphs: the signatures that it holds, in words.
-            seconds: what compiling took.
+            graphs: the signatures of its graphs, in words.
+            seconds: how long compiling took.
         """
-        if self._filling is not None:
-            self._filling.commit(graphs, seconds)
-            self.folder, self._filling = self._filling.folder, None
-            self.use()
-            self._log.info("precompiled_kept", entry=key_of(self._fields))
+        if self._pending is not None:
+            self._pending.commit(graphs, seconds)
+            self.folder, self._pending = self._pending.folder, None
+            self.activate()
+            self._log.info("compiled_code_stored", entry=key_of(self._fields))

@@ -1,7 +1,7 @@
-"""Graphs of kernels: a recorded step is replayed call by call, on fixed addresses, without the model's Python code.
+"""Kernel graphs: replays a recorded step call by call on fixed addresses, without the model's Python code.
 
-As in a CUDA graph, only on any device: the same kernels run on the same shapes as in the model's own forward, so the results are the
-same to the bit. Nothing is generated, so there is nothing to compile and to cache.
+This works like a CUDA graph on any device. The same kernels run on the same shapes as in the model's own forward, so the results are
+equal to the bit. No code is generated, so there is nothing to compile or cache.
 """
 
 import functools
@@ -9,23 +9,24 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from worker_svc.devices.attention import AttentionCall
 from worker_svc.devices.base import Device
-from worker_svc.graphs.capture import Attention, Call, Recording, place_of
+from worker_svc.graphs.capture import KernelCall, LayerAttention, Recording, storage_id
 
 ATTENTION = "attention"
-"""What a profile calls the device's attention, whatever that is made of."""
+"""The name of the device's attention in a profile, however many kernels it consists of."""
 
 _aten: Any = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.clone})  # noqa: SLF001 - an operator's name
 
 
-class Planned(Protocol):
+class HasPlan(Protocol):
     """A layer's attention metadata."""
 
     @property
@@ -35,39 +36,36 @@ class Planned(Protocol):
 
 
 @torch.inference_mode()
-def kernels_of(recording: Recording, device: Device) -> "KernelGraph":
-    """A recorded step, ready for replay.
+def build_kernel_graph(recording: Recording, device: Device) -> "KernelGraph":
+    """Prepares a recorded step for replay.
 
     Args:
-        recording: whose inputs' memory becomes the graph's.
-        device: whose attention is called.
+        recording: the graph takes over the memory of its inputs.
+        device: runs the attention.
     """
     calls = _without_constants(recording.calls, recording.inputs)
-    places = _Places(calls, recording.born, recording.output)
+    memory = _MemoryPlan(calls, recording.allocated, recording.output)
     kernels: list[_Kernel] = []
     for call in calls:
-        if isinstance(call, Attention):
-            query, key, value, out = (
-                None if tensor is None else places.of(tensor)
-                for tensor in (call.query, call.key, call.value, call.output)
-            )
-            assert query is not None
-            assert out is not None
-            bound = device.bind_attention(call.shape, query, key, value, call.cache, out, call.sinks)
+        if isinstance(call, LayerAttention):
+            bound = device.bind_attention(memory.relocated_call(call.call))
             kernels.append(_Kernel(ATTENTION, bound, (call.layer,)))
         else:
-            kernels.append(_Kernel(call.op.name(), _bound(call, places, device)))
-    return KernelGraph(
-        tuple(kernels), _fused(kernels, device), recording.inputs, places.of(recording.output), places.bytes
-    )
+            kernels.append(_Kernel(call.op.name(), _bound(call, memory, device)))
+    output = memory.relocated(recording.output)
+    return KernelGraph(tuple(kernels), _fused(kernels, device), recording.inputs, output, memory.num_bytes)
 
 
 @dataclass(frozen=True)
 class _Kernel:
+    """One kernel of a graph."""
+
     name: str
+    """Its operator, or :data:`ATTENTION`."""
     run: Callable[..., Any]
+    """Runs it; takes the plans of ``layers``."""
     layers: tuple[str, ...] = ()
-    """Whose attention plans it is called with."""
+    """Layers whose attention plans it takes."""
 
 
 def _fused(kernels: Sequence[_Kernel], device: Device) -> tuple[_Kernel, ...]:
@@ -78,38 +76,39 @@ def _fused(kernels: Sequence[_Kernel], device: Device) -> tuple[_Kernel, ...]:
 
 @dataclass(frozen=True)
 class KernelGraph:
-    """A recorded step.
-
-    Replays share their memory: the result is valid until the next replay of the same graph.
-    """
+    """A recorded step. All replays use the same memory, so a result is valid until the next replay of the graph."""
 
     _kernels: tuple[_Kernel, ...]
+    """One for each recorded kernel."""
     _fused: tuple[_Kernel, ...]
+    """The same kernels, merged where the device can."""
     _inputs: tuple[torch.Tensor, ...]
+    """Where a replay copies its inputs."""
     _output: torch.Tensor
+    """Where the result is."""
     num_bytes: int
-    """Memory that the graph has for itself."""
+    """Memory that the graph owns."""
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """What the kernels besides attention are, in order, for example "aten::silu"."""
+        """The operators of the kernels besides attention, in order, for example "aten::silu"."""
         return tuple(kernel.name for kernel in self._kernels if not kernel.layers)
 
     @property
     def num_kernels(self) -> int:
-        """Besides attention."""
+        """The number of kernels besides attention."""
         return len(self.operators)
 
     @torch.inference_mode()
-    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Planned]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, HasPlan]) -> torch.Tensor:
         """Runs the step.
 
         Args:
-            inputs: of the shapes and types that were recorded.
-            plans: by layer name, what holds the device's attention plan.
+            inputs: of the recorded shapes and types.
+            plans: by layer name, an object with the device's attention plan.
 
         Returns:
-            The result, in memory of the graph's.
+            The result, in the graph's memory.
         """
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor)
@@ -121,7 +120,7 @@ class KernelGraph:
     def profile(
         self,
         inputs: Sequence[torch.Tensor],
-        plans: Mapping[str, Planned],
+        plans: Mapping[str, HasPlan],
         synchronize: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
         """:meth:`replay` with a clock around each kernel.
@@ -129,14 +128,13 @@ class KernelGraph:
         Args:
             inputs: see :meth:`replay`.
             plans: see :meth:`replay`.
-            synchronize: waits until the device has done all that was asked of it; a host that computes by itself has nothing to wait for.
+            synchronize: waits for the device; a host computes synchronously and needs none.
 
         Returns:
-            The result, and for each kernel in order its operator (:data:`ATTENTION` where the device attends) and its seconds. Copying the
-            inputs is no kernel.
+            The result, and for each kernel in order its operator (or :data:`ATTENTION`) and its seconds. Copying the inputs does
+            not count as a kernel.
         """
         timed: list[tuple[str, float]] = []
-
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor)
         synchronize()
@@ -150,22 +148,22 @@ class KernelGraph:
 
 
 def _without_constants(
-    calls: Sequence[Call | Attention], inputs: Sequence[torch.Tensor]
-) -> list[Call | Attention]:
-    """Leaves out what has the same result in every replay, as it depends on weights alone and nobody writes to it later."""
+    calls: Sequence[KernelCall | LayerAttention], inputs: Sequence[torch.Tensor]
+) -> list[KernelCall | LayerAttention]:
+    """Drops calls whose result is the same in every replay: they read only weights, and no later call writes their result."""
     writers: dict[int, int] = {}
     for call in calls:
-        for place in {place_of(tensor) for tensor in call.written()}:
-            writers[place] = writers.get(place, 0) + 1
-    varying = {place_of(tensor) for tensor in inputs}
-    kept: list[Call | Attention] = []
+        for storage in {storage_id(tensor) for tensor in call.written()}:
+            writers[storage] = writers.get(storage, 0) + 1
+    varying = {storage_id(tensor) for tensor in inputs}
+    kept: list[KernelCall | LayerAttention] = []
     for call in calls:
-        written = {place_of(tensor) for tensor in call.written()}
+        written = {storage_id(tensor) for tensor in call.written()}
         constant = (
-            isinstance(call, Call)
+            isinstance(call, KernelCall)
             and call.result is not None
-            and all(writers[place] == 1 for place in written)
-            and not any(place_of(tensor) in varying for tensor in call.tensors())
+            and all(writers[storage] == 1 for storage in written)
+            and not any(storage_id(tensor) in varying for tensor in call.tensors())
         )
         if not constant:
             varying |= written
@@ -173,68 +171,78 @@ def _without_constants(
     return kept
 
 
-class _Places:
-    """Gives what a step computes a place in memory, the same one to tensors that are not needed at the same time.
+class _MemoryPlan:
+    """Assigns memory to a step's intermediate tensors. Tensors that are not needed at the same time share it.
 
     Attributes:
-        bytes: in total.
+        num_bytes: the memory in total.
     """
 
     def __init__(
         self,
-        calls: Sequence[Call | Attention],
-        born: AbstractSet[int],
+        calls: Sequence[KernelCall | LayerAttention],
+        allocated: AbstractSet[int],
         output: torch.Tensor,
     ) -> None:
         """Plans the memory of recorded calls.
 
         Args:
             calls: in order.
-            born: storages that were made while recording; all others stay where they are.
-            output: nobody takes its place.
+            allocated: ids of the storages that were allocated while recording; all others keep their memory.
+            output: its memory is never reused.
         """
-        self.bytes = 0
-        self._new: dict[int, torch.UntypedStorage] = {}
+        self.num_bytes = 0
+        self._assigned: dict[int, torch.UntypedStorage] = {}
         last: dict[int, int] = {}
         first: dict[int, torch.Tensor] = {}
-        ours = {place_of(tensor) for call in calls for tensor in call.written()} & born
+        ours = {storage_id(tensor) for call in calls for tensor in call.written()} & allocated
         for index, call in enumerate(calls):
             for tensor in call.tensors():
-                if (place := place_of(tensor)) in ours:
-                    last[place] = index
-                    first.setdefault(place, tensor)
-        last[place_of(output)] = len(calls)
+                if (key := storage_id(tensor)) in ours:
+                    last[key] = index
+                    first.setdefault(key, tensor)
+        last[storage_id(output)] = len(calls)
         free: dict[int, list[torch.UntypedStorage]] = {}
         for index, call in enumerate(calls):
-            here = list(dict.fromkeys(place_of(t) for t in call.tensors() if place_of(t) in ours))
-            for place in here:
-                if place not in self._new:
-                    size = first[place].untyped_storage().nbytes()
-                    self._new[place] = (
-                        free[size].pop() if free.get(size) else self._allocate(first[place], size)
+            used = list(dict.fromkeys(storage_id(t) for t in call.tensors() if storage_id(t) in ours))
+            for key in used:
+                if key not in self._assigned:
+                    size = first[key].untyped_storage().nbytes()
+                    self._assigned[key] = (
+                        free[size].pop() if free.get(size) else self._allocate(first[key], size)
                     )
-            for place in here:
-                if last[place] == index:
-                    storage = self._new[place]
+            for key in used:
+                if last[key] == index:
+                    storage = self._assigned[key]
                     free.setdefault(storage.nbytes(), []).append(storage)
 
     def _allocate(self, like: torch.Tensor, size: int) -> torch.UntypedStorage:
-        self.bytes += size
+        self.num_bytes += size
         return torch.zeros(size, dtype=torch.uint8, device=like.device).untyped_storage()
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in its new place, or itself if it stays where it is."""
-        storage = self._new.get(place_of(tensor))
+    def relocated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in its assigned memory; the tensor itself if it keeps its own."""
+        storage = self._assigned.get(storage_id(tensor))
         if storage is None:
             return tensor
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def relocated_call(self, call: AttentionCall) -> AttentionCall:
+        """The call with its query, key, value and output in their assigned memory."""
+        return replace(
+            call,
+            query=self.relocated(call.query),
+            key=None if call.key is None else self.relocated(call.key),
+            value=None if call.value is None else self.relocated(call.value),
+            output=self.relocated(call.output),
+        )
 
-def _bound(call: Call, places: _Places, device: Device) -> Callable[[], Any]:
-    """A recorded call as a function without arguments, which writes where it is to write."""
+
+def _bound(call: KernelCall, memory: _MemoryPlan, device: Device) -> Callable[[], Any]:
+    """A recorded call as a function without arguments that writes its result to the assigned memory."""
     args, kwargs, result = tree_map_only(
-        torch.Tensor, places.of, (tuple(call.args), dict(call.kwargs), call.result)
+        torch.Tensor, memory.relocated, (tuple(call.args), dict(call.kwargs), call.result)
     )
     if not kwargs and (lowered := device.lower(call.op, args, result)) is not None:
         return lowered
@@ -258,13 +266,13 @@ def _bound(call: Call, places: _Places, device: Device) -> Callable[[], Any]:
 
 
 def _entry(op: Any) -> Any:
-    """An operator's quickest way in."""
-    return op._op  # noqa: SLF001 - what calling the operator calls
+    """The entry point of an operator that costs least to call."""
+    return op._op  # noqa: SLF001 - the function behind an operator's __call__
 
 
 @functools.cache
 def _out_variant(op: Any) -> Any:
-    """The overload that writes to ``out`` what this one returns, or ``None``."""
+    """The overload that writes this one's result to ``out``; ``None`` if there is none."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not _is_about_memory(a)]  # noqa: SLF001
     for name in op.overloadpacket.overloads():
         candidate = getattr(op.overloadpacket, name)
@@ -277,5 +285,5 @@ def _out_variant(op: Any) -> Any:
 
 
 def _is_about_memory(argument: Any) -> bool:
-    """Whether an argument only says where and how a result is to lie, which ``out`` says already."""
+    """Whether an argument only describes the result's memory, which ``out`` determines."""
     return argument.name in ("dtype", "layout", "device", "pin_memory", "memory_format")

@@ -7,7 +7,8 @@ import torch
 
 from protos.errors import Internal
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
-from worker_svc.devices.base import Device, RowsInput
+from worker_svc.devices.attention import RowsInput
+from worker_svc.devices.base import Device
 from worker_svc.plans.geometry import PoolGeometry
 from worker_svc.plans.model_description import PoolingDescription
 from worker_svc.plans.phases import Progress
@@ -15,7 +16,7 @@ from worker_svc.pooling.pooler import normalize_rows, pool_rows
 
 
 class PoolingModel(Protocol):
-    """What the runner needs from a model; ``vllm_adapter.engine.VllmModel`` implements it."""
+    """What the runner needs from a model; ``vllm_adapter.model.VllmModel`` implements it."""
 
     def row_plans(self, rows: RowsInput) -> dict[str, Any]:
         """Returns the attention metadata that :meth:`forward` takes for a step's rows."""

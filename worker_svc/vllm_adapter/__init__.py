@@ -1,5 +1,7 @@
-"""Everything that imports vLLM; the rest of the worker never does.
+"""Every import of vLLM in the worker.
 
-``engine`` loads models and runs them, ``platform`` and ``attention`` are what vLLM finds of us, ``cpu_layers`` are faster forms of
-some layers. This file imports none of them: vLLM itself imports ``platform`` while it is half imported.
+``model`` loads models and runs them. vLLM finds ``platform`` and ``attention`` as plug-ins; ``cpu_layers`` and ``static_moe`` replace
+some of its layers. ``configuration`` and ``description`` translate between its view of a model and ours,
+``startup`` imports vLLM, ``weights`` reads files. ``execution`` imports this room; it imports ``devices``, ``graphs``, ``plans`` and
+``model_files``. This file imports nothing, because vLLM imports ``platform`` while vLLM itself is half imported.
 """

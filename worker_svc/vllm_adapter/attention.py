@@ -1,4 +1,4 @@
-"""vLLM's view of our attention: a backend whose implementation hands everything to the device."""
+"""Our attention as vLLM sees it: a backend whose implementation delegates to the device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,46 +7,51 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import AttentionShape, Device, RowsInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput
+from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder
 
 
 @dataclass(frozen=True)
 class StepAttention:
-    """What vLLM calls attention metadata: the device and its plan of this step for one KV group."""
+    """Attention metadata, in vLLM's terms: the device and its plan of this step for one KV group."""
 
     device: Device
+    """Runs the attention."""
     plan: Any
+    """The device's plan, or the :class:`RowsInput` of a pooling model."""
     cache: torch.Tensor | None = None
-    """The layer's cache where that is an input of its graph; else the layer has it."""
+    """The layer's cache if it is an input of the layer's graph; ``None`` if the layer holds it."""
 
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """What stands for it while a step is recorded."""
+    """Attention metadata while a step is recorded."""
 
     recorder: Recorder
+    """Records the call."""
     layer: str
+    """The layer's name."""
 
 
 class TriptychAttentionBackend(AttentionBackend):
-    """Names our implementation to vLLM; block sizes, layouts and metadata are not its business."""
+    """Names our implementation to vLLM. Block sizes, layouts and metadata are the device's."""
 
     forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
-        """The name that vLLM has for every backend that is not its own."""
+        """VLLM's name for every third-party backend."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["TriptychAttention"]:
-        """What each attention layer instantiates."""
+        """The class that each attention layer instantiates."""
         return TriptychAttention
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """Never instantiated, as plans are made by the device; encoders' layers derive a class of it."""
+        """Never instantiated, because the device makes plans. vLLM's encoder layers derive a class from it."""
         return AttentionMetadataBuilder
 
 
@@ -67,7 +72,7 @@ class TriptychAttention(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Signature and names are vLLM's.
+        """Takes vLLM's arguments.
 
         Raises:
             ConfigurationRefused: for a kind of attention that no device serves yet.
@@ -76,16 +81,16 @@ class TriptychAttention(AttentionImpl):
             "ALiBi": alibi_slopes is not None,
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype != "auto",
             f"{attn_type} attention": attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
-            "windows that look both ways": attn_type == AttentionType.ENCODER_ONLY and bool(sliding_window),
+            "bidirectional windows": attn_type == AttentionType.ENCODER_ONLY and bool(sliding_window),
         }
-        for what, asked in unserved.items():
-            if asked:
+        for what, needed in unserved.items():
+            if needed:
                 raise ConfigurationRefused(f"models with {what} are not served yet; choose another model")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
         self.kv_cache_dtype = kv_cache_dtype
-        self.shape = AttentionShape(
+        self.params = AttentionParams(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads or num_heads,
             head_size=head_size,
@@ -99,7 +104,7 @@ class TriptychAttention(AttentionImpl):
         self.sinks = sinks
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002 - vLLM's interface
-        """Kernels take sinks in float32."""
+        """Converts sinks to float32, which kernels take."""
         if self.sinks is not None:
             self.sinks = self.sinks.detach().float()
 
@@ -115,19 +120,17 @@ class TriptychAttention(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends, in rows or over the cache that it writes to before; shapes are those of ``Device.attend``."""
-        del output_scale, output_block_scale  # only set by a fusion that we leave off
-        if isinstance(attn_metadata, RecordedAttention):
-            attn_metadata.recorder.attend(
-                attn_metadata.layer, self.shape, query, key, value, kv_cache, output, self.sinks
-            )
-            return output
-        if isinstance(attn_metadata.plan, RowsInput):
-            assert key is not None
-            assert value is not None
-            attn_metadata.device.attend_rows(self.shape, query, key, value, attn_metadata.plan, output)
-            return output
-        cache = kv_cache if attn_metadata.cache is None else attn_metadata.cache
-        plan = attn_metadata.plan
-        attn_metadata.device.attend(self.shape, query, key, value, cache, plan, output, self.sinks)
+        """Attends within rows, or over the cache after writing to it. Shapes are those of ``AttentionCall``."""
+        del output_scale, output_block_scale  # set only by a fusion that we leave off
+        metadata = attn_metadata
+        cache = (
+            metadata.cache if isinstance(metadata, StepAttention) and metadata.cache is not None else kv_cache
+        )
+        call = AttentionCall(self.params, query, key, value, cache, output, self.sinks)
+        if isinstance(metadata, RecordedAttention):
+            metadata.recorder.attend(metadata.layer, call)
+        elif isinstance(metadata.plan, RowsInput):
+            metadata.device.attend_rows(call, metadata.plan)
+        else:
+            metadata.device.attend(call, metadata.plan)
         return output

@@ -1,6 +1,8 @@
-"""vLLM's configuration of one model, and its refusals in one line."""
+"""Builds vLLM's configuration of a model and translates its errors into one line."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,23 +10,22 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
-from worker_svc.settings import LoadFormat
 
-# Said of a model whose classes are its own, and how to allow them.
+# The refusal of a model that brings its own classes.
 _NEEDS_CODE = (
-    "it needs Python code of its own (auto_map in config.json); pass --trust-remote-code if you trust it"
+    "it needs its own Python code (auto_map in config.json); pass --trust-remote-code if you trust it"
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def configure(
-    folder: Path, device: Device, *, dtype: Dtype, load_format: LoadFormat, seed: int, trust_remote_code: bool
+    folder: Path, device: Device, *, dtype: Dtype, dummy_weights: bool, seed: int, trust_remote_code: bool
 ) -> Any:
-    """Makes vLLM's configuration of a model; for the arguments see ``VllmModel``.
+    """Builds vLLM's configuration of a model; for the arguments see ``VllmModel``.
 
     Raises:
-        ConfigurationRefused: if nobody has such a class of model, or only the model itself has, and its code is not trusted.
+        ConfigurationRefused: if vLLM does not know the model's class and may not run the model's own code.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -35,7 +36,7 @@ def configure(
             model=str(folder),
             skip_tokenizer_init=True,
             dtype=dtype,
-            load_format="dummy" if load_format == "dummy" else "safetensors",
+            load_format="dummy" if dummy_weights else "safetensors",
             seed=seed,
             trust_remote_code=trust_remote_code,
             use_tqdm_on_load=False,
@@ -52,10 +53,10 @@ def configure(
 
 
 def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
-    """Registers the model's class as loaded, so that vLLM does not start a subprocess (seconds) to inspect it.
+    """Registers the model's class as loaded, which saves the subprocess (seconds) in which vLLM would inspect it.
 
     Raises:
-        ConfigurationRefused: if nobody has such a class, or only the model itself has, and its code is not trusted.
+        ConfigurationRefused: if vLLM does not know the class and may not run the model's own code.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -65,14 +66,16 @@ def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
         if known is None:
             if config.get("auto_map"):
                 if trust_remote_code:
-                    continue  # vLLM makes a class of the model's own code
+                    continue  # vLLM loads the class from the model's own code
                 raise ConfigurationRefused(f"cannot serve {folder}: {_NEEDS_CODE}")
-            raise ConfigurationRefused(f"the architecture {architecture} is not one that vLLM knows")
+            raise ConfigurationRefused(
+                f"vLLM does not know the architecture {architecture}; choose another model"
+            )
         ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def _is_full_precision_pooling(model_config: Any) -> bool:
-    """Whether vLLM would run a pooling model that was saved in float32 at half of that, which costs digits of its results."""
+    """Whether the model is a pooling model saved in float32, which vLLM would run in half precision and less accurately."""
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     if model_config.runner_type != "pooling":
@@ -83,27 +86,21 @@ def _is_full_precision_pooling(model_config: Any) -> bool:
     return bool(saved == torch.float32)
 
 
-class one_line:  # noqa: N801 - reads as a clause
-    """Turns what vLLM raises on a model or setting it cannot serve into a refusal of one line."""
+@contextlib.contextmanager
+def refusal_on_error(what: str) -> Iterator[None]:
+    """Turns an error of vLLM about a model or a setting into a refusal of one line.
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Translates."""
-        if isinstance(error, ConfigurationRefused):
-            raise error
-        if isinstance(
-            error, (ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError)
-        ):
-            if "trust_remote_code" in str(error):
-                raise ConfigurationRefused(f"{self._what}: {_NEEDS_CODE}") from error
-            # pydantic puts the reason on the third line, behind where it was found.
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = next(
-                (line for line in lines if line.startswith("Value error")), lines[0] if lines else ""
-            )
-            raise ConfigurationRefused(f"{self._what}: {reason or type(error).__name__}") from error
+    Args:
+        what: the line's beginning, for example "cannot serve /models/m".
+    """
+    try:
+        yield
+    except ConfigurationRefused:
+        raise
+    except (ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigurationRefused(f"{what}: {_NEEDS_CODE}") from error
+        # pydantic puts the reason on the third line, after the location.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if line.startswith("Value error")), lines[0] if lines else "")
+        raise ConfigurationRefused(f"{what}: {reason or type(error).__name__}") from error

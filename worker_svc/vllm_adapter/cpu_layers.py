@@ -13,7 +13,7 @@ from vllm import ir
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
-from worker_svc.devices.cpu_kernels.ops import kernels
+from worker_svc.devices.cpu.kernels.ops import kernels
 
 # The namespaces under which vLLM and we register compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name

@@ -1,4 +1,4 @@
-"""What a model is, read off vLLM's configuration and the layers that it built."""
+"""Reads what a model is from vLLM's configuration and the layers that it built."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ _MATRIX = 2  # dimensions
 
 
 def is_experts(layer: Any) -> bool:
-    """Whether one of the layers that vLLM knows by name has experts, and so nothing to cache."""
+    """Whether a layer that vLLM registered by name is an expert layer, which has nothing to cache."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
 
     return isinstance(layer, MoERunnerInterface)
@@ -25,37 +25,46 @@ def is_experts(layer: Any) -> bool:
 def describe_pooling(
     config: Any, model: Any, layers: Mapping[str, Any]
 ) -> tuple[PoolingDescription, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """What a pooling model makes of a prompt, and the layers that it has behind pooling, if any.
+    """Describes a pooling model. Also returns the layers that run after pooling, if it has any.
 
     Raises:
-        ConfigurationRefused: if it is not for embeddings, or pools in a way that is not served.
+        ConfigurationRefused: if the model is not for embeddings, or pools in a way that is not served.
     """
     model_config = config.model_config
-    what = f"{Path(model_config.model).name} ({model_config.architecture})"
+    model_name = f"{Path(model_config.model).name} ({model_config.architecture})"
     poolers = getattr(getattr(model, "pooler", None), "poolers_by_task", {})
     head = getattr(poolers.get("embed"), "head", None)
     if head is None:
         tasks = ", ".join(sorted(poolers)) or "something else"
         raise ConfigurationRefused(
-            f"{what} is for {tasks}; of pooling models, those for embeddings are served, and no others yet"
+            f"{model_name} is for {tasks}; choose a pooling model for embeddings, no others are served yet"
         )
     method = model_config.pooler_config.get_seq_pooling_type()
     if method not in ("MEAN", "CLS", "LAST"):
-        raise ConfigurationRefused(f"{what} pools by {method}, which is not served yet")
+        raise ConfigurationRefused(
+            f"{model_name} pools by {method}, which is not served yet; choose another model"
+        )
     for name, layer in layers.items():
-        shape = getattr(getattr(layer, "impl", None), "shape", None)
-        if shape is None or shape.softcap or shape.sinks or not shape.writes:
-            raise ConfigurationRefused(f"{what}: pooling layers like {name} are not served yet")
+        params = getattr(getattr(layer, "impl", None), "params", None)
+        if params is None or params.softcap or params.sinks or not params.writes:
+            raise ConfigurationRefused(
+                f"{model_name} has layers like {name}, which are not served for pooling yet; choose another model"
+            )
     normalize = head.activation is not None and model_config.pooler_config.use_activation is not False
     size = getattr(model_config, "embedding_size", None) or model_config.get_hidden_size()
     return PoolingDescription(method, normalize, size), head.projector
 
 
 def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription | None) -> ModelDescription:
-    """What a model is.
+    """Describes a model.
+
+    Args:
+        config: vLLM's.
+        layers: the layers that vLLM registered, by name.
+        pooling: set for a pooling model.
 
     Raises:
-        ConfigurationRefused: if it has layers that are not served.
+        ConfigurationRefused: if the model has layers that are not served.
     """
     model_config = config.model_config
     attention = []
@@ -63,7 +72,9 @@ def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription
         if is_experts(layer):
             continue
         if not hasattr(layer, "kv_cache_torch_dtype"):
-            raise ConfigurationRefused(f"layers like {name} ({type(layer).__name__}) are not served yet")
+            raise ConfigurationRefused(
+                f"layers like {name} ({type(layer).__name__}) are not served yet; choose another model"
+            )
         attention.append(
             AttentionLayer(
                 name=name,
@@ -95,7 +106,7 @@ def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription
 
 
 def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
-    """What the memory of a model depends on; ``vocab_size`` is 0 for one without logits."""
+    """Measures what the model's memory depends on; ``vocab_size`` is 0 for a model without logits."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     widths: dict[str, int] = {}

@@ -46,7 +46,7 @@ def prepare(device: Device) -> None:
     finally:
         gc.enable()
     if device.name == "cpu":
-        from worker_svc.devices.cpu import check_kernels
+        from worker_svc.devices.cpu.device import check_kernels
 
         current_platform.import_kernels()
         check_kernels()

@@ -24,7 +24,7 @@ from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
-from worker_svc.vllm_adapter.engine import VllmModel
+from worker_svc.vllm_adapter.model import VllmModel
 
 BATCH: Final = 32
 SCHEMA: Final = Spec("json_schema", json.dumps({

@@ -10,10 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.worker.rbln_wheels import WHEELS, Call, IndexUnreachable, Wheel
-from worker_svc.devices import DeviceOptions, rbln
-from worker_svc.devices.base import AttentionInput, AttentionShape, InPlaceInput, StepInput
-from worker_svc.devices.rbln_ops import experts
-from worker_svc.devices.rbln_ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
+from worker_svc.devices import DeviceOptions
+from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
+from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
+from worker_svc.devices.rbln.ops import experts
+from worker_svc.devices.rbln.ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup
 
 pytestmark = pytest.mark.contract
@@ -94,7 +95,7 @@ def test_custom_operators_are_the_runtime_s(wheel: Wheel) -> None:
 def test_cache_layouts_are_ours(wheel: Wheel) -> None:
     """The block dimension matches in each namespace; the older plugin uses the Triton layout for both."""
     devices = {
-        namespace: rbln.RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
+        namespace: RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
         for namespace in NAMESPACES
     }
     group = group_of(GroupKind.FULL)
@@ -114,7 +115,7 @@ def test_cache_layouts_are_ours(wheel: Wheel) -> None:
 def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
     """The device accepts the head sizes that the plugin's kernels accept."""
     sizes = ast.literal_eval(wheel.returned(BACKEND, "get_supported_head_sizes"))
-    assert tuple(sizes) == rbln._HEAD_SIZES
+    assert tuple(sizes) == _HEAD_SIZES
 
 
 def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
@@ -161,15 +162,15 @@ def steps(kind: GroupKind, partitions: int) -> Iterator[StepInput]:
         return
     tables = torch.zeros((2, partitions), dtype=torch.int32)
     tables[0] = 1
-    yield AttentionInput(one[0] * 7, torch.tensor([0, 3]).int(), tables[:1], torch.zeros(4).long(), 3)
-    yield AttentionInput(two[:, 0] * 8, torch.tensor([0, 1, 2]).int(), tables, torch.zeros(2).long(), 2)
+    yield PagedInput(one[0] * 7, torch.tensor([0, 3]).int(), tables[:1], torch.zeros(4).long(), 3)
+    yield PagedInput(two[:, 0] * 8, torch.tensor([0, 1, 2]).int(), tables, torch.zeros(2).long(), 2)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace: Namespace) -> None:
     """Every argument has the plugin's position, shape and type."""
     calls = attention_calls(wheel, namespace)
-    device = rbln.RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
+    device = RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
     device.check_available()
     kinds = [GroupKind.FULL, GroupKind.IN_PLACE_WINDOW]
     if namespace == CUSTOM and is_newest(wheel):
@@ -178,7 +179,7 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
     with_sinks = (False, True) if namespace == CUSTOM else (False,)
     for kind, partitions, sinks in itertools.product(kinds, (1, 2), with_sinks):
         group = group_of(kind)
-        shape = AttentionShape(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
+        shape = AttentionParams(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
         device.check_attention(shape)
         cache = torch.zeros(device.cache_shape(group, 3, 1024))
         for step in steps(kind, partitions):
@@ -187,7 +188,10 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
             query, key = torch.randn((tokens, 6, 64)), torch.randn((tokens, 2, 64))
             with Recorder() as recorder:
                 output = torch.empty_like(query)
-                device.attend(shape, query, key, key, cache, plan, output, torch.zeros(6) if sinks else None)
+                device.attend(
+                    AttentionCall(shape, query, key, key, cache, output, torch.zeros(6) if sinks else None),
+                    plan,
+                )
             ((used, operator, arguments),) = recorder.calls
             assert used == namespace
             emitted.add(operator)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from worker_svc.devices import gathered
-from worker_svc.devices.base import AttentionInput, AttentionShape
-from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
+from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.capture import Recorder
-from worker_svc.graphs.replay import kernels_of
+from worker_svc.graphs.replay import build_kernel_graph
 from worker_svc.plans.geometry import AttentionLayer, KvGroup
 from worker_svc.vllm_adapter import startup
 
@@ -27,24 +27,24 @@ def device() -> CpuDevice:
     return device
 
 
-def prefill_step(start: int, count: int, chunk: int) -> AttentionInput:
+def prefill_step(start: int, count: int, chunk: int) -> PagedInput:
     """A prefill step of one row in blocks 5, 6, …; the rest of the chunk is padding."""
     table = torch.tensor([[5, 6, 7, 8, 9, 0, 0, 0]], dtype=torch.int32)
     positions = torch.arange(start, start + count)
     slots = torch.zeros(chunk, dtype=torch.int64)
     slots[:count] = table[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
     lengths = torch.tensor([start + count], dtype=torch.int32)
-    return AttentionInput(lengths, torch.tensor([0, count], dtype=torch.int32), table, slots, count)
+    return PagedInput(lengths, torch.tensor([0, count], dtype=torch.int32), table, slots, count)
 
 
-def decode_step(positions: list[int]) -> AttentionInput:
+def decode_step(positions: list[int]) -> PagedInput:
     """A decode step with a row per position, each in its own blocks, and one padded row."""
     rows = len(positions) + 1
     table = torch.zeros((rows, 8), dtype=torch.int32)
     table[:-1, :5] = torch.arange(1, 1 + 5 * (rows - 1), dtype=torch.int32).view(-1, 5)
     at = torch.tensor([*positions, 0])
     slots = table.gather(1, (at // BLOCK)[:, None])[:, 0].long() * BLOCK + at % BLOCK
-    return AttentionInput((at + 1).int(), torch.arange(rows + 1, dtype=torch.int32), table, slots, rows)
+    return PagedInput((at + 1).int(), torch.arange(rows + 1, dtype=torch.int32), table, slots, rows)
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -54,7 +54,7 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
     generator = torch.Generator().manual_seed(0)
     layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, dtype)
     group = KvGroup(0, (layer,))
-    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.125, window, 0.0, writes=True)
+    shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.125, window, 0.0, writes=True)
     compiled = device.allocate(device.cache_shape(group, BLOCKS, BLOCK), dtype)
     plain = torch.zeros((BLOCKS, 2, BLOCK, KV_HEADS, SIZE), dtype=dtype)
     steps = [prefill_step(0, 64, 64), prefill_step(64, 17, 64), decode_step([3, 31, 100, 0])]
@@ -63,8 +63,12 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
         query = torch.randn((tokens, HEADS, SIZE), generator=generator).to(dtype)
         key, value = (torch.randn((tokens, KV_HEADS, SIZE), generator=generator).to(dtype) for _ in range(2))
         ours, reference = torch.full_like(query, torch.nan), torch.full_like(query, torch.nan)
-        device.attend(shape, query, key, value, compiled, device.plan(group, BLOCK, step), ours)
-        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), reference)
+        device.attend(
+            AttentionCall(shape, query, key, value, compiled, ours), device.plan(group, BLOCK, step)
+        )
+        gathered.attend(
+            AttentionCall(shape, query, key, value, plain, reference), gathered.GatheredPlan.of(step)
+        )
         torch.testing.assert_close(ours, reference, atol=tolerance, rtol=tolerance)
         assert not ours[step.num_tokens :].any()
 
@@ -73,13 +77,13 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
 @pytest.mark.parametrize(
     "step", [prefill_step(100, 17, 64), decode_step([159, 100, 71])], ids=["prefill", "decode"]
 )
-def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionInput, softcap: float) -> None:
+def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: PagedInput, softcap: float) -> None:
     """Foreign or null blocks behind the window do not change the result by a bit."""
     generator = torch.Generator().manual_seed(0)
     window = 40
     layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, torch.float32)
     group = KvGroup(0, (layer,))
-    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.125, window, softcap, writes=True)
+    shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.125, window, softcap, writes=True)
     tokens = step.slot_mapping.shape[0]
     query = torch.randn((tokens, HEADS, SIZE), generator=generator)
     key, value = (torch.randn((tokens, KV_HEADS, SIZE), generator=generator) for _ in range(2))
@@ -95,10 +99,14 @@ def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionI
     nulled = replace(step, block_table=step.block_table.masked_fill(behind, 0))
     others = step.block_table[behind].long()
 
-    def run(table: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(table: PagedInput) -> tuple[torch.Tensor, torch.Tensor]:
         ours, reference = torch.empty_like(query), torch.empty_like(query)
-        device.attend(shape, query, key, value, compiled, device.plan(group, BLOCK, table), ours)
-        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(table), reference)
+        device.attend(
+            AttentionCall(shape, query, key, value, compiled, ours), device.plan(group, BLOCK, table)
+        )
+        gathered.attend(
+            AttentionCall(shape, query, key, value, plain, reference), gathered.GatheredPlan.of(table)
+        )
         return ours, reference
 
     before = run(step)
@@ -111,7 +119,7 @@ def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: AttentionI
 
 
 def naive(
-    shape: AttentionShape,
+    shape: AttentionParams,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -134,13 +142,13 @@ def naive(
 class Conversation:
     """A sequence for attention tests: a prompt in padded chunks, then decode steps with a padded row."""
 
-    def __init__(self, dtype: torch.dtype, shape: AttentionShape, sinks: torch.Tensor | None) -> None:
+    def __init__(self, dtype: torch.dtype, shape: AttentionParams, sinks: torch.Tensor | None) -> None:
         self.dtype, self.shape, self.sinks = dtype, shape, sinks
         self.group = KvGroup(0, (AttentionLayer("a", HEADS, KV_HEADS, SIZE, shape.window, dtype),))
         self.generator = torch.Generator().manual_seed(0)
         self.keys, self.values = torch.empty((2, 0, KV_HEADS, SIZE), dtype=dtype)
 
-    def steps(self) -> Sequence[tuple[AttentionInput, int]]:
+    def steps(self) -> Sequence[tuple[PagedInput, int]]:
         """Returns the steps, each with its number of real tokens."""
         decode = [decode_step([position]) for position in (81, 82)]
         table = prefill_step(0, 1, 1).block_table[0]
@@ -184,7 +192,7 @@ def test_every_kind_of_attention_equals_a_naive_one(
     device: CpuDevice, window: int, softcap: float, with_sinks: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Every combination of window, soft cap and sinks is correct, in compiled, bound and gathered form."""
-    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, window, softcap, writes=True, sinks=with_sinks)
+    shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, window, softcap, writes=True, sinks=with_sinks)
     sinks = torch.linspace(-2, 3, HEADS) if with_sinks else None
     talk = Conversation(dtype, shape, sinks)
     cache_shape = device.cache_shape(talk.group, BLOCKS, BLOCK)
@@ -196,9 +204,11 @@ def test_every_kind_of_attention_equals_a_naive_one(
         expected = talk.expected(query, key, value, count)
         outputs = [torch.full_like(query, torch.nan) for _ in range(3)]
         plan = device.plan(talk.group, BLOCK, step)
-        device.attend(shape, query, key, value, compiled, plan, outputs[0], sinks)
-        device.bind_attention(shape, query, key, value, bound, outputs[1], sinks)(plan)
-        gathered.attend(shape, query, key, value, plain, gathered.GatheredPlan.of(step), outputs[2], sinks)
+        device.attend(AttentionCall(shape, query, key, value, compiled, outputs[0], sinks), plan)
+        device.bind_attention(AttentionCall(shape, query, key, value, bound, outputs[1], sinks))(plan)
+        gathered.attend(
+            AttentionCall(shape, query, key, value, plain, outputs[2], sinks), gathered.GatheredPlan.of(step)
+        )
         for output in outputs:
             torch.testing.assert_close(output[:count], expected, atol=tolerance, rtol=tolerance)
 
@@ -209,10 +219,10 @@ def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
 
     weight = torch.nn.Parameter(torch.zeros(HEADS, dtype=torch.bfloat16), requires_grad=False)
     layer = TriptychAttention(HEADS, SIZE, 0.3, KV_HEADS, sinks=weight)
-    assert layer.shape.sinks
+    assert layer.params.sinks
     weight.copy_(torch.linspace(-2, 3, HEADS))
     layer.process_weights_after_loading(torch.float32)
-    talk = Conversation(torch.float32, layer.shape, weight)
+    talk = Conversation(torch.float32, layer.params, weight)
     cache = device.allocate(device.cache_shape(talk.group, BLOCKS, BLOCK), torch.float32)
     step, count = talk.steps()[0]
     query, key, value = (talk.random(64, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -227,5 +237,5 @@ def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
         recorded = layer.forward(
             module, query, key, value, cache, RecordedAttention(recorder, "a"), torch.empty_like(query)
         )
-    graph = kernels_of(recorder.finish((query,), recorded), device)
+    graph = build_kernel_graph(recorder.finish((query,), recorded), device)
     torch.testing.assert_close(graph.replay((query,), {"a": plan}), expected, atol=1e-5, rtol=1e-5)

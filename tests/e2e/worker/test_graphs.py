@@ -10,7 +10,7 @@ import torch
 from tests.support.sampling_params import sampling_params
 from tests.support.tiny_models import write
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
-from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.plans.geometry import GroupKind
 from worker_svc.settings import Backend
@@ -78,7 +78,7 @@ def test_the_log_says_how_long_graphs_took(smollm2: Path, capsys: pytest.Capture
     capsys.readouterr()
     Harness(load(smollm2, "float32"), decode_buckets=(1, 4), max_num_seqs=4)
     printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if "graphs_made" in line]
+    (line,) = [line for line in printed.splitlines() if "graphs_built" in line]
     for signature in ("prefill of 128 tokens", "decode of 1 rows", "decode of 4 rows"):
         assert signature in line
 

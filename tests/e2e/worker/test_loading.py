@@ -14,13 +14,13 @@ from protos.errors import ConfigurationRefused
 from tests.support import tiny_models
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import open_device
-from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.worker import Worker
 from worker_svc.plans.geometry import Geometry
 from worker_svc.settings import LoadFormat, Settings
 from worker_svc.vllm_adapter import startup
-from worker_svc.vllm_adapter.engine import VllmModel
+from worker_svc.vllm_adapter.model import VllmModel
 
 pytestmark = [
     pytest.mark.e2e,
@@ -44,13 +44,11 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write("llama", tmp_path_factory.mktemp("sharded"), max_shard_size="200KB")
 
 
-def open_model(folder: Path, load_format: LoadFormat = "auto", *, trust: bool = False) -> VllmModel:
+def open_model(folder: Path, *, trust: bool = False) -> VllmModel:
     device = open_device("cpu")
     torch.set_num_threads(1)
     startup.prepare(device)
-    return VllmModel(
-        folder, device, dtype="float32", load_format=load_format, seed=0, trust_remote_code=trust
-    )
+    return VllmModel(folder, device, dtype="float32", seed=0, trust_remote_code=trust)
 
 
 def generate(model: VllmModel) -> list[int]:
@@ -171,7 +169,7 @@ def test_nothing_is_unpickled(single: Path, tmp_path: Path, load_format: LoadFor
     with pytest.raises(ConfigurationRefused, match="convert them to safetensors"):
         configure(tmp_path, load_format=load_format)
     with pytest.raises(ConfigurationRefused, match="convert them to safetensors"):
-        open_model(tmp_path, load_format).load_weights()
+        open_model(tmp_path).load_weights()
     assert not (tmp_path / "ran").exists()
 
 

@@ -24,7 +24,7 @@ from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.vllm_adapter.engine import VllmModel
+from worker_svc.vllm_adapter.model import VllmModel
 
 
 class LocalReplica:

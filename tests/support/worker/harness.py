@@ -15,13 +15,13 @@ from worker_svc.devices import Device, DeviceName, open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
-from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
-from worker_svc.vllm_adapter.engine import VllmModel
+from worker_svc.vllm_adapter.model import VllmModel
 
 GREEDY = sampling_params(temperature=0.0)
 FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
@@ -47,7 +47,7 @@ def load(
     key = folder, dtype, compiled
     if key not in _MODELS:
         startup.prepare(device)
-        model = VllmModel(folder, device, dtype=dtype, load_format="auto", seed=0, compiled=compiled)
+        model = VllmModel(folder, device, dtype=dtype, seed=0, compiled=compiled)
         model.load_weights()
         _MODELS[key] = model
     return _MODELS[key]
@@ -95,7 +95,7 @@ class Harness:
         )
         if warm:
             self.runner.make_graphs(lambda *_: None)
-        self.runner.graphs.finish()
+        self.runner.graphs.finish_warm_up()
         self._next_block = 1
         self._step = 0
         self.lengths: dict[int, int] = {}

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from worker_svc.devices.cuda import CudaDevice
+from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import Recording
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, group_layers
 

@@ -21,7 +21,7 @@ from tests.support.reference import Reference
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
-from worker_svc.devices.rbln import RblnDevice
+from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.plans.geometry import GroupKind
 from worker_svc.settings import Backend
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.devices import DeviceOptions
-from worker_svc.devices.rbln import RblnDevice
+from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.plans.geometry import GroupKind
 
 

@@ -13,7 +13,7 @@ from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
-from worker_svc.graphs.graphs import GraphOptions
+from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.plans.geometry import Geometry
 from worker_svc.sampling.state import SamplingVocabulary
 

@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker_svc.devices import triton_attention, triton_kernels
-from worker_svc.devices.base import AttentionShape
+from worker_svc.devices.attention import AttentionParams
+from worker_svc.devices.cuda import triton_attention, triton_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
@@ -34,7 +34,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 
 
 def attention(
-    shape: AttentionShape, dtype: torch.dtype, block_size: int, rows: int, query_len: int
+    shape: AttentionParams, dtype: torch.dtype, block_size: int, rows: int, query_len: int
 ) -> tuple[Any, triton_attention._Launch]:
     """The kernel for a step over up to 4,096 tokens."""
     launch = triton_attention._launch(
@@ -61,11 +61,11 @@ def attention(
 
 def main() -> None:
     """Prints what was compiled."""
-    llama = AttentionShape(32, 8, 64, 0.125, 0, 0.0, writes=True)
-    gemma = AttentionShape(8, 4, 256, 0.06, 512, 50.0, writes=True)
-    gpt_oss = AttentionShape(64, 8, 64, 0.125, 128, 0.0, writes=True, sinks=True)
-    odd = AttentionShape(9, 3, 80, 0.1, 0, 0.0, writes=True)
-    steps: dict[str, tuple[AttentionShape, torch.dtype, int, int, int]] = {
+    llama = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
+    gemma = AttentionParams(8, 4, 256, 0.06, 512, 50.0, writes=True)
+    gpt_oss = AttentionParams(64, 8, 64, 0.125, 128, 0.0, writes=True, sinks=True)
+    odd = AttentionParams(9, 3, 80, 0.1, 0, 0.0, writes=True)
+    steps: dict[str, tuple[AttentionParams, torch.dtype, int, int, int]] = {
         "decode, split": (llama, torch.bfloat16, 128, 1, 1),
         "decode, whole": (llama, torch.bfloat16, 128, 128, 1),
         "decode, sinks, small blocks": (gpt_oss, torch.bfloat16, 16, 8, 1),

@@ -16,7 +16,7 @@ def cache(tmp_path: Path) -> CompileCache:
     """A cache with two entries."""
     cache = CompileCache(tmp_path / "cache")
     for level in ("2", "3"):
-        filling = cache.fill({**FIELDS, "level": level})
+        filling = cache.begin({**FIELDS, "level": level})
         (filling.folder / "kernel.py").write_text(f"level = {level}")
         filling.commit(["prefill of 128 tokens", "decode of 1 rows"], 3.0)
     return cache

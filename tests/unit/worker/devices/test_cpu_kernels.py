@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker_svc.devices.base import AttentionInput, AttentionShape
-from worker_svc.devices.cpu import CpuDevice
-from worker_svc.devices.cpu_kernels import build
-from worker_svc.devices.cpu_kernels.program import Kernels, Program
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
+from worker_svc.devices.cpu.device import CpuDevice
+from worker_svc.devices.cpu.kernels import build
+from worker_svc.devices.cpu.kernels.program import Kernels, Program
 
 BLOCK = 64
 
@@ -24,7 +24,7 @@ def kernels() -> Kernels:
     """Loaded, or the reason why not."""
     try:
         return Kernels(build.library())
-    except build.NoKernels as error:
+    except build.KernelsUnavailable as error:
         pytest.skip(f"the kernels are for other processors, or there is no compiler: {error}")
 
 
@@ -116,7 +116,7 @@ def test_rotary_positions(kernels: Kernels, head: int, rotated: int) -> None:
 class _Sequences:
     """Keys and values of some sequences, and a cache that has those that were written, and NaN everywhere else."""
 
-    def __init__(self, shape: AttentionShape, lengths: Sequence[int]) -> None:
+    def __init__(self, shape: AttentionParams, lengths: Sequence[int]) -> None:
         self.shape = shape
         self.keys = [_random(length, shape.num_kv_heads, shape.head_size) for length in lengths]
         self.values = [torch.randn_like(keys) for keys in self.keys]
@@ -143,7 +143,7 @@ class _Sequences:
             for row, start, end in spans
             for position in range(start, end)
         ]
-        step = AttentionInput(
+        step = PagedInput(
             seq_lens=torch.tensor([end for *_, end in spans], dtype=torch.int32),
             query_start=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
             block_table=self.tables[[row for row, *_ in spans]],
@@ -153,7 +153,9 @@ class _Sequences:
         query = _random(total + padding, self.shape.num_heads, self.shape.head_size)
         out = torch.full_like(query, torch.nan)
         attend = kernels.attention(
-            self.shape, query, gathered(self.keys), gathered(self.values), self.cache, out, self.sinks
+            AttentionCall(
+                self.shape, query, gathered(self.keys), gathered(self.values), self.cache, out, self.sinks
+            )
         )
         attend(kernels.plan(BLOCK, step))
         assert not out[total:].any()
@@ -191,9 +193,9 @@ _KINDS = [
 ]
 
 
-def _shape(kind: tuple[int, int, int, int, float, bool]) -> AttentionShape:
+def _shape(kind: tuple[int, int, int, int, float, bool]) -> AttentionParams:
     head, kv_heads, group, window, softcap, sinks = kind
-    return AttentionShape(
+    return AttentionParams(
         kv_heads * group, kv_heads, head, head**-0.5, window, softcap, writes=True, sinks=sinks
     )
 
@@ -219,13 +221,15 @@ def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, 
 
 
 def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> None:
-    shape = AttentionShape(2, 1, 64, 0.125, 0, 0.0, writes=False)
+    shape = AttentionParams(2, 1, 64, 0.125, 0, 0.0, writes=False)
     cache = _random(2, 1, 2 * BLOCK, 64)
     before = cache.clone()
     one = torch.tensor([1], dtype=torch.int32)
-    step = AttentionInput(one, torch.tensor([0, 1], dtype=torch.int32), one[None], torch.tensor([BLOCK]), 1)
+    step = PagedInput(one, torch.tensor([0, 1], dtype=torch.int32), one[None], torch.tensor([BLOCK]), 1)
     out = torch.empty(1, 2, 64).bfloat16()
-    kernels.attention(shape, _random(1, 2, 64), None, None, cache, out, None)(kernels.plan(BLOCK, step))
+    kernels.attention(AttentionCall(shape, _random(1, 2, 64), None, None, cache, out, None))(
+        kernels.plan(BLOCK, step)
+    )
     assert torch.equal(cache, before)
     # Its one visible token's values are what it gets.
     assert torch.equal(out[0, 0], cache[1, 0, BLOCK:].reshape(BLOCK // 2, 64, 2)[0, :, 0])
@@ -265,7 +269,7 @@ def test_a_device_fuses_its_own_kernels_around_those_that_are_not() -> None:
     device = CpuDevice()
     try:
         kernels = Kernels(build.library())
-    except build.NoKernels as error:
+    except build.KernelsUnavailable as error:
         pytest.skip(f"the kernels are for other processors, or there is no compiler: {error}")
     x = _random(2, 64)
     gate = kernels.gate(x, "silu", torch.empty(2, 32).bfloat16())
@@ -300,14 +304,14 @@ def test_no_compiler_no_kernels(
     compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(build.NoKernels, match=said):
+    with pytest.raises(build.KernelsUnavailable, match=said):
         build.compile_into(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_says_why_it_made_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "worker_svc.devices.cpu_kernels.build", str(tmp_path)],
+        [sys.executable, "-m", "worker_svc.devices.cpu.kernels.build", str(tmp_path)],
         env={"CXX": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
@@ -320,5 +324,5 @@ def test_other_processors_get_the_wheels_kernels(
     flags: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_processor_flags", lambda: flags)
-    with pytest.raises(build.NoKernels, match="the processor has"):
+    with pytest.raises(build.KernelsUnavailable, match="the processor has"):
         build.library()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from worker_svc.devices import in_place
-from worker_svc.devices.base import AttentionShape, InPlaceInput
-from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
+from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCKS = 4, 2, 16, 8, 6
@@ -39,7 +39,7 @@ class Rig:
     """A cache whose null block and unused blocks are poisoned, and the steps that run on it."""
 
     def __init__(self, softcap: float = 0.0, seed: int = 0, *, sinks: bool = False) -> None:
-        self.shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)
+        self.shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)
         self.device = CpuDevice()
         self.cache = self.device.allocate(self.device.cache_shape(GROUP, BLOCKS, 32), torch.float32)
         self.cache.fill_(torch.nan)
@@ -68,7 +68,8 @@ class Rig:
         flat_query, flat_key, flat_value = (tensor.flatten(0, 1) for tensor in (query, key, value))
         flat_output = output.view(-1, HEADS, SIZE)
         self.device.attend(
-            self.shape, flat_query, flat_key, flat_value, self.cache, plan, flat_output, self.sinks
+            AttentionCall(self.shape, flat_query, flat_key, flat_value, self.cache, flat_output, self.sinks),
+            plan,
         )
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             for token in range(count):
@@ -150,7 +151,9 @@ def test_rows_are_independent(softcap: float) -> None:
         plan = rig.device.plan(GROUP, 32, lengths(before, [start + 1 for start in before], blocks, 1))
         output = torch.empty((len(rows), HEADS, SIZE))
         picked = list(rows)
-        rig.device.attend(rig.shape, query[picked], key[picked], value[picked], rig.cache, plan, output)
+        rig.device.attend(
+            AttentionCall(rig.shape, query[picked], key[picked], value[picked], rig.cache, output), plan
+        )
         return {
             row: (output[place], rig.cache[block].clone())
             for place, (row, block) in enumerate(zip(rows, blocks, strict=True))
@@ -190,9 +193,9 @@ def test_shapes_do_not_depend_on_lengths() -> None:
 
 def test_a_layer_that_reads_another_cache_is_not_served() -> None:
     """Models of that kind are refused before; this is the last line."""
-    shape = AttentionShape(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, 0.0, writes=False)
+    shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, 0.0, writes=False)
     rig = Rig()
     plan = rig.device.plan(GROUP, 32, lengths([0], [1], [1], 1))
     query = torch.zeros((1, HEADS, SIZE))
-    with pytest.raises(NotImplementedError, match="two layers share"):
-        rig.device.attend(shape, query, None, None, rig.cache, plan, query)
+    with pytest.raises(NotImplementedError, match="two layers cannot share"):
+        rig.device.attend(AttentionCall(shape, query, None, None, rig.cache, query), plan)

@@ -11,9 +11,9 @@ import torch
 from protos.errors import ConfigurationRefused, Internal
 from protos.steps import BlockCopy
 from worker_svc.devices import DeviceOptions, gathered, in_place, open_device
-from worker_svc.devices.base import AttentionInput, AttentionShape, InPlaceInput
-from worker_svc.devices.rbln import RblnDevice
-from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
+from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput
+from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
+from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup, group_layers
 
@@ -32,9 +32,9 @@ def group_of(kind: GroupKind, names: str = "a") -> KvGroup:
     return KvGroup(0, tuple(layers), kind)
 
 
-def shape_of(group: KvGroup, **changed: Any) -> AttentionShape:
+def shape_of(group: KvGroup, **changed: Any) -> AttentionParams:
     fields = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE, "scale": 0.2}
-    return AttentionShape(**{**fields, "window": group.window, "softcap": 0.0, "writes": True, **changed})
+    return AttentionParams(**{**fields, "window": group.window, "softcap": 0.0, "writes": True, **changed})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rebel") is not None, reason="the vendor's packages are here")
@@ -43,7 +43,7 @@ def test_without_packages_or_the_flag_it_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigurationRefused) as caught:
         open_device("rbln")
     assert caught.value.message == (
-        "device rbln cannot be used: missing the vendor's packages rebel and torch_rbln; use --device cpu or cuda"
+        "device rbln needs the vendor's packages rebel and torch_rbln; use --device cpu or cuda"
     )
     assert open_device("rbln", DeviceOptions("rbln-check")).product_name().startswith("RBLN stand-in")
 
@@ -125,38 +125,38 @@ def test_rows_of_padding_are_those_of_the_kernels() -> None:
     assert plan.block_tables.tolist() == [3]
 
 
-def paged_steps(partitions: int) -> list[AttentionInput]:
+def paged_steps(partitions: int) -> list[PagedInput]:
     """A chunk with padding, another behind it, and a decode step with a padded row."""
     tables = torch.zeros((2, partitions), dtype=torch.int32)
     tables[0] = torch.arange(1, partitions + 1)
 
-    def chunk(start: int, count: int) -> AttentionInput:
+    def chunk(start: int, count: int) -> PagedInput:
         slots = torch.zeros(32, dtype=torch.int64)
         positions = torch.arange(start, start + count)
         slots[:count] = tables[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
         ends = torch.tensor([0, count], dtype=torch.int32)
-        return AttentionInput(torch.tensor([start + count]).int(), ends, tables[:1], slots, count)
+        return PagedInput(torch.tensor([start + count]).int(), ends, tables[:1], slots, count)
 
     at = torch.tensor([49, 0])
     slots = tables.gather(1, (at // BLOCK)[:, None])[:, 0].long() * BLOCK + at % BLOCK
-    decode = AttentionInput((at + 1).int(), torch.arange(3).int(), tables, slots, 2)
+    decode = PagedInput((at + 1).int(), torch.arange(3).int(), tables, slots, 2)
     return [chunk(0, 32), chunk(32, 17), decode]
 
 
 def compiled_attend(
-    device: RblnDevice, shape: AttentionShape, sinks: torch.Tensor | None = None
+    device: RblnDevice, shape: AttentionParams, sinks: torch.Tensor | None = None
 ) -> Callable[..., torch.Tensor]:
     """Attention as one graph."""
 
     def attend(query: Any, key: Any, value: Any, cache: Any, plan: Any) -> torch.Tensor:
         output = torch.empty_like(query)
-        device.attend(shape, query, key, value, cache, plan, output, sinks)
+        device.attend(AttentionCall(shape, query, key, value, cache, output, sinks), plan)
         return output
 
     return device.compile(attend)
 
 
-def sinks_of(shape: AttentionShape) -> torch.Tensor | None:
+def sinks_of(shape: AttentionParams) -> torch.Tensor | None:
     return torch.linspace(-1, 2, HEADS) if shape.sinks else None
 
 
@@ -190,7 +190,7 @@ def test_graphs_over_paged_blocks_give_what_other_devices_give(
         key, value = torch.randn((2, tokens, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
         plan = gathered.GatheredPlan.of(step)
-        gathered.attend(shape, query, key, value, plain, plan, expected, sinks)
+        gathered.attend(AttentionCall(shape, query, key, value, plain, expected, sinks), plan)
         real = step.num_tokens if tokens > 2 else 1  # the second row of the decode step is padding
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:real], expected[:real], atol=1e-5, rtol=1e-5)
@@ -222,7 +222,7 @@ def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool,
         key, value = torch.randn((2, rows * query_len, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
         plan = in_place.InPlacePlan.of(group, step)
-        in_place.attend(shape, query, key, value, plain, plan, expected, sinks)
+        in_place.attend(AttentionCall(shape, query, key, value, plain, expected, sinks), plan)
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:count], expected[:count], atol=1e-5, rtol=1e-5)
     assert len(device.backend.graphs) == 2
@@ -234,7 +234,7 @@ def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool,
         ({"softcap": 30.0}, "soft caps"),
         ({"writes": False}, "another layer's KV cache"),
         ({"head_size": 48}, "heads of 48"),
-        ({"causal": False}, "looks ahead"),
+        ({"causal": False}, "non-causal"),
     ],
 )
 def test_layers_that_no_kernel_serves_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -321,8 +321,8 @@ def test_an_npu_has_no_eager_mode() -> None:
     group = group_of(GroupKind.FULL)
     npu = RblnDevice(DeviceOptions("rbln"))
     states = torch.zeros(1, HEADS, SIZE)
-    with pytest.raises(ConfigurationRefused, match="leave --backend eager to --rbln-backend rbln-check"):
-        npu.attend(shape_of(group), states, states, states, torch.zeros(1), None, states)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationRefused, match="--backend eager needs --rbln-backend rbln-check"):
+        npu.attend(AttentionCall(shape_of(group), states, states, states, torch.zeros(1), states), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_svc.devices import rbln_ops
-from worker_svc.devices.rbln_ops import CUSTOM, NAMESPACES, TRITON, Namespace
-from worker_svc.devices.rbln_ops.signatures import SIGNATURES
+from worker_svc.devices.rbln.ops import registry
+from worker_svc.devices.rbln.ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 
 SIZE = 8
 SCALE = 0.4
@@ -19,7 +18,7 @@ PAGED = ("flash_causal_attention_naive", "causal_attention_naive", "flash_attent
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
-    rbln_ops.register()
+    registry.register()
 
 
 @dataclass
@@ -128,7 +127,7 @@ def paged_step(
     given["mask"] = mask
     masked = operator.startswith(("flash_attention", "attention"))
     name = operator if window else f"{operator}_{'prefill' if prefill else 'decode'}"
-    output = rbln_ops.emit(rig.namespace, name, given)
+    output = registry.emit(rig.namespace, name, given)
     assert output.shape == given["q"].shape
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         for token in range(count):
@@ -204,7 +203,7 @@ def test_windows_in_paged_blocks(window: int, sinks: int) -> None:
         rig.content(block).fill_(torch.nan)
     given = rig.states(1, 1) | {"window_size": window, "is_causal": True}
     given |= {"seq_idx": rig.integers([[20]]), "block_tables": rig.integers([sequence.blocks])}
-    output = rbln_ops.emit(CUSTOM, "sliding_window_attention_v1", given)
+    output = registry.emit(CUSTOM, "sliding_window_attention_v1", given)
     rig.append(sequence, given, 0, 0)
     rig.check(output, given, 0, 0, sequence, range(max(0, 21 - window), 21))
     for block, state in zip(sequence.blocks[:behind], states, strict=True):
@@ -229,7 +228,7 @@ def sliding_step(
         places = torch.arange(window)
         given["attn_mask"] = (places <= given["cache_seq_len"]).float()[:, None, None, :]
     name = f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"
-    output = rbln_ops.emit(rig.namespace, name, given)
+    output = registry.emit(rig.namespace, name, given)
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         for token in range(count):
             rig.append(sequence, given, row, token)
@@ -271,10 +270,10 @@ def test_results_are_of_the_query_s_type() -> None:
     rounded = {
         role: value.float() if role in ("q", "k", "v", "kv_cache") else value for role, value in half.items()
     }
-    result = rbln_ops.emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
+    result = registry.emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
     assert result.dtype == torch.bfloat16
     assert torch.equal(
-        result, rbln_ops.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16()
+        result, registry.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16()
     )
 
 
@@ -303,12 +302,12 @@ def test_wrong_shapes_are_refused(
         role: value,
     }
     with pytest.raises(ValueError, match=message):
-        rbln_ops.emit(namespace, operator, given)
+        registry.emit(namespace, operator, given)
     on_meta = {
         role: value.to("meta") if isinstance(value, torch.Tensor) else value for role, value in given.items()
     }
     with pytest.raises(ValueError, match=message):
-        rbln_ops.emit(namespace, operator, on_meta)
+        registry.emit(namespace, operator, on_meta)
 
 
 def test_cache_layouts_are_not_mixed_up() -> None:
@@ -316,10 +315,10 @@ def test_cache_layouts_are_not_mixed_up() -> None:
     rig = Rig(CUSTOM, 8)
     given = rig.states(1, 4) | {"seq_idx": rig.integers([[0]]), "block_tables": rig.integers([1])}
     with pytest.raises(ValueError, match="kv_cache must be"):
-        rbln_ops.emit(TRITON, "flash_causal_attention_naive_prefill", given)
+        registry.emit(TRITON, "flash_causal_attention_naive_prefill", given)
     given["kv_cache"] = given["kv_cache"].transpose(0, 1)
     with pytest.raises(ValueError, match=r"seq_idx must be torch\.int32|block_tables must be torch\.int32"):
-        rbln_ops.emit(TRITON, "flash_causal_attention_naive_prefill", given)
+        registry.emit(TRITON, "flash_causal_attention_naive_prefill", given)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +334,7 @@ def test_what_has_no_reference_is_refused(operator: str, role: str, value: Any, 
     given = rig.states(1, 4) | {"seq_idx": rig.integers([[0]]), "block_tables": rig.integers([1])}
     given |= {"window_size": 4, "is_causal": True, role: value}
     with pytest.raises(ValueError, match=message):
-        rbln_ops.emit(CUSTOM, operator, given)
+        registry.emit(CUSTOM, operator, given)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from worker_svc.devices import gathered, triton_attention, triton_kernels
-from worker_svc.devices.base import AttentionInput, AttentionShape
-from worker_svc.devices.cuda import CudaDevice
+from worker_svc.devices import gathered
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
+from worker_svc.devices.cuda import triton_attention, triton_kernels
+from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.plans.geometry import AttentionLayer, KvGroup
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,8 +36,8 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(
+    def shape(self) -> AttentionParams:
+        return AttentionParams(
             self.heads, self.kv_heads, self.size, 0.3, self.window, self.softcap, writes=True
         )
 
@@ -97,7 +98,7 @@ class Rig:
             cache[blocks, 0, offsets] = keys
             cache[blocks, 1, offsets] = values
 
-    def step(self, rows: list[int], starts: list[int], counts: list[int], query_len: int) -> AttentionInput:
+    def step(self, rows: list[int], starts: list[int], counts: list[int], query_len: int) -> PagedInput:
         """Rows of real tokens; row -1 is padding, and what its table's entries behind a window name are null blocks."""
         block = self.case.block
         tables = torch.zeros((len(rows), self.width), dtype=torch.int32)
@@ -114,12 +115,12 @@ class Rig:
             tables[place, -(-(start + count) // block) :] = 0
         ends = torch.tensor([0, *counts]).cumsum(0).int()
         lengths = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)]).int()
-        return AttentionInput(
+        return PagedInput(
             lengths.to(DEVICE), ends.to(DEVICE), tables.to(DEVICE), slots.view(-1).to(DEVICE),
             counts[0] if len(rows) == 1 else len(rows),
         )  # fmt: skip
 
-    def check(self, step: AttentionInput, real: torch.Tensor) -> None:
+    def check(self, step: PagedInput, real: torch.Tensor) -> None:
         """Runs a step of random tokens, padding of NaN, on both; all but ``real`` tokens must give zeros."""
         case, tokens = self.case, len(real)
         # As in a layer: all three are parts of one matrix.
@@ -129,11 +130,8 @@ class Rig:
         output = torch.full((tokens, case.heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
         expected = torch.empty_like(output)
         plan = self.device.plan(self.group, case.block, step)
-        self.device.attend(case.shape, query, key, value, self.cache, plan, output, self.sinks)
-        gathered.attend(
-            case.shape, query.nan_to_num(), key, value, self.reference, gathered.GatheredPlan.of(step),
-            expected, self.sinks,
-        )  # fmt: skip
+        self.device.attend(AttentionCall(case.shape, query, key, value, self.cache, output, self.sinks), plan)
+        gathered.attend(AttentionCall(case.shape, query.nan_to_num(), key, value, self.reference, expected, self.sinks), gathered.GatheredPlan.of(step))  # fmt: skip
         tolerance = TOLERANCE[case.dtype]
         torch.testing.assert_close(output[real], expected[real], atol=tolerance, rtol=tolerance)
         assert not output[~real].any()
@@ -192,7 +190,9 @@ def test_a_layer_that_reads_another_cache_writes_nothing() -> None:
     before = rig.cache.clone()
     query, output = rig.random(1, 4, 64), torch.empty((1, 4, 64), device=DEVICE)
     plan = rig.device.plan(rig.group, 16, rig.step([0], [19], [1], 1))
-    rig.device.attend(replace(rig.case.shape, writes=False), query, None, None, rig.cache, plan, output)
+    rig.device.attend(
+        AttentionCall(replace(rig.case.shape, writes=False), query, None, None, rig.cache, output), plan
+    )
     assert torch.equal(rig.cache.nan_to_num(), before.nan_to_num())
     assert output.isfinite().all()
     assert output.any()
@@ -212,7 +212,7 @@ def test_splits_change_nothing(processors: int, monkeypatch: pytest.MonkeyPatch)
 
 def launch(rows: int, query_len: int = 1, processors: int = 132) -> triton_attention._Launch:
     """Of a model like Llama 3.2 1B that reads up to 8,192 tokens."""
-    shape = AttentionShape(32, 8, 64, 0.125, 0, 0.0, writes=True)
+    shape = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
     return triton_attention._launch(shape, rows, query_len, 128, 64, 2, processors)
 
 
@@ -291,7 +291,9 @@ def test_one_graph_serves_all_lengths() -> None:
     output, expected = torch.empty_like(query), torch.empty_like(query)
 
     def run() -> None:
-        rig.device.attend(rig.case.shape, query, key, value, rig.cache, plan, output, rig.sinks)
+        rig.device.attend(
+            AttentionCall(rig.case.shape, query, key, value, rig.cache, output, rig.sinks), plan
+        )
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -303,13 +305,7 @@ def test_one_graph_serves_all_lengths() -> None:
         mine.copy_(other)
     graph.replay()
     gathered.attend(
-        rig.case.shape,
-        query,
-        key,
-        value,
-        rig.reference,
+        AttentionCall(rig.case.shape, query, key, value, rig.reference, expected, rig.sinks),
         gathered.GatheredPlan.of(second),
-        expected,
-        rig.sinks,
     )
     torch.testing.assert_close(output, expected, atol=3e-2, rtol=3e-2)

@@ -8,7 +8,7 @@ import torch
 from protos.errors import Internal
 from protos.steps import Admission, Decode, Growth, Prefill
 from tests.support.sampling_params import sampling_params
-from worker_svc.devices.base import AttentionInput, InPlaceInput
+from worker_svc.devices.attention import InPlaceInput, PagedInput
 from worker_svc.execution.batch import Batch
 from worker_svc.plans.geometry import AttentionLayer, Geometry, GroupKind, group_layers
 from worker_svc.sampling.state import SamplingVocabulary
@@ -44,9 +44,9 @@ def sliding_request(slot: int, tokens: int, computed: int, block: int) -> Admiss
     return Admission(slot, range(tokens), computed, sampling_params(temperature=0.0), blocks)
 
 
-def paged(step: object) -> AttentionInput:
+def paged(step: object) -> PagedInput:
     """Narrows a step's input to a paged group's."""
-    assert isinstance(step, AttentionInput)
+    assert isinstance(step, PagedInput)
     return step
 
 

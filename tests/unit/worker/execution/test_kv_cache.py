@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from protos.steps import BlockCopy
-from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, group_layers
 

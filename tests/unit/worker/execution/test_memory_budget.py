@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
 from protos.steps import PoolShape
-from worker_svc.devices.cpu import CpuDevice
+from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory, working_bytes
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.plans.geometry import (

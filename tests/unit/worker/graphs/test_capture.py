@@ -1,4 +1,4 @@
-"""Recorded steps: a replay does to new inputs what the recorded code would, and what it cannot do so is refused."""
+"""Recorded steps: a replay computes what the recorded code computes, and steps that cannot be replayed are refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,36 +8,26 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker_svc.devices.base import AttentionShape
-from worker_svc.devices.cuda import CudaDevice
+from worker_svc.devices.attention import AttentionCall, AttentionParams
+from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import NotStatic, Recorder
-from worker_svc.graphs.replay import ATTENTION, KernelGraph, kernels_of
+from worker_svc.graphs.replay import ATTENTION, KernelGraph, build_kernel_graph
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-SHAPE = AttentionShape(1, 1, 4, 1.0, 0, 0.0, writes=True)
+PARAMS = AttentionParams(1, 1, 4, 1.0, 0, 0.0, writes=True)
 WEIGHT = torch.linspace(-1, 1, 16).view(4, 4)
 
 
-class Adder(CudaDevice):
-    """A device whose attention adds the plan and the sinks to the query and counts in the cache."""
+class AddingDevice(CudaDevice):
+    """A device whose attention adds the plan and the sinks to the query and counts its calls in the cache."""
 
     torch_device: ClassVar[torch.device] = torch.device("cpu")
 
-    def attend(
-        self,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        plan: Any,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        torch.add(query, plan, out=output)
-        if sinks is not None:
-            output += sinks
-        cache += 1
+    def attend(self, call: AttentionCall, plan: Any) -> None:
+        torch.add(call.query, plan, out=call.output)
+        if call.sinks is not None:
+            call.output.add_(call.sinks)
+        call.cache.add_(1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ def record(step: Step, example: torch.Tensor) -> KernelGraph:
     recorder = Recorder()
     with torch.inference_mode(), recorder:
         output = step(static)
-    return kernels_of(recorder.finish((static,), output), Adder())
+    return build_kernel_graph(recorder.finish((static,), output), AddingDevice())
 
 
 def views_and_kernels(x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +72,8 @@ STEPS = [views_and_kernels, in_place, types_and_reductions, through_an_allocatio
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_replay_does_what_the_code_does(step: Step) -> None:
-    """On other inputs than the recorded ones, twice in turn, to the bit."""
+def test_a_replay_computes_what_the_code_computes(step: Step) -> None:
+    """A replay on new inputs equals the step's own result to the bit, also when replays alternate."""
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randn((2, 4), generator=generator), torch.randn((2, 4), generator=generator)
     graph = record(step, torch.zeros(2, 4))
@@ -91,8 +81,8 @@ def test_a_replay_does_what_the_code_does(step: Step) -> None:
         assert torch.equal(graph.replay((x,), {}), step(x))
 
 
-def test_weights_are_worked_on_once() -> None:
-    """What depends on weights alone is not part of a replay; what is written to later is."""
+def test_constants_are_computed_once() -> None:
+    """A replay omits results that depend only on weights, unless a later call writes them."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         scale = WEIGHT.float().exp() + 1.0
@@ -107,8 +97,8 @@ def test_weights_are_worked_on_once() -> None:
     assert torch.equal(graph.replay((x,), {}), step(x))
 
 
-def test_memory_is_shared_by_what_is_not_needed_at_once() -> None:
-    """A hundred kernels in a row need the memory of two results."""
+def test_results_share_memory() -> None:
+    """A hundred consecutive kernels need the memory of two results."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(100):
@@ -122,13 +112,13 @@ def test_memory_is_shared_by_what_is_not_needed_at_once() -> None:
 
 
 def test_attention_gets_the_plan_of_each_replay() -> None:
-    """It is called on the device, in its place between kernels, with the layer's cache; caches stay where they are."""
+    """A replay calls the device's attention between the kernels, with the layer's own cache and the new plan."""
     cache, query = torch.zeros(1), torch.ones(2, 4)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         for layer in ("a", "b"):
             output = torch.empty_like(x)
-            recorder.attend(layer, SHAPE, x * 2, x, x, cache, output)
+            recorder.attend(layer, AttentionCall(PARAMS, x * 2, x, x, cache, output))
             x = output + 1
         return x
 
@@ -136,7 +126,7 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
     static = query.clone()
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = kernels_of(recorder.finish((static,), output), Adder())
+    graph = build_kernel_graph(recorder.finish((static,), output), AddingDevice())
     for first, second in ((10.0, 20.0), (30.0, 40.0)):
         plans = {"a": Metadata(first), "b": Metadata(second)}
         result = graph.replay((query,), plans)
@@ -145,25 +135,25 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
 
 
 def test_attention_gets_its_sinks_in_each_replay() -> None:
-    """Whether they are a weight or made of one."""
+    """Attention gets sinks that are computed from a weight in every replay."""
     sinks = torch.arange(4, dtype=torch.bfloat16)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(x)
-        recorder.attend("a", SHAPE, x * 2, x, x, torch.zeros(1), output, sinks.float())
+        recorder.attend("a", AttentionCall(PARAMS, x * 2, x, x, torch.zeros(1), output, sinks.float()))
         return output * 3
 
     recorder = Recorder()
     static = torch.zeros(2, 4)
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = kernels_of(recorder.finish((static,), output), Adder())
+    graph = build_kernel_graph(recorder.finish((static,), output), AddingDevice())
     for x in (torch.ones(2, 4), torch.full((2, 4), 5.0)):
         assert torch.equal(graph.replay((x,), {"a": Metadata(10.0)}), (x * 2 + 10 + sinks) * 3)
 
 
-def test_state_outside_is_changed_by_each_replay() -> None:
-    """A step that writes to memory that was there before writes there, not to a copy."""
+def test_each_replay_changes_outside_state() -> None:
+    """A step that writes to memory from before the recording writes there, not to a copy."""
     state = torch.zeros(2, 4)
     graph = record(lambda x: state.add_(x) * 1, torch.zeros(2, 4))
     for count in (1, 2):
@@ -180,16 +170,16 @@ def test_state_outside_is_changed_by_each_replay() -> None:
         (lambda x: x + torch.rand_like(x), "rand_like"),
         (lambda x: (x * 1).unsqueeze_(0), "unsqueeze_"),
     ],
-    ids=["value", "mask", "places", "chance", "shape in place"],
+    ids=["value", "mask", "nonzero", "random", "shape in place"],
 )
-def test_what_depends_on_data_is_refused(step: Step, operator: str) -> None:
-    """The operator is named."""
+def test_a_step_that_depends_on_data_is_refused(step: Step, operator: str) -> None:
+    """The refusal names the operator."""
     with pytest.raises(NotStatic, match=operator):
         record(step, torch.ones(2, 4))
 
 
-def test_a_profile_is_a_replay_that_tells_each_kernels_seconds() -> None:
-    """In order, by the operators' names; attention has a name of its own, and the device is waited for after each."""
+def test_a_profile_is_a_replay_with_each_kernels_seconds() -> None:
+    """A profile lists operators in order, names attention, and synchronizes with the device after each kernel."""
     waited = 0
 
     def wait() -> None:
@@ -198,14 +188,14 @@ def test_a_profile_is_a_replay_that_tells_each_kernels_seconds() -> None:
 
     def step(x: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(x)
-        recorder.attend("a", SHAPE, functional.silu(x * 2), x, x, torch.zeros(1), output)
+        recorder.attend("a", AttentionCall(PARAMS, functional.silu(x * 2), x, x, torch.zeros(1), output))
         return output + 1
 
     recorder = Recorder()
     static = torch.ones(2, 4)
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = kernels_of(recorder.finish((static,), output), Adder())
+    graph = build_kernel_graph(recorder.finish((static,), output), AddingDevice())
     inputs, plans = (torch.full((2, 4), 3.0),), {"a": Metadata(10.0)}
     result, timed = graph.profile(inputs, plans, wait)
     assert torch.equal(result.clone(), graph.replay(inputs, plans))

@@ -1,4 +1,4 @@
-"""The cache of compiled code: complete entries or none, whoever is killed, damages or copies what."""
+"""The cache of compiled code: entries are complete or absent, damage is found, and copies work."""
 
 import json
 import multiprocessing
@@ -15,19 +15,19 @@ from worker_svc.graphs.precompiled import CompiledCode
 FIELDS = {"model": "Llama 1234", "dtype": "bfloat16", "chunk": "128"}
 
 
-def made(root: Path, fields: dict[str, str] | None = None) -> str:
-    """An entry of two files; returns its key."""
-    filling = CompileCache(root).fill(fields or FIELDS)
-    (filling.folder / "inductor").mkdir()
-    (filling.folder / "inductor" / "kernel.so").write_bytes(b"code")
-    (filling.folder / "kernel.py").write_text("x = 1")
-    filling.commit(["decode of 1 rows"], 2.5)
+def store(root: Path, fields: dict[str, str] | None = None) -> str:
+    """Stores an entry of two files; returns its key."""
+    pending = CompileCache(root).begin(fields or FIELDS)
+    (pending.folder / "inductor").mkdir()
+    (pending.folder / "inductor" / "kernel.so").write_bytes(b"code")
+    (pending.folder / "kernel.py").write_text("x = 1")
+    pending.commit(["decode of 1 rows"], 2.5)
     return key_of(fields or FIELDS)
 
 
-def test_an_entry_says_what_it_holds(tmp_path: Path) -> None:
-    """Fields, graphs, and every file with its checksum."""
-    key = made(tmp_path)
+def test_an_entry_describes_itself(tmp_path: Path) -> None:
+    """The manifest has the fields, the graphs, and every file with its checksum."""
+    key = store(tmp_path)
     manifest = CompileCache(tmp_path).verify(key)
     assert manifest is not None
     assert (manifest.fields, manifest.graphs, manifest.seconds) == (FIELDS, ["decode of 1 rows"], 2.5)
@@ -35,23 +35,23 @@ def test_an_entry_says_what_it_holds(tmp_path: Path) -> None:
     assert CompileCache(tmp_path).entries() == [key]
 
 
-def test_nobody_sees_an_entry_that_is_being_made(tmp_path: Path) -> None:
-    """Not before it is complete, and not at all if it never is."""
+def test_an_incomplete_entry_is_invisible(tmp_path: Path) -> None:
+    """An entry is listed and read only after its commit."""
     cache = CompileCache(tmp_path)
-    filling = cache.fill(FIELDS)
-    (filling.folder / "kernel.py").write_text("x")
+    pending = cache.begin(FIELDS)
+    (pending.folder / "kernel.py").write_text("x")
     assert cache.entries() == []
     assert cache.read(key_of(FIELDS)) is None
-    filling.discard()
+    pending.discard()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_no_entry_and_goes(tmp_path: Path) -> None:
-    """It is removed once it is old; a young one may be somebody's work."""
+def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
+    """An abandoned folder is never an entry and is removed once it is old."""
 
     def fill_and_die() -> None:
-        filling = CompileCache(tmp_path).fill(FIELDS)
-        (filling.folder / "kernel.py").write_text("x")
+        pending = CompileCache(tmp_path).begin(FIELDS)
+        (pending.folder / "kernel.py").write_text("x")
         os.kill(os.getpid(), signal.SIGKILL)
 
     process = multiprocessing.get_context("fork").Process(target=fill_and_die)
@@ -68,8 +68,8 @@ def test_what_a_killed_process_left_is_no_entry_and_goes(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("damage", ["changed", "truncated", "missing", "manifest", "foreign"])
 def test_damage_is_found(tmp_path: Path, damage: str) -> None:
-    """Whatever happened to a file, and a manifest that is another entry's."""
-    key = made(tmp_path)
+    """A changed, truncated or missing file is found, and so is a broken manifest or that of another entry."""
+    key = store(tmp_path)
     victim = tmp_path / key / "inductor" / "kernel.so"
     if damage == "changed":
         victim.write_bytes(b"cOde")
@@ -87,25 +87,25 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
         CompileCache(tmp_path).verify(key)
 
 
-def test_a_damaged_entry_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a warning; what is made takes its place."""
-    key = made(tmp_path)
+def test_a_damaged_entry_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged entry causes a warning, and newly compiled code takes its place."""
+    key = store(tmp_path)
     (tmp_path / key / "kernel.py").write_text("y = 2")
     code = CompiledCode(CompileCache(tmp_path), FIELDS, required=False)
     assert not code.is_warm
     assert "[PRECOMPILED_WARN]" in capsys.readouterr().out
     (code.folder / "kernel.py").write_text("x = 1")
-    code.keep(["decode of 1 rows"], 1.0)
+    code.commit(["decode of 1 rows"], 1.0)
     assert CompiledCode(CompileCache(tmp_path), FIELDS, required=True).is_warm
     assert code.folder == tmp_path / key
 
 
-def test_the_first_of_two_that_make_the_same_wins(tmp_path: Path) -> None:
-    """The other's work goes; nothing is mixed."""
+def test_the_first_of_two_equal_entries_wins(tmp_path: Path) -> None:
+    """When two processes fill the same entry, the second one's files are dropped."""
     cache = CompileCache(tmp_path)
-    first, second = cache.fill(FIELDS), cache.fill(FIELDS)
-    for index, filling in enumerate((first, second)):
-        (filling.folder / "kernel.py").write_text(str(index))
+    first, second = cache.begin(FIELDS), cache.begin(FIELDS)
+    for index, pending in enumerate((first, second)):
+        (pending.folder / "kernel.py").write_text(str(index))
     first.commit(["a"], 1.0)
     second.commit(["a"], 1.0)
     assert (tmp_path / key_of(FIELDS) / "kernel.py").read_text() == "0"
@@ -113,22 +113,22 @@ def test_the_first_of_two_that_make_the_same_wins(tmp_path: Path) -> None:
     assert second.folder == tmp_path / key_of(FIELDS)
 
 
-def test_a_copied_folder_is_as_good(tmp_path: Path) -> None:
-    """No absolute path is in an entry."""
-    made(tmp_path / "here")
+def test_a_copied_folder_is_valid(tmp_path: Path) -> None:
+    """A cache works in another place, because entries contain no absolute paths."""
+    store(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
     assert CompiledCode(CompileCache(tmp_path / "there"), FIELDS, required=True).is_warm
 
 
-def test_what_is_required_and_not_there_is_told_field_by_field(tmp_path: Path) -> None:
-    """Against the nearest entry, and with the way out."""
-    made(tmp_path)
-    made(tmp_path, {"model": "Gemma", "dtype": "float32", "chunk": "512"})
+def test_missing_required_code_is_explained_field_by_field(tmp_path: Path) -> None:
+    """The refusal lists the differences from the nearest entry and the remedy."""
+    store(tmp_path)
+    store(tmp_path, {"model": "Gemma", "dtype": "float32", "chunk": "512"})
     wanted = {**FIELDS, "chunk": "256", "version:torch": "2.13"}
     with pytest.raises(ConfigurationRefused) as caught:
         CompiledCode(CompileCache(tmp_path), wanted, required=True)
-    assert "chunk: 256 is wanted, 128 is precompiled" in caught.value.message
-    assert "version:torch: 2.13 is wanted, (none) is precompiled" in caught.value.message
+    assert "chunk: 256 is needed, 128 is precompiled" in caught.value.message
+    assert "version:torch: 2.13 is needed, (none) is precompiled" in caught.value.message
     assert "dtype" not in caught.value.message
     assert "triptych compile" in caught.value.message
     with pytest.raises(ConfigurationRefused, match="nothing is precompiled"):
@@ -138,26 +138,26 @@ def test_what_is_required_and_not_there_is_told_field_by_field(tmp_path: Path) -
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers get a folder that goes with the process."""
+    """Without a cache, compilers get a folder that is removed with the process."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")
     code = CompiledCode(None, FIELDS, required=False)
-    code.use()
+    code.activate()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(code.folder))
-    code.keep(["decode"], 1.0)
+    code.commit(["decode"], 1.0)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """In one line that names the setting."""
+def test_an_unwritable_cache_is_refused(tmp_path: Path) -> None:
+    """The refusal names the setting."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationRefused, match="--compile-cache-dir"):
-        CompileCache(tmp_path / "file" / "cache").fill(FIELDS)
+        CompileCache(tmp_path / "file" / "cache").begin(FIELDS)
 
 
 def test_differences_are_sorted_by_field() -> None:
-    """One line each."""
+    """Each field that differs gets one line, in the order of names."""
     assert differences({"b": "1", "a": "1"}, {"b": "2", "a": "2"}) == [
-        "a: 1 is wanted, 2 is precompiled",
-        "b: 1 is wanted, 2 is precompiled",
+        "a: 1 is needed, 2 is precompiled",
+        "b: 1 is needed, 2 is precompiled",
     ]

@@ -11,7 +11,7 @@ from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Admission, Pool, PoolShape, Prefill, SlotOutput, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.devices import open_device
-from worker_svc.devices.base import AttentionShape, RowsInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput
 from worker_svc.plans.geometry import PoolGeometry
 from worker_svc.plans.model_description import PoolingDescription, PoolingMethod
 from worker_svc.pooling.pool_runner import PoolRunner
@@ -147,11 +147,11 @@ def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: in
     """Batched attention equals naive attention over each row's real tokens."""
     torch.manual_seed(0)
     lengths, row_len, heads, size = [5, 1, 3], 5, 4, 8
-    shape = AttentionShape(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
+    shape = AttentionParams(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
     query, key, value = (torch.randn(len(lengths) * row_len, n, size) for n in (heads, kv_heads, kv_heads))
     output = torch.full_like(query, math.nan)
     rows = RowsInput.of(torch.tensor(lengths), row_len)
-    open_device("cpu").attend_rows(shape, query, key, value, rows, output)
+    open_device("cpu").attend_rows(AttentionCall(shape, query, key, value, torch.empty(0), output), rows)
     assert not output.isnan().any()
     for row, length in enumerate(lengths):
         real = slice(row * row_len, row * row_len + length)

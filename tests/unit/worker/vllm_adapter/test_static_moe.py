@@ -10,8 +10,8 @@ from torch.nn import functional
 from protos.errors import ConfigurationRefused
 from worker_svc.devices import DeviceOptions, open_device
 from worker_svc.devices.base import ExpertActivation
-from worker_svc.devices.rbln import RblnDevice
-from worker_svc.devices.rbln_ops.experts import ARGUMENTS, OPERATOR
+from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.devices.rbln.ops.experts import ARGUMENTS, OPERATOR
 from worker_svc.settings import Settings
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 5, 8, 12, 4, 2
@@ -132,6 +132,6 @@ def test_the_stand_in_refuses_the_vendors_kernel(monkeypatch: pytest.MonkeyPatch
         rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,
         rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
     )
-    with pytest.raises(ConfigurationRefused, match="leave --rbln-moe-use-opt-kernel") as caught:
+    with pytest.raises(ConfigurationRefused, match="omit --rbln-moe-use-opt-kernel") as caught:
         open_device("rbln", options)
     assert "\n" not in caught.value.message

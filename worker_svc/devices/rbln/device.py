@@ -1,7 +1,7 @@
-"""Rebellions NPUs: whole graphs for rebel-compiler, with attention as its own operators.
+"""Rebellions NPUs: whole graphs for rebel-compiler, with attention as operators of its own.
 
-Which namespace the operators are of also decides how caches lie in memory and where the host allocates them; see ``rbln_ops``. Facts about
-arguments and shapes come from the wheels of vllm-rbln 0.12.0.
+The operators' namespace also decides how caches lie in memory and where the host allocates them; see ``ops``. Arguments and shapes
+follow the wheels of vllm-rbln 0.12.0.
 """
 
 import functools
@@ -17,52 +17,50 @@ import torch
 from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused, Internal
-from worker_svc.devices import rbln_ops
-from worker_svc.devices.base import (
-    AttentionInput,
-    AttentionShape,
-    Device,
-    DeviceOptions,
-    ExpertActivation,
-    InPlaceInput,
-    StepInput,
-)
-from worker_svc.devices.rbln_check import CheckBackend, MetaMemory
-from worker_svc.devices.rbln_ops.experts import emit_experts
+from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
+from worker_svc.devices.base import Device, DeviceOptions, ExpertActivation
+from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
+from worker_svc.devices.rbln.ops import registry
+from worker_svc.devices.rbln.ops.experts import emit_experts
+from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
 from worker_svc.plans.geometry import NULL_BLOCK, GroupKind, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
-# Tell the compiler what to compile for.
+# Variables that tell the compiler its target.
 _TARGET_VARIABLES = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")
-# Memory of a device less what its system takes, by how its name begins (vllm-rbln 0.12.0, v1/worker/utils.py).
+# By prefix of an NPU's name, its memory less the system's share (vllm-rbln 0.12.0, v1/worker/utils.py).
 _MEMORY = {"RBLN-CA": 16 * 2**30 - 288 * 2**20, "RBLN-CR": 144 * 2**30 - 4 * 2**30}
-# What the kernels are built for.
+# The head sizes that the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
 
 @dataclass(frozen=True)
 class RblnPlan:
-    """What the layers of a group share in one step: an operator, and its arguments that are no states. All shapes are static."""
+    """What the layers of a group share in one step: an operator and its arguments besides states. All shapes are static."""
 
     operator: str
+    """The operator's name, with its ``_prefill`` or ``_decode``."""
     rows: int
+    """Rows of the step."""
     query_len: int
+    """Tokens of each row."""
     block_tables: torch.Tensor
-    """[partitions] of a chunk, [rows, partitions] of a decode step."""
+    """[partitions] for a chunk, [rows, partitions] for a decode step."""
     seq_idx: torch.Tensor | None = None
     """[rows, 1]: position of each row's first token."""
     cache_seq_len: torch.Tensor | None = None
+    """[rows, 1]: tokens in the block before the step; 0 in padded rows."""
     cache_offset: torch.Tensor | None = None
-    """[rows, 1] each: tokens in the block before and after the step; 0 in padded rows."""
+    """[rows, 1]: tokens in the block after the step; 0 in padded rows."""
 
 
 class RblnDevice(Device):
-    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that takes its place.
+    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that stands in for it.
 
     Attributes:
-        namespace: of the attention operators.
-        backend: the stand-in's, with the graphs that it has accepted.
-        memory: the stand-in's, behind caches of which the host has handles alone.
+        namespace: the attention operators' namespace.
+        backend: the stand-in's backend, with the graphs that it has accepted.
+        memory: the stand-in's memory behind the handles that the host has of caches.
     """
 
     name: ClassVar[str] = "rbln"
@@ -81,18 +79,16 @@ class RblnDevice(Device):
     compiler_packages: ClassVar[tuple[str, ...]] = ("rebel-compiler", "torch-rbln")
 
     def __init__(self, options: DeviceOptions | None = None) -> None:
-        """Without options, the vendor's backend and the compiler's own kernels."""
+        """Without options, it uses the vendor's backend and the compiler's own kernels."""
         options = options or DeviceOptions()
-        self._stands_in = options.rbln_backend == "rbln-check"
-        self.weights_come_later = not self._stands_in
-        self.namespace: rbln_ops.Namespace = (
-            rbln_ops.TRITON if options.rbln_use_custom_kernel else rbln_ops.CUSTOM
-        )
-        self.block_dim = 1 if self.namespace == rbln_ops.TRITON else 0
+        self._is_stand_in = options.rbln_backend == "rbln-check"
+        self.defers_weights = not self._is_stand_in
+        self.namespace: Namespace = TRITON if options.rbln_use_custom_kernel else CUSTOM
+        self.block_dim = 1 if self.namespace == TRITON else 0
         optimized = options.rbln_moe_use_opt_kernel
         self._wants_expert_kernel = bool(optimized or options.rbln_moe_custom_kernel)
-        self._has_expert_kernel = self._wants_expert_kernel or (optimized is None and not self._stands_in)
-        self._integers = torch.int32 if self.namespace == rbln_ops.TRITON else torch.int64
+        self._has_expert_kernel = self._wants_expert_kernel or (optimized is None and not self._is_stand_in)
+        self._integers = torch.int32 if self.namespace == TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
         self._compile_only = options.compile_only
@@ -103,33 +99,31 @@ class RblnDevice(Device):
 
     def check_available(self) -> None:
         """See the base class."""
-        if self._stands_in:
+        if self._is_stand_in:
             if self._wants_expert_kernel:
                 raise ConfigurationRefused(
-                    "rbln-check has no kernels for expert layers, which are the vendor's runtime's;"
-                    " leave --rbln-moe-use-opt-kernel and --rbln-moe-custom-kernel off"
+                    "rbln-check has no kernels for expert layers, which only the vendor's runtime has;"
+                    " omit --rbln-moe-use-opt-kernel and --rbln-moe-custom-kernel"
                 )
-            rbln_ops.register()
+            registry.register()
             return
         missing = [name for name in _VENDOR_PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
-            what = f"the vendor's packages {' and '.join(missing)}"
             raise ConfigurationRefused(
-                f"device rbln cannot be used: missing {what}; use --device cpu or cuda"
+                f"device rbln needs the vendor's packages {' and '.join(missing)}; use --device cpu or cuda"
             )
-
         if self._compile_only and not any(variable in os.environ for variable in _TARGET_VARIABLES):
             raise ConfigurationRefused(
-                f"compiling without an NPU needs {_TARGET_VARIABLES[0]}, for example RBLN-CA25: there is no device to ask"
+                f"compiling without an NPU needs its name; set {_TARGET_VARIABLES[0]}, for example to RBLN-CA25"
             )
 
     def code_target(self) -> str:
-        """See the base class. Whatever else decides about a graph is here, too.
+        """See the base class. Includes the options that change a graph.
 
         Raises:
-            ConfigurationRefused: if nobody says which NPU this is.
+            ConfigurationRefused: if the NPU's name is unknown.
         """
-        kernels = "Triton kernels" if self.namespace == rbln_ops.TRITON else "compiler kernels"
+        kernels = "Triton kernels" if self.namespace == TRITON else "compiler kernels"
         experts = "the vendor's experts" if self._has_expert_kernel else "plain experts"
         strict = ", strict" if self._compile_strict else ""
         return f"{self._chip()}, {kernels}, {experts}{strict}"
@@ -139,13 +133,13 @@ class RblnDevice(Device):
         self._code_folder = folder
         self.backend.folder = folder
         if folder is not None and self._compiled:
-            # Dynamo takes what it compiled before for shapes that it knows, and the new folder would stay empty.
+            # Dynamo would reuse its code for shapes that it knows, and the new folder would stay empty.
             self._compiled.clear()
             torch.compiler.reset()
 
     def _chip(self) -> str:
-        """The NPU's name, for example "RBLN-CA25"; the order is vllm-rbln's."""
-        if self._stands_in:
+        """The NPU's name, for example "RBLN-CA25". Its sources are asked in vllm-rbln's order."""
+        if self._is_stand_in:
             return "stand-in"
         name = None
         if not self._compile_only:
@@ -157,52 +151,51 @@ class RblnDevice(Device):
         )
         if not name:
             raise ConfigurationRefused(
-                f"the NPU does not say its name; set {_TARGET_VARIABLES[0]}, for example to RBLN-CA25"
+                f"the NPU does not report its name; set {_TARGET_VARIABLES[0]}, for example to RBLN-CA25"
             )
         return str(name)
 
     def product_name(self) -> str:
         """See the base class."""
-        return "RBLN stand-in on this host's CPU" if self._stands_in else "RBLN NPU"
+        return "RBLN stand-in on this host's CPU" if self._is_stand_in else "RBLN NPU"
 
     def free_memory(self) -> int:
-        """See the base class. An NPU is taken to be free: it is this process' alone.
+        """See the base class. Assumes that this process has the NPU to itself.
 
         Raises:
-            ConfigurationRefused: for an NPU of a kind that is not known.
+            ConfigurationRefused: if the NPU's memory size is unknown.
         """
-        if self._stands_in:
+        if self._is_stand_in:
             return int(psutil.virtual_memory().available)
         chip = self._chip()
         known = next((size for name, size in _MEMORY.items() if chip.upper().startswith(name)), None)
         if known is None:
-            raise ConfigurationRefused(f"how much memory an {chip} has is not known; set --kv-memory")
+            raise ConfigurationRefused(f"the memory size of an {chip} is unknown; set --kv-memory")
         return known
 
-    def check_attention(self, shape: AttentionShape) -> None:
+    def check_attention(self, params: AttentionParams) -> None:
         """See the base class."""
         unserved = {
-            "soft caps on attention scores": bool(shape.softcap),
-            "layers that read another layer's KV cache": not shape.writes,
-            f"heads of {shape.head_size} elements": shape.head_size not in _HEAD_SIZES,
-            "attention that looks ahead": not shape.causal,
-            "attention sinks with RBLN_USE_CUSTOM_KERNEL=1": shape.sinks
-            and self.namespace == rbln_ops.TRITON,
+            "soft caps on attention scores": bool(params.softcap),
+            "layers that read another layer's KV cache": not params.writes,
+            f"heads of {params.head_size} elements": params.head_size not in _HEAD_SIZES,
+            "non-causal attention": not params.causal,
+            "attention sinks with RBLN_USE_CUSTOM_KERNEL=1": params.sinks and self.namespace == TRITON,
         }
-        for what, asked in unserved.items():
-            if asked:
+        for what, needed in unserved.items():
+            if needed:
                 raise ConfigurationRefused(f"device rbln has no kernels for {what}; choose another model")
-        self._scales[shape.scale] = torch.tensor(shape.scale)
+        self._scales[params.scale] = torch.tensor(params.scale)
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. A block of an in-place group is a window; the kernels see ``block_size / window`` of them in a paged one.
+        """See the base class. A block of an in-place group is one window; the kernels see ``block_size / window`` in a paged block.
 
         Raises:
-            ConfigurationRefused: for windows in paged blocks with kernels that have no such operator.
+            ConfigurationRefused: for windows in paged blocks with the Triton kernels, which have no operator for them.
         """
-        if group.kind is GroupKind.PAGED_WINDOW and self.namespace == rbln_ops.TRITON:
+        if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
             raise ConfigurationRefused(
-                "windows in paged blocks have no Triton kernel; use --window-kv in-place or RBLN_USE_CUSTOM_KERNEL=0"
+                "the Triton kernels do not serve windows in paged blocks; use --window-kv in-place or RBLN_USE_CUSTOM_KERNEL=0"
             )
         layer = group.layers[0]
         shape = [2, layer.num_kv_heads, 1, group.tokens_per_block(block_size), layer.head_size]
@@ -210,35 +203,35 @@ class RblnDevice(Device):
         return tuple(shape)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See the base class. The Triton kernels take the host's tensors; for the others they are handles without memory."""
-        if self.namespace == rbln_ops.TRITON:
+        """See the base class. The Triton kernels take host tensors, the others handles without memory."""
+        if self.namespace == TRITON:
             return torch.zeros(shape, dtype=dtype)
-        if self._stands_in:
+        if self._is_stand_in:
             return self.memory.allocate(shape, dtype)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
-        """See the base class. The NPU's own memory is left as it is: its kernels read no further than a sequence's end."""
-        if self._stands_in or not caches.is_meta:
+        """See the base class. Leaves the NPU's own memory alone: its kernels never read past a sequence's end."""
+        if self._is_stand_in or not caches.is_meta:
             super().clear_block(self.memory.resolve(caches), block)
 
     def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
         """See the base class.
 
         Raises:
-            Internal: on an NPU that owns the cache: the host has no tensor to copy in, and the vendor's runtime no documented call.
+            Internal: if the NPU owns the cache. The host has no tensor to copy, and the vendor documents no call for it.
         """
-        if not self._stands_in and caches.is_meta:
+        if not self._is_stand_in and caches.is_meta:
             raise Internal(
                 "blocks cannot be copied within an NPU's memory yet; start the scheduler with --no-enable-prefix-caching"
             )
         super().copy_block(self.memory.resolve(caches), source, target)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """See the base class. One static graph a shape."""
+        """See the base class. Compiles one static graph for each shape."""
 
         def run(*arguments: Any) -> torch.Tensor:
-            if function not in self._compiled:  # only now is it known where its code is kept
+            if function not in self._compiled:  # earlier, the folder of its code is unknown
                 self._compiled[function] = self._compiler(function)
             try:
                 with dynamo.config.patch(recompile_limit=64):
@@ -256,15 +249,15 @@ class RblnDevice(Device):
         return run
 
     def _compiler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        # A step differs from another of its signature in what its tensors hold alone; their shapes tell signatures apart.
+        # Steps of one signature differ only in their tensors' contents, and shapes distinguish signatures.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         backend: Any = "rbln"
-        if self._stands_in:
-            # One callable a function: torch takes what it compiled for another with the same code and an equal backend.
+        if self._is_stand_in:
+            # Each function gets its own backend object: torch shares code between functions with equal code and backend.
             backend = functools.partial(self.backend)
         else:
             mode = [("strict", self._compile_strict), ("compile_only", self._compile_only)]
-            options["mode"] = [name for name, asked in mode if asked]
+            options["mode"] = [name for name, enabled in mode if enabled]
             if self._code_folder is not None:
                 options["cache_dir"] = str(self._code_folder)
         return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
@@ -277,7 +270,7 @@ class RblnDevice(Device):
         weights: torch.Tensor,
         activation: ExpertActivation,
     ) -> torch.Tensor:
-        """See the base class. In the vendor's operator, unless that is switched off."""
+        """See the base class. Uses the vendor's operator unless it is switched off."""
         if self._has_expert_kernel:
             return emit_experts(hidden, gate_up, down, weights, activation)
         return super().run_experts(hidden, gate_up, down, weights, activation)
@@ -309,53 +302,42 @@ class RblnDevice(Device):
     def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
         if group.window:
             return "sliding_window_attention_v1"
-        # One block for the longest sequence has a kernel of its own.
+        # If one block holds the longest sequence, a simpler kernel serves.
         operator = "causal_attention_naive" if partitions == 1 else "flash_causal_attention_naive"
         return f"{operator}_{'prefill' if prefill else 'decode'}"
 
-    def attend(
-        self,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        plan: RblnPlan,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """See the base class. A chunk's padding gets something finite instead of zeros: where it begins is no part of the graph.
+    def attend(self, call: AttentionCall, plan: RblnPlan) -> None:
+        """See the base class. A chunk's padding gets finite values instead of zeros, as the graph does not know where padding starts.
 
         Raises:
-            ConfigurationRefused: on an NPU, if this is not part of a graph that is being made.
+            ConfigurationRefused: on an NPU, outside of a graph that is being compiled.
         """
+        params, cache, sinks = call.params, call.cache, call.sinks
         if not torch.compiler.is_compiling():
-            if not self._stands_in:
-                raise ConfigurationRefused(
-                    "an NPU runs graphs alone; leave --backend eager to --rbln-backend rbln-check"
-                )
+            if not self._is_stand_in:
+                raise ConfigurationRefused("--backend eager needs --rbln-backend rbln-check")
             cache = self.memory.resolve(cache)
-        assert key is not None
-        assert value is not None
-        rows, query_len, kv_heads = plan.rows, plan.query_len, shape.num_kv_heads
-        groups = shape.num_heads // kv_heads
-        scale = self._scales[shape.scale]
-        # The kernels for one block are not used with sinks; those for many serve one as well.
-        of_one_block = plan.operator.startswith("causal_")
-        operator = f"flash_{plan.operator}" if of_one_block and sinks is not None else plan.operator
+        assert call.key is not None
+        assert call.value is not None
+        rows, query_len, kv_heads = plan.rows, plan.query_len, params.num_kv_heads
+        groups = params.num_heads // kv_heads
+        scale = self._scales[params.scale]
+        # The kernels for a single block take no sinks; those for many blocks also serve one.
+        single_block = plan.operator.startswith("causal_")
+        operator = f"flash_{plan.operator}" if single_block and sinks is not None else plan.operator
 
         def by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
             """[tokens, kv_heads * heads, head_size] as [rows, kv_heads, heads, query_len, head_size]."""
-            states = states.view(rows, query_len, kv_heads * heads, shape.head_size).transpose(1, 2)
-            return states.reshape(rows, kv_heads, heads, query_len, shape.head_size)
+            states = states.view(rows, query_len, kv_heads * heads, params.head_size).transpose(1, 2)
+            return states.reshape(rows, kv_heads, heads, query_len, params.head_size)
 
-        attended = rbln_ops.emit(
+        attended = registry.emit(
             self.namespace,
             operator,
             {
-                "q": by_head(query, groups),
-                "k": by_head(key, 1),
-                "v": by_head(value, 1),
+                "q": by_head(call.query, groups),
+                "k": by_head(call.key, 1),
+                "v": by_head(call.value, 1),
                 "kv_cache": cache,
                 "scale": scale,
                 "dummy": scale,
@@ -363,16 +345,16 @@ class RblnDevice(Device):
                 "cache_seq_len": plan.cache_seq_len,
                 "cache_offset": plan.cache_offset,
                 "block_tables": plan.block_tables,
-                "window_size": shape.window,
+                "window_size": params.window,
                 "is_causal": True,
                 "sinks": None if sinks is None else sinks[:, None],
             },
         )
-        attended = attended.view(rows, shape.num_heads, query_len, shape.head_size).transpose(1, 2)
-        output.copy_(attended.reshape(output.shape))
+        attended = attended.view(rows, params.num_heads, query_len, params.head_size).transpose(1, 2)
+        call.output.copy_(attended.reshape(call.output.shape))
 
 
-def _start(step: AttentionInput) -> torch.Tensor:
-    """[rows, 1]: the position at which each row's tokens start."""
+def _start(step: PagedInput) -> torch.Tensor:
+    """The position of each row's first token, [rows, 1]."""
     counts = step.query_start[1:] - step.query_start[:-1]
     return (step.seq_lens - counts)[:, None]

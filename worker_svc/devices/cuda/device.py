@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: paged attention in Triton kernels of our own."""
+"""NVIDIA GPUs: paged attention in our own Triton kernels, and steps as CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -7,10 +7,11 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices import in_place
-from worker_svc.devices.base import AttentionShape, Device, InPlaceInput, StepInput
+from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
+from worker_svc.devices.base import Device
 from worker_svc.plans.geometry import GroupKind, KvGroup
 
-# Kernels that are compiled or tuned when they are first called must be called before they can be captured.
+# Some kernels compile or tune themselves on their first call, which a capture cannot contain.
 _RUNS_BEFORE_CAPTURE = 2
 
 
@@ -29,12 +30,14 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         """Allocates nothing yet."""
-        self._pool: Any = None  # torch says so: its type is private
+        self._pool: Any = None  # of a type that torch keeps private
 
     def check_available(self) -> None:
         """See the base class."""
         if torch.version.cuda is None:
-            raise ConfigurationRefused("device cuda needs a CUDA build of torch; this one is built without")
+            raise ConfigurationRefused(
+                "device cuda needs a CUDA build of torch; the installed torch has no CUDA support"
+            )
         if not torch.cuda.is_available():
             raise ConfigurationRefused("device cuda: no GPU is visible to this process")
 
@@ -57,14 +60,14 @@ class CudaDevice(Device):
     def capture(
         self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """See the base class: one CUDA graph. All of them share the memory of what they compute on the way."""
+        """See the base class. Captures one CUDA graph; all graphs share one pool for their intermediate results."""
         arguments = [tensor.clone() for tensor in examples]
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             for _ in range(_RUNS_BEFORE_CAPTURE):
                 function(*arguments)
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -88,36 +91,26 @@ class CudaDevice(Device):
         )
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. Within a block each head's keys lie together, then each head's values: a tile of them is one piece."""
+        """See the base class. A block holds each head's keys, then each head's values, so a tile of one head is contiguous."""
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)
         layer = group.layers[0]
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
-        """See the base class. Plans are made of tensors alone, of shapes that do not vary."""
+        """See the base class. A plan holds only tensors of fixed shapes, so captured steps can take it as arguments."""
         if isinstance(step, InPlaceInput):
             return in_place.InPlacePlan.of(group, step)
-        # Imported where there is a GPU: elsewhere Triton is missing, or costs a second for nothing.
-        from worker_svc.devices.triton_attention import TritonPlan
+        # Imported here, because Triton is missing or slow to import on machines without a GPU.
+        from worker_svc.devices.cuda.triton_attention import TritonPlan
 
         return TritonPlan.of(step)
 
-    def attend(
-        self,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        plan: Any,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def attend(self, call: AttentionCall, plan: Any) -> None:
         """See the base class."""
         if isinstance(plan, in_place.InPlacePlan):
-            in_place.attend(shape, query, key, value, cache, plan, output, sinks)
+            in_place.attend(call, plan)
             return
-        from worker_svc.devices import triton_attention
+        from worker_svc.devices.cuda import triton_attention
 
-        triton_attention.attend(shape, query, key, value, cache.transpose(2, 3), plan, output, sinks)
+        triton_attention.attend(call, plan)

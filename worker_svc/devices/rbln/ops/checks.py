@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.rbln_ops.signatures import TRITON, Namespace
+from worker_svc.devices.rbln.ops.signatures import TRITON, Namespace
 
 _INDICES = ("seq_idx", "block_tables", "cache_seq_len", "cache_offset")
 

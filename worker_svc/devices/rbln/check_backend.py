@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.rbln_ops import NAMESPACES
+from worker_svc.devices.rbln.ops.signatures import NAMESPACES
 
 # What decoder layers, norms, rotary embeddings, MLPs and output heads are made of. All of it has a result whose shape follows from shapes.
 ALLOWED_ATEN: Final = frozenset(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.rbln_ops import reference
-from worker_svc.devices.rbln_ops.checks import check
-from worker_svc.devices.rbln_ops.signatures import SIGNATURES, TRITON, Namespace, schema
+from worker_svc.devices.rbln.ops import reference
+from worker_svc.devices.rbln.ops.checks import check
+from worker_svc.devices.rbln.ops.signatures import SIGNATURES, TRITON, Namespace, schema
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Loads a model with vLLM's loader and runs it: the worker's only door to vLLM."""
+"""A model that vLLM loaded: its layers run here, without vLLM's engine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.base import Device, RowsInput
+from worker_svc.devices.attention import RowsInput
+from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
-from worker_svc.settings import LoadFormat
-from worker_svc.vllm_adapter.configuration import Dtype, configure, one_line
+from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
 from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_process
 
@@ -17,11 +17,11 @@ from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_pr
 class VllmModel:
     """One model on one device, in this process, on one rank.
 
-    Built without weights, so that a worker can say what the model is within moments; :meth:`load_weights` reads them.
+    It is built without weights, so that a worker can describe the model at once; :meth:`load_weights` reads them.
 
     Attributes:
         description: what the model is.
-        size: what its memory depends on.
+        size: what the model's memory depends on.
     """
 
     def __init__(
@@ -30,21 +30,21 @@ class VllmModel:
         device: Device,
         *,
         dtype: Dtype,
-        load_format: LoadFormat,
         seed: int,
+        dummy_weights: bool = False,
         trust_remote_code: bool = False,
         compiled: bool = True,
     ) -> None:
-        """Reads the configuration and builds the layers, with whatever the memory holds as weights.
+        """Reads the configuration and builds the layers with uninitialized weights.
 
         Args:
             folder: a Hugging Face folder.
             device: where the weights go.
-            dtype: of weights and activations; "auto" takes the configuration's.
-            load_format: where weights come from: "dummy" makes them up, everything else reads safetensors.
+            dtype: type of weights and activations; "auto" takes the configuration's.
             seed: of the random generators of torch, numpy and Python.
-            trust_remote_code: whether Python code of the folder's may run.
-            compiled: whether a device that compiles by itself may; else the model's own code runs.
+            dummy_weights: whether to generate random weights instead of reading safetensors files.
+            trust_remote_code: whether Python code in the folder may run.
+            compiled: whether a device with its own compiler may use it; otherwise the model's own code runs.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -52,20 +52,20 @@ class VllmModel:
         from vllm.forward_context import create_forward_context
 
         self._device = device
-        with one_line(f"cannot serve {folder}"):
+        with refusal_on_error(f"cannot serve {folder}"):
             self._config: Any = configure(
                 folder,
                 device,
                 dtype=dtype,
-                load_format=load_format,
+                dummy_weights=dummy_weights,
                 seed=seed,
                 trust_remote_code=trust_remote_code,
             )
             self._model: Any = _build(self._config, device, seed)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         for layer in self._layers.values():
-            if (shape := getattr(getattr(layer, "impl", None), "shape", None)) is not None:
-                device.check_attention(shape)
+            if (params := getattr(getattr(layer, "impl", None), "params", None)) is not None:
+                device.check_attention(params)
             if is_experts(layer):
                 layer.device = device
         head = self._compute_logits
@@ -78,16 +78,16 @@ class VllmModel:
         if model_config.runner_type == "pooling":
             pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
         self.description = describe(self._config, {} if pooling else self._layers, pooling)
-        # Now, while matrices have the shapes that they are stored in: kernels pack them.
+        # Measured before load_weights(), which packs matrices into other shapes.
         self.size = measure(model_config, self._model, 0 if pooling else self.description.vocab_size)
-        # One context for the life of the model: a step only exchanges its metadata.
+        # All steps use one context and only replace its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
     def load_weights(self, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
-        """Reads the weights, or makes them up, and packs them for the device's kernels.
+        """Reads or generates the weights and packs them for the device's kernels.
 
         Args:
-            progress: told of files read, files in total, and the name of the file that is read next.
+            progress: called with the number of files read, the total, and the name of the next file.
 
         Raises:
             ConfigurationRefused: if they are missing, damaged or do not fit the configuration.
@@ -101,11 +101,11 @@ class VllmModel:
 
         model_config, load_config = self._config.model_config, self._config.load_config
         with (
-            one_line(f"cannot load the weights of {model_config.model}"),
+            refusal_on_error(f"cannot load the weights of {model_config.model}"),
             set_current_vllm_config(self._config),
             set_default_torch_dtype(model_config.dtype),
         ):
-            # The loader's own load_model() also empties the cache of an accelerator, which a CPU has not.
+            # The loader's own load_model() also empties an accelerator's cache, which fails on a CPU.
             loader: Any = (
                 get_model_loader(load_config)
                 if load_config.load_format == "dummy"
@@ -116,10 +116,10 @@ class VllmModel:
         self._model.eval()
 
     def bind_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Hands each attention layer its KV cache.
+        """Gives each attention layer its KV cache.
 
         Args:
-            caches: by layer name, for layers that have a cache of their own; the others get that of the layer they share with.
+            caches: by name of the layers that have their own cache; other layers share one of these.
         """
         if self._device.caches_are_inputs:
             self._caches = caches
@@ -128,7 +128,7 @@ class VllmModel:
             self._layers[layer.name].kv_cache = caches[layer.shares_with or layer.name]
 
     def release_caches(self) -> None:
-        """Forgets the KV caches, so that their memory is free once nobody else holds them."""
+        """Drops the references to the KV caches, so that their memory can be freed."""
         self._caches = {}
         self._context.attn_metadata = {}
         for layer in self.description.layers:
@@ -143,7 +143,7 @@ class VllmModel:
         Args:
             token_ids: int64 [tokens].
             positions: int64 [tokens].
-            plans: by layer name, the device's attention plan.
+            plans: by layer name, the attention metadata from :meth:`attention_plans` or :meth:`row_plans`.
 
         Returns:
             Hidden states [tokens, hidden], in the model's dtype.
@@ -159,7 +159,7 @@ class VllmModel:
         """Records :meth:`forward` on tensors of these shapes.
 
         Raises:
-            NotStatic: if what it does depends on data.
+            NotStatic: if its work depends on data.
         """
         from vllm.forward_context import override_forward_context
 
@@ -180,11 +180,11 @@ class VllmModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Next-token logits, float32 [rows, vocab_size], of the hidden states [rows, hidden]."""
+        """Returns next-token logits, float32 [rows, vocab_size], of hidden states [rows, hidden]."""
         return self._head(hidden).float()
 
     def attention_plans(self, groups: Iterable[tuple[Iterable[str], Any]]) -> dict[str, Any]:
-        """What :meth:`forward` wants, from each group's layer names and its device plan."""
+        """Builds the metadata for :meth:`forward` from each group's layer names and device plan."""
         from worker_svc.vllm_adapter.attention import StepAttention
 
         plans: dict[str, Any] = {}
@@ -200,14 +200,14 @@ class VllmModel:
         return plans
 
     def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        """What :meth:`forward` wants of a pooling model's step."""
+        """Builds the metadata for :meth:`forward` in a pooling model's step."""
         from worker_svc.vllm_adapter.attention import StepAttention
 
         return dict.fromkeys(self._layers, StepAttention(self._device, rows))
 
     @torch.inference_mode()
     def project(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Embeddings [rows, size] of a pooling model's pooled hidden states, float32 [rows, hidden]."""
+        """Returns embeddings [rows, size] of pooled hidden states, float32 [rows, hidden]."""
         if self._projector is None:
             return pooled
         projected: torch.Tensor = self._projector(pooled)
@@ -215,7 +215,7 @@ class VllmModel:
 
 
 def _build(config: Any, device: Device, seed: int) -> Any:
-    """The model's layers on the device, without weights, for a world of one process."""
+    """Builds the model's layers on the device, without weights, for a world of one process."""
     import vllm.ir
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -223,7 +223,7 @@ def _build(config: Any, device: Device, seed: int) -> Any:
 
     init_single_process()
     set_random_seed(seed)
-    # vLLM's own operators are called directly: without a compiler their dispatch through torch is only overhead.
+    # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
     vllm.ir.set_default_torch_wrap(False)
     config.kernel_config.ir_op_priority.set_default()
     with (

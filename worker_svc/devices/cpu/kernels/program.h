@@ -25,7 +25,7 @@ struct Op {
   double f[2];
 };
 
-// One step's attention for one KV group: the fields of the AttentionInput of that name, and what follows from them.
+// One step's attention for one KV group: the fields of the PagedInput of that name, and what follows from them.
 struct Plan {
   const int32_t* seq_lens;
   const int32_t* query_start;

@@ -1,7 +1,7 @@
-"""Compiles the kernels, once a version of them: ``python -m worker_svc.devices.cpu_kernels.build [FOLDER]``.
+"""Compiles the kernels: ``python -m worker_svc.devices.cpu.kernels.build [FOLDER]``.
 
-A worker does so by itself when it first starts, which takes seconds. For a machine without a compiler, an image's for example, the
-command leaves them beside their source, or in the folder that it is given.
+A worker compiles them when it first starts, which takes seconds. For machines without a compiler, for example in an image, the
+command stores them in FOLDER, or beside their source.
 """
 
 import functools
@@ -19,27 +19,27 @@ _FLAGS: Final = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-w",
     "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma",
 )  # fmt: skip
-# Of the processor, as the system names them.
+# Processor features, as the system names them.
 _NEEDED: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
-# Processors with these have units for products that the wheel's own kernels use, and ours do not.
-_BETTER_SERVED: Final = "amx_bf16"
+# Processors with AMX have matrix units, which vLLM's kernels use and ours do not.
+_AMX: Final = "amx_bf16"
 
 
-class NoKernels(Exception):  # noqa: N818 - says what it is
-    """The kernels cannot be had here; the text says why and what to do, in one line."""
+class KernelsUnavailable(Exception):  # noqa: N818 - a state, not an error
+    """The kernels cannot run here. The text says in one line why and what to do."""
 
 
 def library() -> Path:
-    """The compiled kernels, made if they are missing.
+    """The compiled kernels; compiles them if they are missing.
 
     Raises:
-        NoKernels: if this processor is not for them, or they cannot be compiled.
+        KernelsUnavailable: if this processor cannot run them or would better not, or if they do not compile.
     """
     flags = _processor_flags()
     if missing := [name for name in _NEEDED if name not in flags]:
-        raise NoKernels(f"the processor has no {missing[0]}")
-    if _BETTER_SERVED in flags:
-        raise NoKernels(f"the processor has {_BETTER_SERVED}")
+        raise KernelsUnavailable(f"the processor has no {missing[0]}")
+    if _AMX in flags:
+        raise KernelsUnavailable(f"the processor has {_AMX}")
     name = file_name()
     for folder in (_SOURCES, _cache()):
         if (folder / name).exists():
@@ -48,7 +48,7 @@ def library() -> Path:
 
 
 def file_name() -> str:
-    """Of the library: changes with the sources and how they are compiled."""
+    """The library's file name, which changes with the sources and the compiler's flags."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
         digest.update(path.read_bytes())
@@ -56,21 +56,21 @@ def file_name() -> str:
 
 
 def compile_into(folder: Path) -> Path:
-    """Compiles the kernels; complete or absent, however many processes do it at once.
+    """Compiles the kernels. Several processes may do so at once; the file is complete or absent.
 
     Raises:
-        NoKernels: if there is no compiler, or it fails.
+        KernelsUnavailable: if there is no compiler or it fails.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
-        raise NoKernels("there is no C++ compiler; install g++ (or set CXX)")
+        raise KernelsUnavailable("there is no C++ compiler; install g++ (or set CXX)")
     target = folder / file_name()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             unlinked, linked = Path(work) / "program.o", Path(work) / target.name
-            # Two steps, so that nothing is linked for OpenMP: its symbols are those of the runtime that PyTorch has loaded, and its
-            # threads the same. A second runtime's would take turns with them on the same processors.
+            # Linking in a second step leaves out OpenMP's library: the symbols resolve to the runtime that PyTorch has
+            # loaded. A second runtime's threads would compete with PyTorch's for the same processors.
             for command in (
                 [compiler, *_FLAGS, "-c", str(_SOURCES / "program.cpp"), "-o", str(unlinked)],
                 [compiler, "-shared", str(unlinked), "-o", str(linked)],
@@ -79,9 +79,11 @@ def compile_into(folder: Path) -> Path:
             linked.replace(target)
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "no reason given")
-        raise NoKernels(f"{compiler} does not compile them ({reason.strip()})") from error
+        raise KernelsUnavailable(f"{compiler} does not compile the kernels ({reason.strip()})") from error
     except OSError as error:
-        raise NoKernels(f"they cannot be compiled into {folder} ({error.strerror or error})") from error
+        raise KernelsUnavailable(
+            f"the kernels cannot be compiled into {folder} ({error.strerror or error})"
+        ) from error
     return target
 
 
@@ -100,14 +102,14 @@ def _cache() -> Path:
 
 
 def main() -> int:
-    """Compiles into the folder given, or beside the sources; needs no processor that could run the result.
+    """Compiles into the given folder, or beside the sources. The processor need not be able to run the result.
 
     Returns:
         0, or 2 with the reason in one line.
     """
     try:
         print(compile_into(Path(sys.argv[1]) if len(sys.argv) > 1 else _SOURCES))
-    except NoKernels as error:
+    except KernelsUnavailable as error:
         print(f"no kernels: {error}", file=sys.stderr)
         return 2
     return 0

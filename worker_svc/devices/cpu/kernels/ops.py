@@ -1,7 +1,7 @@
-"""Our kernels as operators of PyTorch, ``triptych_cpu::*``, so that models call them and graphs record them.
+"""Our kernels as PyTorch operators, ``triptych_cpu::*``, so that models call them and graphs record them.
 
-An operator runs a program of one kernel; :func:`lower` gives a graph that program, on the addresses that the graph has for its tensors.
-All of them are for bfloat16. Arguments are those of ``program.Kernels``; results are made here.
+An operator runs a program of one kernel. :func:`lower` gives a graph that program, on the addresses of the graph's tensors. All
+operators are for bfloat16. They take the arguments of ``program.Kernels`` and allocate their results.
 """
 
 import functools
@@ -11,25 +11,25 @@ from typing import Any
 import torch
 
 from protos.logs import get_logger
-from worker_svc.devices.cpu_kernels.build import NoKernels, library
-from worker_svc.devices.cpu_kernels.program import Kernels, Program
+from worker_svc.devices.cpu.kernels.build import KernelsUnavailable, library
+from worker_svc.devices.cpu.kernels.program import Kernels, Program
 
 Result = torch.Tensor | None
 
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels, or ``None``, with a line in the log, where they cannot be had."""
+    """The kernels; ``None``, with a line in the log, if they are unavailable."""
     try:
         return Kernels(library())
-    except (NoKernels, OSError) as error:
-        get_logger().info("cpu_kernels_of_the_wheel", reason=str(error))
+    except (KernelsUnavailable, OSError) as error:
+        get_logger().info("cpu_kernels_from_wheel", reason=str(error))
         return None
 
 
 def _loaded() -> Kernels:
     loaded = kernels()
-    assert loaded is not None  # whoever calls an operator has asked
+    assert loaded is not None  # models call an operator only after kernels() returned something
     return loaded
 
 
@@ -37,7 +37,7 @@ def _linear(out: Any, x: torch.Tensor, packed: torch.Tensor, bias: Result, *_: A
     return _loaded().linear(x, packed, bias, out)
 
 
-def _like_product(x: torch.Tensor, packed: torch.Tensor, bias: Result, columns: int, wide: bool) -> Result:
+def _empty_product(x: torch.Tensor, packed: torch.Tensor, bias: Result, columns: int, wide: bool) -> Result:
     del packed, bias
     return x.new_empty((x.shape[0], columns), dtype=torch.float32 if wide else x.dtype)
 
@@ -46,7 +46,7 @@ def _rms_norm(out: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -
     return _loaded().norm(x, weight, epsilon, out)
 
 
-def _like_x(x: torch.Tensor, *_: Any) -> Result:
+def _empty_like_x(x: torch.Tensor, *_: Any) -> Result:
     return x.new_empty(x.shape)
 
 
@@ -54,12 +54,12 @@ def _add_rms_norm(_: Any, *args: Any) -> Program:
     return _loaded().add_norm(*args)
 
 
-def _gate(out: Any, x: torch.Tensor, how: str) -> Program:
-    return _loaded().gate(x, how, out)
+def _gate(out: Any, x: torch.Tensor, activation: str) -> Program:
+    return _loaded().gate(x, activation, out)
 
 
-def _like_half(x: torch.Tensor, how: str) -> Result:
-    del how
+def _empty_half(x: torch.Tensor, activation: str) -> Result:
+    del activation
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
@@ -67,12 +67,12 @@ def _rotate(_: Any, *args: Any) -> Program:
     return _loaded().rotate(*args)
 
 
-def _in_place(*_: Any) -> Result:
+def _no_result(*_: Any) -> Result:
     return None
 
 
 _PROGRAMS: dict[Any, Callable[..., Program]] = {}
-"""What makes a program of a call's result and its arguments, by operator."""
+"""By operator, the function that builds a program from a call's result and arguments."""
 
 
 def _define(
@@ -93,25 +93,25 @@ _define(
     "linear",
     "(Tensor x, Tensor packed, Tensor? bias, int columns, bool wide) -> Tensor",
     _linear,
-    _like_product,
+    _empty_product,
 )
-_define("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _rms_norm, _like_x)
+_define("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _rms_norm, _empty_like_x)
 _define(
     "add_rms_norm_",
     "(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float epsilon) -> ()",
     _add_rms_norm,
-    _in_place,
+    _no_result,
 )
-_define("gate", "(Tensor x, str how) -> Tensor", _gate, _like_half)
+_define("gate", "(Tensor x, str activation) -> Tensor", _gate, _empty_half)
 _define(
     "rotate_",
-    "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor turns) -> ()",
+    "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin) -> ()",
     _rotate,
-    _in_place,
+    _no_result,
 )
 
 
 def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
-    """The program of one call of an operator, or ``None`` if it is not ours."""
+    """The program for one call of an operator; ``None`` if the operator is not ours."""
     program = _PROGRAMS.get(op)
     return None if program is None else program(result, *args)

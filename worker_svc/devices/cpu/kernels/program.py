@@ -1,4 +1,7 @@
-"""Programs: lists of kernels on fixed addresses, run in one call by all threads together. The structures are those of ``program.h``."""
+"""Programs: lists of kernels on fixed addresses that all threads run together in one call.
+
+The structures mirror those of ``program.h``.
+"""
 
 import ctypes
 import functools
@@ -8,17 +11,19 @@ from typing import Any, Final
 
 import torch
 
-from worker_svc.devices.base import AttentionInput, AttentionShape
+from worker_svc.devices.attention import AttentionCall, PagedInput
 
 _LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND = range(7)
 GATES: Final = ("silu", "gelu_tanh")
 PANEL: Final = 32
-"""Columns that packed weights come in, and keys in a cache."""
-MOST_HEAD: Final = 256
-"""Values of a head that attention has room for."""
-_MOST_GROUP: Final = 48
+"""Columns of a panel, the unit of packed weights and of cached keys."""
+MAX_HEAD_SIZE: Final = 256
+"""The largest head that the attention kernel serves."""
+# The most query heads that may share a key head.
+_MAX_GROUP: Final = 48
+# Bytes of a cache line.
 _LINE: Final = 64
-# Which of a product's addresses is that of the next product's weights.
+# The index of the address of the next product's weights.
 _NEXT: Final = 4
 
 
@@ -55,18 +60,18 @@ def _library(path: Path) -> ctypes.CDLL:
 
 
 class Kernels:
-    """The compiled kernels, in this process."""
+    """The compiled kernels, loaded into this process."""
 
     def __init__(self, path: Path) -> None:
-        """Loads them.
+        """Loads the library.
 
         Raises:
-            OSError: if they cannot be loaded, as without PyTorch's threads in the process.
+            OSError: if it cannot be loaded, for example because PyTorch's OpenMP runtime is not in the process.
         """
         self._library = _library(path)
 
     def pack(self, weights: torch.Tensor) -> torch.Tensor:
-        """Weights [columns, k] in the order in which products read them.
+        """Packs weights [columns, k] in the order in which products read them.
 
         Args:
             weights: bfloat16, contiguous; ``k`` is even.
@@ -92,8 +97,8 @@ class Kernels:
         """A product with packed weights.
 
         Args:
-            x: [rows, k], bfloat16, values of a row next to one another.
-            packed: by :meth:`pack`.
+            x: bfloat16 [rows, k]; the values of a row are contiguous.
+            packed: the result of :meth:`pack`.
             bias: bfloat16 [columns].
             out: [rows, columns], contiguous, bfloat16 or float32.
         """
@@ -105,10 +110,10 @@ class Kernels:
         """RMS norm over the last dimension.
 
         Args:
-            x: bfloat16 of two or three dimensions, the last one's values next to one another.
+            x: bfloat16 of two or three dimensions; the last dimension is contiguous.
             weight: float32 or bfloat16 [size].
             epsilon: added to the mean square.
-            out: as ``x``, contiguous.
+            out: of the shape of ``x``, contiguous.
         """
         wide = x if x.dim() == 3 else x[:, None]
         numbers = (*wide.shape, wide.stride(0), wide.stride(1), int(weight.dtype == torch.float32))
@@ -117,15 +122,15 @@ class Kernels:
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> "Program":
-        """Adds ``x`` to the residual, and makes ``x`` the sum's RMS norm. Both are bfloat16 [rows, size], contiguous."""
+        """Adds ``x`` to the residual and replaces ``x`` by the sum's RMS norm. Both are contiguous bfloat16 [rows, size]."""
         rows, size = x.shape
         numbers = (rows, 1, size, size, size, int(weight.dtype == torch.float32))
         return self._program(_ADD_NORM, (x, weight, residual), numbers, (epsilon,))
 
-    def gate(self, x: torch.Tensor, how: str, out: torch.Tensor) -> "Program":
-        """``how(x[:, :size]) * x[:, size:]``, ``how`` one of :data:`GATES`; ``out`` is contiguous."""
+    def gate(self, x: torch.Tensor, activation: str, out: torch.Tensor) -> "Program":
+        """``activation(x[:, :size]) * x[:, size:]`` into contiguous ``out``; ``activation`` is one of :data:`GATES`."""
         rows, size = out.shape
-        return self._program(_GATE, (x, out), (rows, size, x.stride(0), GATES.index(how)))
+        return self._program(_GATE, (x, out), (rows, size, x.stride(0), GATES.index(activation)))
 
     def rotate(
         self,
@@ -133,49 +138,40 @@ class Kernels:
         query: torch.Tensor,
         key: torch.Tensor | None,
         head_size: int,
-        turns: torch.Tensor,
+        cos_sin: torch.Tensor,
     ) -> "Program":
-        """Turns the two halves of the first values of each head, in place.
+        """Applies rotary positions to the first values of each head, in place.
 
         Args:
             positions: int64 [tokens].
             query: bfloat16 [tokens, heads * head_size].
-            key: the same of keys.
+            key: bfloat16 [tokens, kv_heads * head_size].
             head_size: values of a head.
-            turns: bfloat16 [positions, rotated]: cosines, then sines.
+            cos_sin: bfloat16 [positions, rotated]: cosines, then sines.
         """
         other = query if key is None else key
         numbers = (
             positions.shape[0], query.shape[-1] // head_size, other.shape[-1] // head_size, head_size,
-            turns.shape[-1], query.stride(0), other.stride(0),
+            cos_sin.shape[-1], query.stride(0), other.stride(0),
         )  # fmt: skip
-        return self._program(_ROTATE, (positions, query, key, turns), numbers)
+        return self._program(_ROTATE, (positions, query, key, cos_sin), numbers)
 
-    def attention(
-        self,
-        shape: AttentionShape,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        output: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> "Program":
-        """See ``Device.attend``; takes the :class:`AttentionPlan` when it is run."""
-        group = shape.num_heads // shape.num_kv_heads
-        given = (key, value) if shape.writes and key is not None and value is not None else (None, None)
-        strides = [0 if tensor is None else tensor.stride(0) for tensor in given]
-        write = (shape.num_kv_heads, shape.head_size, *strides, output.stride(0))
-        attend = (shape.num_kv_heads, group, shape.head_size, shape.window, query.stride(0))
+    def attention(self, call: AttentionCall) -> "Program":
+        """Attention as ``Device.attend`` does it. The program takes the step's :class:`AttentionPlan` when it runs."""
+        params, output = call.params, call.output
+        group = params.num_heads // params.num_kv_heads
+        written = call.new_states or (None, None)
+        strides = [0 if tensor is None else tensor.stride(0) for tensor in written]
+        write = (params.num_kv_heads, params.head_size, *strides, output.stride(0))
+        attend = (params.num_kv_heads, group, params.head_size, params.window, call.query.stride(0))
+        tensors = (call.query, call.cache, output, call.sinks)
         return Program.join([
-            self._program(_WRITE_CACHE, (*given, cache, output), write, num_plans=1),
-            self._program(
-                _ATTEND, (query, cache, output, sinks), attend, (shape.scale, shape.softcap), num_plans=1
-            ),
+            self._program(_WRITE_CACHE, (*written, call.cache, output), write, num_plans=1),
+            self._program(_ATTEND, tensors, attend, (params.scale, params.softcap), num_plans=1),
         ], num_plans=1)  # fmt: skip
 
-    def plan(self, block_size: int, step: AttentionInput) -> "AttentionPlan":
-        """What :meth:`attention` wants of a step."""
+    def plan(self, block_size: int, step: PagedInput) -> "AttentionPlan":
+        """The plan that programs of :meth:`attention` take for a step."""
         return AttentionPlan(self._library, block_size, step)
 
     def _program(
@@ -198,21 +194,21 @@ class Kernels:
 
 
 def serves(num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, block_size: int) -> bool:
-    """Whether :meth:`Kernels.attention` serves layers of that kind."""
+    """Whether :meth:`Kernels.attention` serves such a layer."""
     return (
         dtype == torch.bfloat16
         and block_size % PANEL == 0
         and head_size % PANEL == 0
-        and head_size <= MOST_HEAD
-        and num_heads // num_kv_heads <= _MOST_GROUP
+        and head_size <= MAX_HEAD_SIZE
+        and num_heads // num_kv_heads <= _MAX_GROUP
     )
 
 
 class AttentionPlan:
     """One step's attention for one KV group."""
 
-    def __init__(self, library: ctypes.CDLL, block_size: int, step: AttentionInput) -> None:
-        """Keeps the step's tensors, and where they are."""
+    def __init__(self, library: ctypes.CDLL, block_size: int, step: PagedInput) -> None:
+        """Stores the addresses of the step's tensors and keeps the tensors alive."""
         self._step = step
         self._plan = _Plan(
             step.seq_lens.data_ptr(), step.query_start.data_ptr(), step.block_table.data_ptr(),
@@ -224,12 +220,12 @@ class AttentionPlan:
 
 
 class Program:
-    """Kernels, in order. Called with the plans that they want, one for each call of attention, it runs them."""
+    """Kernels in order. A call runs them and takes one plan for each call of attention among them."""
 
     def __init__(
         self, library: ctypes.CDLL, ops: Sequence[Any], kept: Iterable[torch.Tensor], num_plans: int
     ) -> None:
-        """Lays out what a run needs."""
+        """Prepares the arguments of a run."""
         self._native = library
         self._kept = tuple(kept)
         self._num_plans = num_plans
@@ -250,11 +246,11 @@ class Program:
 
     @classmethod
     def join(cls, programs: "Sequence[Program]", num_plans: int | None = None) -> "Program":
-        """One program that does what these do in turn.
+        """Joins programs into one that runs them in order.
 
         Args:
             programs: at least one.
-            num_plans: of the whole, if they share plans; by default each has its own, in the same order.
+            num_plans: plans of the joined program if the programs share them; by default each brings its own.
         """
         ops: list[_Op] = []
         kept: list[torch.Tensor] = []
@@ -269,7 +265,7 @@ class Program:
         return cls(programs[0]._native, ops, kept, plans if num_plans is None else num_plans)  # noqa: SLF001
 
     def __call__(self, *plans: AttentionPlan) -> None:
-        """Runs it."""
+        """Runs the kernels."""
         for index, plan in enumerate(plans):
             self._plans[index] = plan.address
         self._run()

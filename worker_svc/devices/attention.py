@@ -1,0 +1,122 @@
+"""What attention kernels take: a layer's parameters, the tensors of one call, and where a step's tokens lie in the cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """The constants of one layer's attention."""
+
+    num_heads: int
+    """Query heads on this rank."""
+    num_kv_heads: int
+    """Key and value heads on this rank."""
+    head_size: int
+    """Elements of one head's query, key or value."""
+    scale: float
+    """Factor on the scores before the softmax."""
+    window: int
+    """Tokens that a query attends to, itself included; 0 for all."""
+    softcap: float
+    """Scores become ``softcap * tanh(scores / softcap)``; 0 turns this off."""
+    writes: bool
+    """False if the layer reads another layer's cache and writes nothing."""
+    causal: bool = True
+    """Whether a token sees only itself and earlier tokens."""
+    sinks: bool = False
+    """Whether each head adds a learned score to the softmax's denominator, as in gpt-oss. Each call brings the scores."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a layer's attention. What changes from step to step beside it is the device's plan."""
+
+    params: AttentionParams
+    """The layer's constants."""
+    query: torch.Tensor
+    """[tokens, heads, head_size]."""
+    key: torch.Tensor | None
+    """[tokens, kv_heads, head_size]; unused if the layer reads another layer's cache."""
+    value: torch.Tensor | None
+    """Like ``key``."""
+    cache: torch.Tensor
+    """The layer's cache, of the shape that ``Device.cache_shape`` returns."""
+    output: torch.Tensor
+    """[tokens, heads, head_size]; the call writes it in place."""
+    sinks: torch.Tensor | None = None
+    """float32 [heads]: the score of an extra position that has no value; ``None`` for a layer without sinks."""
+
+    @property
+    def new_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The key and the value that the call writes to the cache; ``None`` if it writes nothing."""
+        if not self.params.writes or self.key is None or self.value is None:
+            return None
+        return self.key, self.value
+
+
+@dataclass(frozen=True)
+class PagedInput:
+    """Where one step's tokens go in the paged cache of a KV group, and what they may see."""
+
+    seq_lens: torch.Tensor
+    """int32 [rows]: tokens of each row's sequence, including this step's tokens. Padded rows: 1."""
+    query_start: torch.Tensor
+    """int32 [rows + 1]: index of each row's first real token in the step; the last entry is the number of real tokens."""
+    block_table: torch.Tensor
+    """int32 [rows, width]: block ids in the order of positions. Unused entries and padded rows: the null block."""
+    slot_mapping: torch.Tensor
+    """int64 [tokens]: ``block * block_size + offset`` where each token is written. Padding: in the null block."""
+    num_tokens: int
+    """Leading tokens that attend. The rest of a chunk is padding and gets zeros."""
+
+
+@dataclass(frozen=True)
+class InPlaceInput:
+    """The same for a group whose window slides in place. Names and shapes follow the NPU's kernels.
+
+    A row's block holds the last ``window`` tokens of its sequence, oldest first from offset 0, or all of them while they are fewer. A step
+    appends its keys and values, attends, and keeps the last ``window`` tokens of the result.
+    """
+
+    cache_seq_len: torch.Tensor
+    """int32 [rows, 1]: tokens in each row's block when the step starts. Padded rows: 0."""
+    cache_offset: torch.Tensor
+    """int32 [rows, 1]: ``cache_seq_len`` plus the row's real tokens in this step. Padded rows: 1."""
+    block_table: torch.Tensor
+    """int32 [rows, 1]: each row's block. Padded rows: the null block."""
+    query_len: int
+    """Tokens of each row in this step, padding included: the chunk, or 1."""
+
+
+StepInput = PagedInput | InPlaceInput
+"""Input of a step that uses the KV cache, by the kind of its group."""
+
+
+@dataclass(frozen=True)
+class RowsInput:
+    """Whole prompts, one a row, padded at the end. Pooling models use it; nothing is cached."""
+
+    real: torch.Tensor
+    """bool [rows, row_len]: which tokens are not padding. Every row starts with a real token."""
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor, row_len: int) -> "RowsInput":
+        """Builds the mask from the number of real tokens in each row, int64 [rows]."""
+        return cls(torch.arange(row_len, device=lengths.device) < lengths[:, None])
+
+
+def tensors_of(step: StepInput) -> list[torch.Tensor]:
+    """The input's tensors, in the order of its fields."""
+    values = (getattr(step, each.name) for each in fields(step))
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def with_tensors(step: StepInput, tensors: Iterator[torch.Tensor]) -> StepInput:
+    """A copy of the input whose tensors are the next ones of ``tensors``, in the order of :func:`tensors_of`."""
+    names = [each.name for each in fields(step) if isinstance(getattr(step, each.name), torch.Tensor)]
+    replaced: dict[str, Any] = {name: next(tensors) for name in names}
+    return replace(step, **replaced)

@@ -1,0 +1,299 @@
+"""The graphs that a worker runs: one for each signature, all of them built before it serves."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from protos.errors import ConfigurationRefused, Internal
+from protos.logs import get_logger
+from worker_svc.devices.base import Device
+from worker_svc.graphs.capture import NotStatic, Recording
+from worker_svc.graphs.inductor import InductorGraph, SubgraphCompiler
+from worker_svc.graphs.replay import KernelGraph, build_kernel_graph
+
+
+@dataclass(frozen=True)
+class DeviceGraph:
+    """A step on a device that compiles whole models: the model's forward is compiled code already."""
+
+    model: "RecordableModel"
+    """The model, compiled by the device."""
+    num_kernels: int = 0
+    """Unknown."""
+    num_bytes: int = 0
+    """Unknown."""
+
+    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
+        """Runs the step; see ``KernelGraph.replay``."""
+        tokens, positions = inputs
+        return self.model.forward(tokens, positions, plans)
+
+
+Graph = KernelGraph | InductorGraph | DeviceGraph
+INDUCTOR_LEVEL = 2
+"""The lowest optimization level at which TorchInductor compiles kernels."""
+# By dtype, how far a row of compiled results may be from the model's own, relative to its norm: compiled kernels round elsewhere.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class GraphSignature:
+    """Identifies one graph of a model."""
+
+    kind: Literal["prefill", "decode"]
+    """The kind of step."""
+    batch: int
+    """Rows."""
+    query_len: int
+    """Tokens of each row."""
+
+    def __str__(self) -> str:
+        """Describes the signature for people."""
+        return (
+            f"prefill of {self.query_len} tokens"
+            if self.kind == "prefill"
+            else f"decode of {self.batch} rows"
+        )
+
+
+class RecordableModel(Protocol):
+    """What graphs need of a model; ``vllm_adapter.model.VllmModel`` is one."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Returns hidden states [tokens, hidden] of token ids [tokens]."""
+        ...
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+        """Records :meth:`forward` on tensors of these shapes; raises ``NotStatic``."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
+        ...
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How graphs are built."""
+
+    level: int = 1
+    """0: no graphs, the model's Python code runs. 1: the device's kernels replayed, or the output of the device's own
+    compiler. 2: compiled kernels. 3: compiled kernels, tuned."""
+    sizes: tuple[int, ...] | None = None
+    """Decode buckets whose kernels are compiled; ``None`` for all. The others are replayed."""
+    required: bool = False
+    """Whether a step that cannot be a graph is an error."""
+    strict: bool = False
+    """Whether building a graph while serving, or running a step without one, is an error."""
+
+
+@dataclass(frozen=True)
+class BuildTimes:
+    """Seconds that building one graph took."""
+
+    capture: float
+    """Recording the model's step."""
+    compile: float
+    """Building the kernels."""
+    first_run: float
+    """Running the graph once and comparing it with the model."""
+
+
+class GraphRunner:
+    """Runs a model's steps as graphs, or as the model's own Python code at level 0.
+
+    Attributes:
+        num_late: graphs that were built while serving; each made a request wait.
+        build_times: by signature, what building its graph took.
+        observe: if set, called with each kernel's operator and seconds while a step is replayed, which slows the step down.
+    """
+
+    def __init__(self, model: RecordableModel, device: Device, options: GraphOptions) -> None:
+        """Starts without graphs.
+
+        Args:
+            model: its caches must be bound before the first graph is built.
+            device: the model's.
+            options: how graphs are built.
+        """
+        self._model = model
+        self._device = device
+        self._options = options
+        self._compiler = SubgraphCompiler(options.level)
+        self._graphs: dict[GraphSignature, Graph | None] = {}
+        self._serving = False
+        self._log = get_logger()
+        self.build_times: dict[GraphSignature, BuildTimes] = {}
+        self.num_late = 0
+        self.observe: Callable[[str, float], None] | None = None
+
+    @property
+    def num_compiled(self) -> int:
+        """Compilations: subgraphs that no cache had, and graphs of a device that has its own compiler and cache."""
+        by_device = sum(isinstance(graph, DeviceGraph) for graph in self._graphs.values())
+        return self._compiler.num_misses + by_device
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the graphs own."""
+        return sum(graph.num_bytes for graph in self._graphs.values() if graph is not None)
+
+    def has(self, signature: GraphSignature) -> bool:
+        """Whether the signature has a graph."""
+        return self._graphs.get(signature) is not None
+
+    def run(
+        self,
+        signature: GraphSignature,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        plans: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Runs a step. Returns hidden states [tokens, hidden], valid until the next step of the same signature."""
+        graph = self._graphs.get(signature)
+        if graph is None:
+            return self._model.forward(tokens, positions, plans)
+        if self.observe is None or not isinstance(graph, KernelGraph):
+            return graph.replay((tokens, positions), plans)
+        hidden, timed = graph.profile((tokens, positions), plans, self._device.synchronize)
+        for operator, seconds in timed:
+            self.observe(operator, seconds)
+        return hidden
+
+    def count_late(self, signature: GraphSignature) -> None:
+        """Counts the signature's graph as late if it is still to be built although the worker serves.
+
+        Raises:
+            Internal: in strict mode.
+        """
+        if not self._serving or not self._options.level or signature in self._graphs:
+            return
+        self.num_late += 1
+        if self._options.strict:
+            raise Internal(f"{signature} has no graph from before serving, and --compile-strict is set")
+        self._log.warning("graph_built_late", signature=str(signature), late=self.num_late)
+
+    def build(
+        self,
+        signature: GraphSignature,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        plans: Mapping[str, Any],
+    ) -> None:
+        """Builds the graph of a signature if it is missing, and compares it with the model's own forward.
+
+        Args:
+            signature: the graph's.
+            tokens: padding, of the graph's shape.
+            positions: like ``tokens``.
+            plans: of a step of padding. The model runs more than once, and a window in place would slide each time.
+
+        Raises:
+            ConfigurationRefused: if the step is not static although the options require a graph, or does not compile.
+        """
+        if not self._options.level or signature in self._graphs:
+            return
+        if self._device.has_own_compiler:
+            self._graphs[signature] = self._compile_on_device(signature, tokens, positions, plans)
+            return
+        started = time.perf_counter()
+        graph: Graph | None = None
+        try:
+            recording = self._model.record(tokens, positions)
+            recorded = time.perf_counter()
+            graph = self._lower(signature, recording)
+            compiled = time.perf_counter()
+            self._check(graph, tokens, positions, plans)
+            checked = time.perf_counter()
+            self.build_times[signature] = BuildTimes(
+                recorded - started, compiled - recorded, checked - compiled
+            )
+        except NotStatic as error:
+            message = f"no graph for {signature}: {error}"
+            if self._options.required or self._options.strict:
+                raise ConfigurationRefused(f"{message}; use --backend eager") from error
+            self._log.warning("graph_missing", signature=str(signature), reason=str(error))
+            graph = None
+        self._graphs[signature] = graph
+
+    def _compile_on_device(
+        self,
+        signature: GraphSignature,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        plans: Mapping[str, Any],
+    ) -> DeviceGraph:
+        started = time.perf_counter()
+        try:
+            hidden = self._model.forward(tokens, positions, plans)
+            self._model.logits(hidden[:1] if signature.kind == "prefill" else hidden)
+        except Exception as error:  # compilers raise anything
+            reason = getattr(error, "message", None) or f"{type(error).__name__}: {_first_line(error)}"
+            raise ConfigurationRefused(f"the graph for {signature} does not compile ({reason})") from error
+        self.build_times[signature] = BuildTimes(0.0, time.perf_counter() - started, 0.0)
+        return DeviceGraph(self._model)
+
+    def finish_warm_up(self) -> None:
+        """Ends the warm-up and logs its graphs. A graph that is built from now on is late."""
+        self._serving = True
+        built = [graph for graph in self._graphs.values() if graph is not None]
+        if built:
+            times = self.build_times.values()
+            self._log.info(
+                "graphs_built", graphs=len(built), level=self._options.level,
+                capture_s=round(sum(each.capture for each in times), 2),
+                compile_s=round(sum(each.compile for each in times), 2),
+                first_run_s=round(sum(each.first_run for each in times), 2),
+                structures=self._compiler.num_structures, compiled=self._compiler.num_misses,
+                memory_mib=round(self.num_bytes / 2**20, 1),
+                kernels=max(graph.num_kernels for graph in built),
+                signatures={
+                    str(signature): [round(each.capture, 2), round(each.compile, 2), round(each.first_run, 2)]
+                    for signature, each in self.build_times.items()
+                },
+            )  # fmt: skip
+
+    def _lower(self, signature: GraphSignature, recording: Recording) -> Graph:
+        """Raises ConfigurationRefused if the compiler fails."""
+        sizes = self._options.sizes
+        if self._options.level < INDUCTOR_LEVEL or (
+            signature.kind == "decode" and sizes is not None and signature.batch not in sizes
+        ):
+            return build_kernel_graph(recording, self._device)
+        try:
+            return InductorGraph(recording, self._device, self._compiler)
+        except Exception as error:  # compilers raise anything
+            raise ConfigurationRefused(
+                f"the graph for {signature} does not compile ({type(error).__name__}: {_first_line(error)}); use -O 1, which needs no compiler"
+            ) from error
+
+    def _check(
+        self, graph: Graph, tokens: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> None:
+        """Compares the graph with the model on other tokens than the recorded ones.
+
+        All rows get the same token, because padded rows share a place in the cache and the order of their writes is arbitrary.
+
+        Raises:
+            NotStatic: if they differ.
+        """
+        others, places = torch.full_like(tokens, 7), positions + 1
+        expected = self._model.forward(others, places, plans)
+        got = graph.replay((others, places), plans)
+        if isinstance(graph, KernelGraph):
+            same = torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True)
+        else:
+            wide = expected.float()
+            off = (got.float() - wide).norm(dim=-1)
+            same = bool((off <= _TOLERANCE.get(expected.dtype, 0.0) * wide.norm(dim=-1)).all())
+        if not same:
+            raise NotStatic("a replay differs from the model's own forward, so the step depends on its data")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
