@@ -1,4 +1,4 @@
-"""What attention kernels take: a layer's parameters, the tensors of one call, and where a step's tokens lie in the cache."""
+"""What attention kernels take: a layer's parameters, a call's tensors, and a step's places in the cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -28,7 +28,8 @@ class AttentionParams:
     causal: bool = True
     """Whether a token sees only itself and earlier tokens."""
     sinks: bool = False
-    """Whether each head adds a learned score to the softmax's denominator, as in gpt-oss. Each call brings the scores."""
+    """Whether each head adds a learned score to the softmax's denominator, as in gpt-oss. Each call brings
+    the scores."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class AttentionCall:
     output: torch.Tensor
     """[tokens, heads, head_size]; the call writes it in place."""
     sinks: torch.Tensor | None = None
-    """float32 [heads]: the score of an extra position that has no value; ``None`` for a layer without sinks."""
+    """float32 [heads]: the score of an extra position that has no value; ``None`` for a layer without
+    sinks."""
 
     @property
     def new_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -65,11 +67,14 @@ class PagedInput:
     seq_lens: torch.Tensor
     """int32 [rows]: tokens of each row's sequence, including this step's tokens. Padded rows: 1."""
     query_start: torch.Tensor
-    """int32 [rows + 1]: index of each row's first real token in the step; the last entry is the number of real tokens."""
+    """int32 [rows + 1]: index of each row's first real token in the step; the last entry is the number of
+    real tokens."""
     block_table: torch.Tensor
-    """int32 [rows, width]: block ids in the order of positions. Unused entries and padded rows: the null block."""
+    """int32 [rows, width]: block ids in the order of positions. Unused entries and padded rows: the null
+    block."""
     slot_mapping: torch.Tensor
-    """int64 [tokens]: ``block * block_size + offset`` where each token is written. Padding: in the null block."""
+    """int64 [tokens]: ``block * block_size + offset`` where each token is written. Padding: in the null
+    block."""
     num_tokens: int
     """Leading tokens that attend. The rest of a chunk is padding and gets zeros."""
 
@@ -78,8 +83,9 @@ class PagedInput:
 class InPlaceInput:
     """The same for a group whose window slides in place. Names and shapes follow the NPU's kernels.
 
-    A row's block holds the last ``window`` tokens of its sequence, oldest first from offset 0, or all of them while they are fewer. A step
-    appends its keys and values, attends, and keeps the last ``window`` tokens of the result.
+    A row's block holds the last ``window`` tokens of its sequence, oldest first from offset 0, or all of them
+    while they are fewer. A step appends its keys and values, attends, and keeps the last ``window`` tokens of
+    the result.
     """
 
     cache_seq_len: torch.Tensor
@@ -116,7 +122,7 @@ def tensors_of(step: StepInput) -> list[torch.Tensor]:
 
 
 def with_tensors(step: StepInput, tensors: Iterator[torch.Tensor]) -> StepInput:
-    """A copy of the input whose tensors are the next ones of ``tensors``, in the order of :func:`tensors_of`."""
+    """Copies the input with other tensors, in the order of :func:`tensors_of`."""
     names = [each.name for each in fields(step) if isinstance(getattr(step, each.name), torch.Tensor)]
     replaced: dict[str, Any] = {name: next(tensors) for name in names}
     return replace(step, **replaced)

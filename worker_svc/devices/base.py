@@ -1,7 +1,8 @@
 """The interface between the worker and a device.
 
-A device brings kernels: how keys and values lie in memory and how attention reads them. It knows no requests, slots or plans. On every
-device the shapes are static: prefill is one row of ``chunk`` tokens, decode is ``bucket`` rows of one token.
+A device brings kernels: how keys and values lie in memory and how attention reads them. It knows no requests,
+slots or plans. On every device the shapes are static: prefill is one row of ``chunk`` tokens, decode is
+``bucket`` rows of one token.
 """
 
 import abc
@@ -73,18 +74,20 @@ class Device(abc.ABC):
     compiler_packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions compiled code depends on, besides PyTorch, Triton and vLLM."""
     has_own_compiler: ClassVar[bool] = False
-    """Whether :meth:`compile` runs a compiler that keeps its own cache in the folder of :meth:`use_code_folder`."""
+    """Whether :meth:`compile` runs a compiler that keeps its own cache in the folder of
+    :meth:`use_code_folder`."""
     block_dim: int = 0
     """Which dimension of a layer's cache counts the blocks."""
     caches_are_inputs: ClassVar[bool] = False
-    """Whether each layer's cache is a separate tensor that the layer gets with its plan, as captured graphs need it."""
+    """Whether each layer's cache is a separate tensor that the layer gets with its plan, as captured graphs
+    need it."""
     chunks_start_anywhere: ClassVar[bool] = True
     """Whether a prefill chunk may start at any position, or only at multiples of its size."""
     captures: ClassVar[bool] = False
     """Whether :meth:`capture` does more than return its argument."""
 
     def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - a device without a compiler has no code folder
-        """Sets where :meth:`compile` looks for compiled code and stores it, and drops what it compiled so far.
+        """Sets the folder of compiled code, and drops what :meth:`compile` has compiled so far.
 
         Args:
             folder: ``None`` to store nothing from now on.
@@ -145,7 +148,8 @@ class Device(abc.ABC):
         """Captures a function so that calling it costs as little as the device allows.
 
         Args:
-            function: a function of tensors. It must not wait for the device, and its work must depend on shapes alone.
+            function: a function of tensors. It must not wait for the device, and its work must depend on
+                shapes alone.
             examples: example arguments; ``function`` may be called on them a few times.
 
         Returns:
@@ -171,10 +175,11 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
-        """Prepares one step's attention for a group; :meth:`attend` of each of the group's layers takes the result.
+        """Prepares one step's attention for a group. All of the group's layers pass the result to :meth:`attend`.
 
         Args:
-            group: determines the type of ``step``: :class:`InPlaceInput` for in-place groups, else :class:`PagedInput`.
+            group: determines the type of ``step``: :class:`InPlaceInput` for in-place groups, else
+                :class:`PagedInput`.
             block_size: of paged groups.
             step: where the step's tokens go.
         """
@@ -193,7 +198,7 @@ class Device(abc.ABC):
         return functools.partial(self.attend, call)
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:  # noqa: ARG002 - for devices with kernels of their own
-        """One call of an operator with fixed tensors, for graphs; ``None`` if the caller should run the operator itself.
+        """One call of an operator with fixed tensors, for graphs; ``None`` if the device has no own kernel.
 
         Args:
             op: the operator's overload.
@@ -226,8 +231,10 @@ class Device(abc.ABC):
     ) -> torch.Tensor:
         """Runs the gated MLPs of an expert layer and sums their outputs with the router's weights.
 
-        Every expert computes every token, because the routing is unknown when a graph is built: two batched products of static
-        shape. This is at least twice the necessary arithmetic, but the weights are read once, and reading them dominates decoding.
+        Every expert computes every token, because the routing is unknown when a graph is built: two batched
+            products of static
+        shape. This is at least twice the necessary arithmetic, but the weights are read once, and reading
+        them dominates decoding.
 
         Args:
             hidden: [tokens, hidden].
@@ -249,8 +256,8 @@ class Device(abc.ABC):
         """Attends within each row, without a cache.
 
         Args:
-            call: a layer without a soft cap or sinks, and without a window unless it is causal. Its tensors have
-                rows * row_len tokens; the cache is unused.
+            call: a layer without a soft cap or sinks, and without a window unless it is causal. Its tensors
+                have rows * row_len tokens; the cache is unused.
             rows: which tokens are real. No token sees padding, and the outputs of padding mean nothing.
         """
         params, query = call.params, call.query
@@ -263,7 +270,8 @@ class Device(abc.ABC):
             visible = seen <= seen[:, None]
             if params.window:
                 visible &= seen > seen[:, None] - params.window
-            # Padding beyond a window would see nothing, and a softmax over nothing is NaN, so padding sees itself.
+            # Padding beyond a window would see nothing, and a softmax over nothing is NaN, so padding sees
+            # itself.
             mask = (mask & visible) | torch.eye(row_len, dtype=torch.bool, device=query.device)
 
         def by_row(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Paged attention in plain PyTorch: gather the blocks, mask, attend.
 
-It is correct everywhere and fast nowhere: the fallback of a device without kernels, and the reference that tests compare kernels with.
+It is correct everywhere and fast nowhere: the fallback of a device without kernels, and the reference that
+tests compare kernels with.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class GatheredPlan:
 
 
 def attend(call: AttentionCall, plan: GatheredPlan) -> None:
-    """Does what ``Device.attend`` does, with a cache of shape [blocks, 2, block_size, kv_heads, head_size]."""
+    """Does what ``Device.attend`` does, with a cache [blocks, 2, block_size, kv_heads, head_size]."""
     params, query, cache, output = call.params, call.query, call.cache, call.output
     step, block_size = plan.step, cache.shape[2]
     if call.new_states is not None:
@@ -44,7 +45,8 @@ def attend(call: AttentionCall, plan: GatheredPlan) -> None:
     mask = seen <= plan.positions[:, :, None]
     if params.window:
         mask &= seen > plan.positions[:, :, None] - params.window
-    # Positions that no real token of a row sees may belong to another request or hold NaN, and NaN times 0 is NaN.
+    # Positions that no real token of a row sees may belong to another request or hold NaN, and NaN times 0 is
+    # NaN.
     unseen = ~(mask & (plan.positions < step.seq_lens[:, None])[:, :, None]).any(dim=1)
     context = context.masked_fill(unseen[:, None, None, :, None], 0)
     rows, query_len = plan.positions.shape
@@ -67,7 +69,7 @@ def attention(
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends over keys and values side by side, with two batched matrix products: one matrix per row and key head.
+    """Attends over keys and values side by side, in two matrix products batched by row and key head.
 
     Unlike torch's fused attention on CPUs, it gives a row the same bits whatever the other rows are.
 

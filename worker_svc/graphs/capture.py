@@ -1,6 +1,7 @@
 """Graph capture: runs a step of a model once and records the calls that reach PyTorch's dispatcher.
 
-Other modules use the recording: ``replay`` runs the same kernels again, ``graph_partition`` builds graphs for a compiler.
+Other modules use the recording: ``replay`` runs the same kernels again, ``graph_partition`` builds graphs for
+a compiler.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,13 +86,16 @@ class LayerAttention:
     """The recorded tensors."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor that the call reads or writes, except the cache and the sinks, whose addresses never change."""
+        """Every tensor that the call reads or writes, except the cache and the sinks, which never move."""
         for tensor in (self.call.query, self.call.key, self.call.value, self.call.output):
             if tensor is not None:
                 yield tensor
 
     def written(self) -> Iterator[torch.Tensor]:
-        """The tensors that the call writes. Query, key and value count too, so that they are never taken for constants."""
+        """The tensors that the call writes.
+
+        Query, key and value count too, so that they are never taken for constants.
+        """
         return self.tensors()
 
 

@@ -1,9 +1,10 @@
 """Compiled code on disk: one folder for each configuration, complete or absent.
 
-An entry's key is a hash of everything that its code depends on. Compilers use the entry's folder as their own cache, so a warm start
-finds every kernel there. An entry is filled under a temporary name. When it is complete, a manifest with the checksum of every file is
-written and the folder is renamed: a killed process never leaves a partial entry, and of two processes that fill the same entry the
-first one wins. A folder contains no absolute paths that matter, so it may be copied to another machine of the same kind.
+An entry's key is a hash of everything that its code depends on. Compilers use the entry's folder as their own
+cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
+complete, a manifest with the checksum of every file is written and the folder is renamed: a killed process
+never leaves a partial entry, and of two processes that fill the same entry the first one wins. A folder
+contains no absolute paths that matter, so it may be copied to another machine of the same kind.
 """
 
 import contextlib
@@ -151,7 +152,8 @@ class CompileCache:
         """Removes folders that killed processes left; returns their number.
 
         Args:
-            older_than: seconds since a folder was made. A younger folder may belong to a process that is still compiling.
+            older_than: seconds since a folder was made. A younger folder may belong to a process that is
+                still compiling.
         """
         count = 0
         for path in self.root.glob(f"{_PENDING}*"):

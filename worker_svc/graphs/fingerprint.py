@@ -40,7 +40,8 @@ def code_fields(
         dtype: of weights and activations.
         quantization: the name of the weights' quantization.
         groups: the model's KV groups.
-        geometry: static shapes. Code depends on the number of blocks only if the device's graphs take whole caches.
+        geometry: static shapes. Code depends on the number of blocks only if the device's graphs take whole
+            caches.
         sizes: decode buckets whose kernels are compiled; ``None`` for all.
         dummy_seed: the seed of dummy weights; ``None`` if the weights are read.
     """
@@ -84,8 +85,8 @@ def weights_fingerprint(folder: Path, *, contents: bool) -> str:
 
     Args:
         folder: has the safetensors files.
-        contents: whether to hash values too. Start, middle and end of each tensor distinguish trained models without reading
-            every byte.
+        contents: whether to hash values too. Start, middle and end of each tensor distinguish trained models
+            without reading every byte.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):

@@ -35,7 +35,8 @@ class DeviceGraph:
 Graph = KernelGraph | InductorGraph | DeviceGraph
 INDUCTOR_LEVEL = 2
 """The lowest optimization level at which TorchInductor compiles kernels."""
-# By dtype, how far a row of compiled results may be from the model's own, relative to its norm: compiled kernels round elsewhere.
+# By dtype, how far a row of compiled results may be from the model's own, relative to its norm: compiled
+# kernels round elsewhere.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -82,8 +83,8 @@ class GraphOptions:
     """How graphs are built."""
 
     level: int = 1
-    """0: no graphs, the model's Python code runs. 1: the device's kernels replayed, or the output of the device's own
-    compiler. 2: compiled kernels. 3: compiled kernels, tuned."""
+    """0: no graphs, the model's Python code runs. 1: the device's kernels replayed, or the output of the
+    device's own compiler. 2: compiled kernels. 3: compiled kernels, tuned."""
     sizes: tuple[int, ...] | None = None
     """Decode buckets whose kernels are compiled; ``None`` for all. The others are replayed."""
     required: bool = False
@@ -110,7 +111,8 @@ class GraphRunner:
     Attributes:
         num_late: graphs that were built while serving; each made a request wait.
         build_times: by signature, what building its graph took.
-        observe: if set, called with each kernel's operator and seconds while a step is replayed, which slows the step down.
+        observe: if set, called with each kernel's operator and seconds while a step is replayed, which slows
+            the step down.
     """
 
     def __init__(self, model: RecordableModel, device: Device, options: GraphOptions) -> None:
@@ -134,7 +136,7 @@ class GraphRunner:
 
     @property
     def num_compiled(self) -> int:
-        """Compilations: subgraphs that no cache had, and graphs of a device that has its own compiler and cache."""
+        """Compilations: subgraphs that no cache had, and all graphs of a device with its own compiler."""
         by_device = sum(isinstance(graph, DeviceGraph) for graph in self._graphs.values())
         return self._compiler.num_misses + by_device
 
@@ -154,7 +156,10 @@ class GraphRunner:
         positions: torch.Tensor,
         plans: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Runs a step. Returns hidden states [tokens, hidden], valid until the next step of the same signature."""
+        """Runs a step.
+
+        Returns hidden states [tokens, hidden], valid until the next step of the same signature.
+        """
         graph = self._graphs.get(signature)
         if graph is None:
             return self._model.forward(tokens, positions, plans)
@@ -191,10 +196,12 @@ class GraphRunner:
             signature: the graph's.
             tokens: padding, of the graph's shape.
             positions: like ``tokens``.
-            plans: of a step of padding. The model runs more than once, and a window in place would slide each time.
+            plans: of a step of padding. The model runs more than once, and a window in place would slide each
+                time.
 
         Raises:
-            ConfigurationRefused: if the step is not static although the options require a graph, or does not compile.
+            ConfigurationRefused: if the step is not static although the options require a graph, or does not
+                compile.
         """
         if not self._options.level or signature in self._graphs:
             return
@@ -277,7 +284,8 @@ class GraphRunner:
     ) -> None:
         """Compares the graph with the model on other tokens than the recorded ones.
 
-        All rows get the same token, because padded rows share a place in the cache and the order of their writes is arbitrary.
+        All rows get the same token, because padded rows share a place in the cache and the order of their
+        writes is arbitrary.
 
         Raises:
             NotStatic: if they differ.

@@ -37,7 +37,8 @@ class CompiledCode:
             required: whether to refuse to compile.
 
         Raises:
-            ConfigurationRefused: if the code is required and missing; names every field that differs from the nearest entry.
+            ConfigurationRefused: if the code is required and missing; names every field that differs from the
+                nearest entry.
         """
         self._log = get_logger()
         self._fields = dict(fields)

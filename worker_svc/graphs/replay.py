@@ -1,7 +1,7 @@
 """Kernel graphs: replays a recorded step call by call on fixed addresses, without the model's Python code.
 
-This works like a CUDA graph on any device. The same kernels run on the same shapes as in the model's own forward, so the results are
-equal to the bit. No code is generated, so there is nothing to compile or cache.
+This works like a CUDA graph on any device. The same kernels run on the same shapes as in the model's own
+forward, so the results are equal to the bit. No code is generated, so there is nothing to compile or cache.
 """
 
 import functools
@@ -76,7 +76,10 @@ def _fused(kernels: Sequence[_Kernel], device: Device) -> tuple[_Kernel, ...]:
 
 @dataclass(frozen=True)
 class KernelGraph:
-    """A recorded step. All replays use the same memory, so a result is valid until the next replay of the graph."""
+    """A recorded step.
+
+    All replays use the same memory, so a result is valid until the next replay of the graph.
+    """
 
     _kernels: tuple[_Kernel, ...]
     """One for each recorded kernel."""
@@ -131,8 +134,8 @@ class KernelGraph:
             synchronize: waits for the device; a host computes synchronously and needs none.
 
         Returns:
-            The result, and for each kernel in order its operator (or :data:`ATTENTION`) and its seconds. Copying the inputs does
-            not count as a kernel.
+            The result, and for each kernel in order its operator (or :data:`ATTENTION`) and its seconds.
+            Copying the inputs does not count as a kernel.
         """
         timed: list[tuple[str, float]] = []
         for static, tensor in zip(self._inputs, inputs, strict=True):
@@ -150,7 +153,7 @@ class KernelGraph:
 def _without_constants(
     calls: Sequence[KernelCall | LayerAttention], inputs: Sequence[torch.Tensor]
 ) -> list[KernelCall | LayerAttention]:
-    """Drops calls whose result is the same in every replay: they read only weights, and no later call writes their result."""
+    """Drops calls that read only weights and whose result no later call writes: it is the same every time."""
     writers: dict[int, int] = {}
     for call in calls:
         for storage in {storage_id(tensor) for tensor in call.written()}:

@@ -51,7 +51,10 @@ class TriptychAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """Never instantiated, because the device makes plans. vLLM's encoder layers derive a class from it."""
+        """Never instantiated, because the device makes plans.
+
+        vLLM's encoder layers derive a class from it.
+        """
         return AttentionMetadataBuilder
 
 
@@ -120,7 +123,10 @@ class TriptychAttention(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends within rows, or over the cache after writing to it. Shapes are those of ``AttentionCall``."""
+        """Attends within rows, or over the cache after writing to it.
+
+        Shapes are those of ``AttentionCall``.
+        """
         del output_scale, output_block_scale  # set only by a fusion that we leave off
         metadata = attn_metadata
         cache = (

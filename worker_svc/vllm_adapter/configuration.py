@@ -53,7 +53,7 @@ def configure(
 
 
 def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
-    """Registers the model's class as loaded, which saves the subprocess (seconds) in which vLLM would inspect it.
+    """Registers the model's class as loaded, so that vLLM starts no subprocess (seconds) to inspect it.
 
     Raises:
         ConfigurationRefused: if vLLM does not know the class and may not run the model's own code.
@@ -75,7 +75,7 @@ def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def _is_full_precision_pooling(model_config: Any) -> bool:
-    """Whether the model is a pooling model saved in float32, which vLLM would run in half precision and less accurately."""
+    """Whether it is a pooling model saved in float32; vLLM would run it in half precision."""
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
     if model_config.runner_type != "pooling":

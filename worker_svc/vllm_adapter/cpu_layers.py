@@ -1,7 +1,7 @@
-"""Compiled forms of layers, in our own kernels where they serve, else in those of vLLM's wheel instead of several small operators.
+"""Compiled layers for CPUs: our own kernels where they apply, else those of vLLM's wheel.
 
-Registered through the doors that vLLM leaves open: providers of IR operators, out-of-tree custom ops, and the two functions through
-which its layers reach its compiled kernels.
+They are registered with vLLM's extension points: providers of IR operators, out-of-tree custom ops, and the
+two functions through which its layers call compiled kernels.
 """
 
 from typing import Any
@@ -15,47 +15,52 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 
 from worker_svc.devices.cpu.kernels.ops import kernels
 
-# The namespaces under which vLLM and we register compiled kernels.
+# vLLM's and our namespaces of compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
 _own: Any = torch.ops.triptych_cpu
 
 _MATRIX = 2
 
 
-def _ours(*tensors: torch.Tensor) -> bool:
-    """Whether our own kernels are here, and for such activations."""
+def _use_own(*tensors: torch.Tensor) -> bool:
+    """Whether our own kernels are available and serve these activations."""
     return kernels() is not None and all(
         tensor.dtype == torch.bfloat16 and tensor.dim() and tensor.stride(-1) == 1 for tensor in tensors
     )
 
 
-def _served(
+def _supports_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
     del epsilon
     if variance_size is not None or weight is None or weight.dtype not in (x.dtype, torch.float32):
         return False
-    return x.is_contiguous() or (_ours(x) and x.dim() in (2, 3))
+    return x.is_contiguous() or (_use_own(x) and x.dim() in (2, 3))
 
 
-def _served_add(
+def _supports_add_norm(
     x: torch.Tensor,
     x_residual: torch.Tensor,
     weight: torch.Tensor | None,
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    return _served(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+    return (
+        _supports_norm(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+    )
 
 
-@ir.ops.rms_norm.register_impl("triptych_cpu", supports_args=_served)
+@ir.ops.rms_norm.register_impl("triptych_cpu", supports_args=_supports_norm)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """Normalizes over the last dimension, in one pass. Weights in float32 mean that all of it is, as in Gemma."""
+    """Normalizes over the last dimension in one pass.
+
+    With float32 weights it computes in float32, as Gemma does.
+    """
     del variance_size
     assert weight is not None
-    if _ours(x) and x.dim() in (2, 3):
+    if _use_own(x) and x.dim() in (2, 3):
         normalized: torch.Tensor = _own.rms_norm(x, weight, epsilon)
         return normalized
     wide = x.to(weight.dtype)
@@ -64,7 +69,7 @@ def rms_norm(
     return output.to(x.dtype)
 
 
-@ir.ops.fused_add_rms_norm.register_impl("triptych_cpu", supports_args=_served_add, inplace=True)
+@ir.ops.fused_add_rms_norm.register_impl("triptych_cpu", supports_args=_supports_add_norm, inplace=True)
 def fused_add_rms_norm(
     x: torch.Tensor,
     x_residual: torch.Tensor,
@@ -72,16 +77,16 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the residual and normalizes; where types are the same, both results take their inputs' place."""
+    """Adds the residual and normalizes. If the types are equal, both results overwrite their inputs."""
     del variance_size
     assert weight is not None
-    if _ours(x, x_residual) and x.dim() == _MATRIX:
+    if _use_own(x, x_residual) and x.dim() == _MATRIX:
         _own.add_rms_norm_(x, x_residual, weight, epsilon)
         return x, x_residual
     if weight.dtype == x.dtype:
         _ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
         return x, x_residual
-    # The sum is normalized before it is rounded.
+    # Normalize the sum before rounding it.
     wide = x.to(weight.dtype).add_(x_residual)
     normalized = torch.empty_like(wide)
     _ops.rms_norm(normalized, wide, weight, epsilon)
@@ -90,11 +95,11 @@ def fused_add_rms_norm(
 
 @SiluAndMul.register_oot
 class CpuSiluAndMul(SiluAndMul):
-    """``silu(x[:d]) * x[d:]``; without our kernels with PyTorch's vectorized operators, as vLLM's kernel is not."""
+    """``silu(x[:d]) * x[d:]``. The fallback is PyTorch's vectorized operators; vLLM's kernel is slower."""
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [tokens, 2 * d] to [tokens, d]."""
-        if _ours(x) and x.dim() == _MATRIX:
+        if _use_own(x) and x.dim() == _MATRIX:
             gated: torch.Tensor = _own.gate(x, "silu")
             return gated
         gate, up = x.chunk(2, dim=-1)
@@ -107,7 +112,7 @@ class CpuGeluAndMul(GeluAndMul):
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [tokens, 2 * d] to [tokens, d]."""
-        if self.approximate == "tanh" and _ours(x) and x.dim() == _MATRIX:
+        if self.approximate == "tanh" and _use_own(x) and x.dim() == _MATRIX:
             gated: torch.Tensor = _own.gate(x, "gelu_tanh")
             return gated
         plain: torch.Tensor = self.forward_native(x)
@@ -127,14 +132,17 @@ def rotary_embedding(
     *rest: Any,
     **named: Any,
 ) -> None:
-    """Turns queries and keys in place. All of vLLM's rotary layers come by here."""
-    turned = (query,) if key is None else (query, key)
+    """Applies rotary positions to queries and keys in place.
+
+    All of vLLM's rotary layers call this function.
+    """
+    rotated = (query,) if key is None else (query, key)
     if (
         is_neox
         and not rest
         and not named
         and positions.dim() == 1
-        and _ours(cos_sin_cache, *turned)
+        and _use_own(cos_sin_cache, *rotated)
         and query.dim() == _MATRIX
     ):
         _own.rotate_(positions, query, key, head_size, cos_sin_cache)
@@ -148,12 +156,13 @@ _dispatch_gemm = layer_utils.dispatch_cpu_unquantized_gemm
 
 
 def dispatch_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Packs a layer's weights for our product. All of vLLM's unquantized layers come by here once they have their weights.
+    """Packs a layer's weights for our product. vLLM calls it for every unquantized layer with loaded weights.
 
     Args:
         layer: gets ``cpu_linear``, which its forward calls.
-        remove_weight: whether the layer needs its weights for nothing else. Those of an embedding, which may be the output head too, it
-            does; they are packed when it turns out to be one, and its results are logits: in float32, as they are summed.
+        remove_weight: whether the layer has no other use for its weights. False for an embedding, which may
+            also be the output head. Its weights are packed on the first product, and its results are logits,
+            which stay in float32.
     """
     weight: Any = layer.weight
     if not (
@@ -177,7 +186,7 @@ layer_utils.dispatch_cpu_unquantized_gemm = dispatch_gemm
 
 
 class _PackedLinear:
-    """``cpu_linear`` of a layer."""
+    """A layer's ``cpu_linear``, which packs its weights at the latest on the first call."""
 
     def __init__(self, weight: torch.Tensor, *, wide: bool) -> None:
         self._weight: torch.Tensor | None = weight
@@ -186,7 +195,7 @@ class _PackedLinear:
         self._wide = wide
 
     def pack(self) -> None:
-        """Does so once."""
+        """Packs the weights if they are not packed yet."""
         loaded = kernels()
         if self._weight is not None and loaded is not None:
             self._packed = loaded.pack(self._weight)

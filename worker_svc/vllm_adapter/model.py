@@ -17,7 +17,8 @@ from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_pr
 class VllmModel:
     """One model on one device, in this process, on one rank.
 
-    It is built without weights, so that a worker can describe the model at once; :meth:`load_weights` reads them.
+    It is built without weights, so that a worker can describe the model at once; :meth:`load_weights` reads
+    them.
 
     Attributes:
         description: what the model is.

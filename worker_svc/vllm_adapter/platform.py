@@ -1,4 +1,4 @@
-"""The platforms that vLLM sees: its layers, with our attention, without its engine."""
+"""The platforms that we register with vLLM. They use its layers with our attention and without its engine."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _ATTENTION = "worker_svc.vllm_adapter.attention.TriptychAttentionBackend"
 
 
 def _configure(config: Any) -> None:
-    """Leaves vLLM's layers and loader on and everything else off: graphs, blocks and batches are ours."""
+    """Turns off everything in vLLM except its layers and its loader: graphs, blocks and batches are ours."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config.compilation_config.mode = CompilationMode.NONE
@@ -23,7 +23,7 @@ def _configure(config: Any) -> None:
 
 
 def _attention_class(selector: Any) -> str:
-    """Where our attention lives, for the kinds that it serves."""
+    """The import path of our attention; refuses kinds that it does not serve."""
     if selector.use_mla:
         raise ConfigurationRefused(
             "models with latent attention (MLA) are not served yet; choose another model"
@@ -34,35 +34,35 @@ def _attention_class(selector: Any) -> str:
 
 
 class TriptychCpuPlatform(CpuPlatform):
-    """vLLM's CPU platform, so that linear layers use its packed kernels, with our attention and none of its process set-up."""
+    """vLLM's CPU platform and its packed linear layers, with our attention, without its process set-up."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Unlike the parent's: changes no environment variables, preloads no libraries."""
+        """Unlike the base class, changes no environment variables and preloads no libraries."""
         _configure(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """Our attention, whatever was asked for."""
+        """Returns our attention and ignores the selected backend."""
         del selected_backend, num_heads
         return _attention_class(attn_selector_config)
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Attention is called, not dispatched as an operator, so that a compiler can see into it."""
+        """Returns False: attention is a plain call, so that a compiler can trace it."""
         return False
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Also registers our forms of the normalization layers."""
+        """Also registers our normalization layers."""
         super().import_ir_kernels()
         import worker_svc.vllm_adapter.cpu_layers  # noqa: F401 - registers on import
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: Any) -> Any:  # noqa: ARG003 - vLLM's interface
-        """Compiled normalization layers first."""
+        """Prefers our normalization layers."""
         from vllm.config.kernel import IrOpPriorityConfig
 
         return IrOpPriorityConfig.with_default(
@@ -73,17 +73,17 @@ class TriptychCpuPlatform(CpuPlatform):
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """Variables for other versions of vLLM may stand in the environment; ours is not among those it knows either."""
+        """Checks nothing: our variable, and those of other versions of vLLM, are unknown to it."""
 
 
 class _NativePlatform(Platform):
-    """vLLM's layers in their plain PyTorch form, for devices whose graphs a compiler makes of it."""
+    """vLLM's layers in plain PyTorch, for devices that compile graphs from them."""
 
     _enum = PlatformEnum.OOT
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Layers take their native form."""
+        """Selects the native form of every layer."""
         _configure(vllm_config)
         vllm_config.compilation_config.custom_ops = ["none"]
 
@@ -91,31 +91,31 @@ class _NativePlatform(Platform):
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """Our attention, whatever was asked for."""
+        """Returns our attention and ignores the selected backend."""
         del selected_backend, num_heads
         return _attention_class(attn_selector_config)
 
     @classmethod
     def import_kernels(cls) -> None:
-        """None: the CPU wheel's kernels have no place in such graphs."""
+        """Imports nothing: such graphs cannot use the CPU wheel's kernels."""
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """Sliding windows have groups of their own."""
+        """Returns True: sliding windows have their own KV groups."""
         return True
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """See the CPU's."""
+        """See :class:`TriptychCpuPlatform`."""
         return False
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """See the CPU's."""
+        """See :class:`TriptychCpuPlatform`."""
 
 
 class TriptychCudaPlatform(_NativePlatform):
-    """A GPU; vLLM's compiled CUDA kernels are not needed."""
+    """A GPU, without vLLM's compiled CUDA kernels."""
 
     device_name = "cuda"
     device_type = "cuda"
@@ -124,31 +124,31 @@ class TriptychCudaPlatform(_NativePlatform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        """The product's name."""
+        """Returns the product's name."""
         return torch.cuda.get_device_name(device_id)
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Bytes."""
+        """Returns the GPU's memory in bytes."""
         return torch.cuda.get_device_properties(device_id).total_memory
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Seeds torch's generators of every GPU."""
+        """Seeds torch's generators on every GPU."""
         torch.cuda.manual_seed_all(seed)
 
 
 class TriptychRblnPlatform(_NativePlatform):
-    """An NPU: weights on the host until a graph takes them."""
+    """An NPU. Weights stay on the host until a graph is compiled."""
 
-    device_name = "cpu"  # torch's name of where tensors are
+    device_name = "cpu"  # torch's name of the tensors' device
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:  # noqa: ARG003 - vLLM's interface
-        """For people."""
+        """Returns a name for people."""
         return "RBLN"
 
     @classmethod

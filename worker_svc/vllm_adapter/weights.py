@@ -1,4 +1,4 @@
-"""vLLM's loader with our reading of files: safetensors alone, one shard after the other, with progress."""
+"""vLLM's loader with our own file reader: safetensors only, one shard after another, with progress."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,28 +12,29 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint
 
 ShardProgress = Callable[[int, int, str], None]
-"""Told of shards read, shards in total, and the name of the file that is read next."""
+"""Called with the number of shards read, the total, and the name of the next file."""
 
 
 class ShardLoader(DefaultModelLoader):
-    """Gives a model its weights; what it makes of them, and whether any is missing, stays vLLM's business."""
+    """Reads a model's weights. vLLM assigns them to layers and checks that none is missing."""
 
     def __init__(self, load_config: Any, progress: ShardProgress) -> None:
-        """With whom to tell."""
+        """Reports its progress to ``progress``."""
         super().__init__(load_config)
         self._progress = progress
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of all files.
+        """Yields the names and tensors of all files.
 
         Raises:
-            ConfigurationRefused: if a file is missing or damaged, or the model wants weights from elsewhere too.
+            ConfigurationRefused: if a file is missing or damaged, or the model keeps weights outside its
+                folder.
         """
         if getattr(model, "secondary_weights", ()):
             raise ConfigurationRefused(
-                f"{model_config.model} keeps weights outside of its folder, which is not served"
+                f"{model_config.model} keeps weights outside its folder, which is not served; choose another model"
             )
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):

@@ -1,4 +1,5 @@
 """Device cpu.
 
-``device`` chooses between our own kernels (the folder ``kernels``) and the compiled kernels of vLLM's CPU wheel.
+``device`` chooses between our own kernels (the folder ``kernels``) and the compiled kernels of vLLM's CPU
+wheel.
 """

@@ -56,7 +56,10 @@ class CpuDevice(Device):
     default_level: ClassVar[int] = 1
 
     def check_available(self) -> None:
-        """See the base class. vLLM's kernels are checked later, by :func:`check_kernels`, because vLLM loads them."""
+        """See the base class.
+
+        vLLM's kernels are checked later, by :func:`check_kernels`, because vLLM loads them.
+        """
         if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
             raise ConfigurationRefused(
                 f"device cpu needs an x86-64 or ARM processor, not {platform.machine()}; use another machine"
@@ -98,8 +101,8 @@ class CpuDevice(Device):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See the base class.
 
-        The system provides a page when it is first written, so a cache costs only what is used of it. Whole pages keep
-        vectors from straddling cache lines; huge pages are used where the system has them.
+        The system provides a page when it is first written, so a cache costs only what is used of it. Whole
+        pages keep vectors from straddling cache lines; huge pages are used where the system has them.
         """
         size = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
         try:
@@ -221,7 +224,10 @@ def check_kernels() -> None:
 
 
 def _isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
-    """The kernels' name for the instruction set. It determines a block's layout, so reads and writes must agree on it."""
+    """The kernels' name for the instruction set.
+
+    It determines a block's layout, so reads and writes must agree on it.
+    """
     if head_size % 32:
         return "vec16"
     if platform.machine() in ("aarch64", "arm64"):

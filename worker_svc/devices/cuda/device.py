@@ -60,7 +60,10 @@ class CudaDevice(Device):
     def capture(
         self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """See the base class. Captures one CUDA graph; all graphs share one pool for their intermediate results."""
+        """See the base class.
+
+        Captures one CUDA graph; all graphs share one pool for their intermediate results.
+        """
         arguments = [tensor.clone() for tensor in examples]
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
@@ -91,14 +94,20 @@ class CudaDevice(Device):
         )
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. A block holds each head's keys, then each head's values, so a tile of one head is contiguous."""
+        """See the base class.
+
+        A block holds each head's keys, then each head's values, so a tile of one head is contiguous.
+        """
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)
         layer = group.layers[0]
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
-        """See the base class. A plan holds only tensors of fixed shapes, so captured steps can take it as arguments."""
+        """See the base class.
+
+        A plan holds only tensors of fixed shapes, so captured steps can take it as arguments.
+        """
         if isinstance(step, InPlaceInput):
             return in_place.InPlacePlan.of(group, step)
         # Imported here, because Triton is missing or slow to import on machines without a GPU.

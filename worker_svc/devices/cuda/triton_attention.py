@@ -1,6 +1,7 @@
 """Paged attention on GPUs: chooses and launches the kernels of ``triton_kernels``.
 
-Besides the tensors themselves, a launch depends only on their shapes, so a captured launch can be replayed on other lengths.
+Besides the tensors themselves, a launch depends only on their shapes, so a captured launch can be replayed on
+other lengths.
 """
 
 import functools
@@ -17,7 +18,8 @@ _DECODE_PROGRAMS_PER_PROCESSOR = 4
 _MAX_SPLITS = 64
 # Bytes of keys that a program reads at a time, and as many of values.
 _TILE_BYTES = 16384
-# How many loop iterations ahead loads start. Half of them cover the block table, whose entries locate the keys and values.
+# How many loop iterations ahead loads start. Half of them cover the block table, whose entries locate the
+# keys and values.
 STAGES = 5
 # Rows of a tile's matrices: the fewest that tensor cores take, and the most that registers hold.
 _DECODE_ROWS = 16
@@ -28,7 +30,10 @@ _FLOAT32_CHUNK_ROWS = (32,)
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """The tensors of a :class:`PagedInput`. It has no other fields, so a captured step can own a copy of each."""
+    """The tensors of a :class:`PagedInput`.
+
+    It has no other fields, so a captured step can own a copy of each.
+    """
 
     seq_lens: torch.Tensor
     query_start: torch.Tensor
@@ -42,7 +47,9 @@ class TritonPlan:
 
 
 def attend(call: AttentionCall, plan: TritonPlan) -> None:
-    """Does what ``Device.attend`` does, with a cache [blocks, 2, kv_heads, block_size, head_size]. Padded rows get zeros.
+    """Does what ``Device.attend`` does, with a cache [blocks, 2, kv_heads, block_size, head_size].
+
+    Padded rows get zeros.
 
     The cache may have any strides but for the last dimension, whose stride is 1.
     """
@@ -97,7 +104,10 @@ def _write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: Tr
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU. On a CPU, where Triton's interpreter runs, a number small enough for tests."""
+    """Streaming multiprocessors of a GPU.
+
+    On a CPU, where Triton's interpreter runs, a number small enough for tests.
+    """
     if device.type != "cuda":
         return 8
     properties: Any = torch.cuda.get_device_properties(device)

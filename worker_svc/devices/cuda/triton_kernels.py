@@ -1,11 +1,13 @@
-"""Paged attention on GPUs: the kernels, in Triton; ``triton_attention`` launches them.
+"""Paged attention on GPUs: the Triton kernels, which ``triton_attention`` launches.
 
-One kernel attends for chunks and for decode steps. A program has a tile of consecutive queries of one row, each with all the heads that
-share a key head: matrix products then have rows enough in decode steps too, and keys and values are read once for all of these heads.
-Splits of the context (flash-decoding, https://pytorch.org/blog/flash-decoding/) fill a GPU that has more processors than the step has
-tiles; they divide what a row really holds, so that the grid is static and yet no program is without work for long.
+One kernel attends for chunks and for decode steps. A program handles a tile of consecutive queries of one
+row, with all query heads that share a key head. So matrix products have enough rows in decode steps too, and
+keys and values are read once for all these heads. If a step has fewer tiles than the GPU has processors, the
+context is split (flash-decoding, https://pytorch.org/blog/flash-decoding/). Splits divide each row's actual
+length, so the grid is static and every program has work.
 
-Whatever varies from step to step is read on the device: a launch can be captured in a CUDA graph and replayed on other lengths.
+The kernels read everything that varies between steps on the device, so a launch can be captured in a CUDA
+graph and replayed on other lengths.
 """
 
 import triton
@@ -19,7 +21,10 @@ def write_kernel(
     key, value, cache, slots, key_token, key_head, value_token, value_head, cache_block, cache_half, cache_token, cache_head,
     HEAD_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Puts one token's keys and values, those of all heads, in its slot. Grid: tokens. Decode steps do without."""
+    """Writes one token's keys and values, for all heads, to its slot.
+
+    Grid: tokens. Decode steps do not need it.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     element = tl.arange(0, ELEMENTS)
@@ -36,7 +41,7 @@ def write_kernel(
 
 @triton.jit
 def _score(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Of products of queries and keys, in powers of two."""
+    """Turns products of queries and keys into scores in powers of two."""
     scores = products * scale
     if SOFTCAP:
         # tanh(x) is 1 - 2 / (exp(2 x) + 1).
@@ -53,21 +58,22 @@ def attend_kernel(
     QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WRITES: tl.constexpr,
     QUERIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of queries over one split of what they see. Grid: rows * tiles, kv_heads, SPLITS.
+    """Attends a tile of queries over one split of their context. Grid: rows * tiles, kv_heads, SPLITS.
 
-    Row r of a tile's matrices is head ``r % GROUP`` of query ``r // GROUP``, of QUERIES queries; the rest of the M rows is empty. Keys
-    come N at a time; D is HEAD_SIZE rounded up. With one split the result goes to ``output``, else sums go to ``partial``
-    [tokens, HEADS, SPLITS, D], ``maxima`` and ``sums`` [tokens, HEADS, SPLITS], all float32. With WRITES, which wants one token a row,
-    that token's key and value are not in the cache yet: they are taken from ``key`` and ``value``, and put there.
+    Row r of a tile's matrices is head ``r % GROUP`` of query ``r // GROUP``, for QUERIES queries; the rest of
+    the M rows is empty. Keys are read N at a time; D is HEAD_SIZE rounded up. With one split the result goes
+    to ``output``. Otherwise sums go to ``partial`` [tokens, HEADS, SPLITS, D], ``maxima`` and ``sums``
+    [tokens, HEADS, SPLITS], all float32. WRITES requires one token a row: the kernel reads the token's key
+    and value from ``key`` and ``value`` and writes them to the cache.
     """
     TILES: tl.constexpr = (QUERY_LEN + QUERIES - 1) // QUERIES  # noqa: N806 - a constant
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile // TILES
-    # The longest tiles of a chunk are its last; they start first.
+    # The last tiles of a chunk take longest, so they start first.
     first = (TILES - 1 - tile % TILES) * QUERIES
     seq_len = tl.load(seq_lens + row)
     count = tl.load(query_start + row + 1) - tl.load(query_start + row)
-    # A row that is written to the null block is padding altogether.
+    # A row that is written to the null block is all padding.
     count = tl.where(tl.load(slots + row * QUERY_LEN) < BLOCK_SIZE, 0, count)
 
     line = tl.arange(0, M)
@@ -81,7 +87,7 @@ def attend_kernel(
         mask=real[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0,
     )  # fmt: skip
 
-    # Keys that any of the queries sees, in tiles of N, of which each split has as many.
+    # Tiles of N keys that any query sees; each split gets an equal share of them.
     start = seq_len - count
     position = start + index
     begin = 0
@@ -99,7 +105,7 @@ def attend_kernel(
     largest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     if SINKS:
-        # A score that is attended to and has no value; one of the splits has it.
+        # The sink is a score without a value; only the first split counts it.
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
         largest = tl.where(split == 0, sink, largest)
         total = tl.where(split == 0, 1.0, total)
@@ -134,7 +140,7 @@ def attend_kernel(
         else:
             block = tl.load(blocks + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
             offset = block * cache_block + at % BLOCK_SIZE * cache_token
-        # What nobody sees may be another request's by now, or NaN.
+        # Unseen positions may belong to another request or hold NaN.
         there = ((at >= begin) & (at < end))[:, None]
         if HEAD_SIZE != D:
             there = there & (dim < HEAD_SIZE)[None, :]
@@ -146,7 +152,7 @@ def attend_kernel(
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, _score(products, scale, softcap, SOFTCAP), float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        # A query behind whose window the whole tile lies has seen nothing yet.
+        # A query has seen nothing yet if the tile lies entirely before its window.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(largest - shift)
@@ -176,7 +182,10 @@ def combine_kernel(
     partial, maxima, sums, output, output_token, output_head,
     HEAD_SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up one head's splits. Grid: tokens, heads. PARTS is SPLITS rounded up; for the rest see :func:`attend_kernel`."""
+    """Combines one head's splits.
+
+    Grid: tokens, heads. PARTS is SPLITS rounded up; see :func:`attend_kernel`.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, dim = tl.arange(0, PARTS), tl.arange(0, D)
     part = (token * tl.num_programs(1) + head) * SPLITS + split

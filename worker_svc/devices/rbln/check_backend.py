@@ -1,8 +1,8 @@
-"""Backend ``rbln-check``: an NPU's place, taken by a CPU that runs the very graph and is as strict about it as a compiler would be.
+"""Backend ``rbln-check``: a CPU that stands in for an NPU and is as strict as the NPU's compiler.
 
-What ``torch.compile`` captured is traced down to ATen and the attention operators, in order and without making mutations functional.
-A graph with a dynamic shape or with an operator that is not on the list is refused. Like the NPU, the backend owns the KV cache where the
-host's tensors are mere handles on the meta device.
+The backend traces the graph that ``torch.compile`` captured down to ATen and the attention operators, in
+order and with mutations. It refuses graphs with dynamic shapes or with operators that are not on the list.
+Like the NPU, it owns the KV cache; the host only has handles on the meta device.
 """
 
 import operator
@@ -23,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.rbln.ops.signatures import NAMESPACES
 
-# What decoder layers, norms, rotary embeddings, MLPs and output heads are made of. All of it has a result whose shape follows from shapes.
+# The operators of decoder layers, norms, rotary embeddings, MLPs and output heads. Their results' shapes
+# depend only on shapes.
 ALLOWED_ATEN: Final = frozenset(
     [
         "_softmax",
@@ -129,17 +130,17 @@ ALLOWED_ATEN: Final = frozenset(
 
 
 class MetaMemory:
-    """Memory of the device, behind tensors on the meta device that stand for it on the host."""
+    """The device's memory. The host refers to it by tensors on the meta device."""
 
     def __init__(self) -> None:
-        """Empty."""
+        """Starts empty."""
         self._real: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._real)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory; the tensor is on the meta device, and the memory lives as long as it."""
+        """Allocates zeroed memory that lives as long as the returned tensor on the meta device."""
         handle = torch.empty(shape, dtype=dtype, device="meta")
         key = _storage(handle)
         self._real[key] = torch.zeros(shape, dtype=dtype)
@@ -147,10 +148,10 @@ class MetaMemory:
         return handle
 
     def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory behind a tensor of :meth:`allocate` or a view of one; any other tensor is itself.
+        """Returns the memory behind a tensor of :meth:`allocate` or a view of it; other tensors unchanged.
 
         Raises:
-            KeyError: for a tensor on the meta device with no memory behind it.
+            KeyError: for a meta tensor without memory.
         """
         if not tensor.is_meta:
             return tensor
@@ -159,28 +160,28 @@ class MetaMemory:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - what identifies a storage without memory
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - identifies a storage that has no memory
 
 
 class CheckBackend:
-    """What ``torch.compile`` is given as its backend.
+    """The backend that ``torch.compile`` calls.
 
     Attributes:
-        graphs: those that it has accepted, in the order in which they came.
-        folder: where to leave them as text, if anywhere.
+        graphs: the accepted graphs, in order.
+        folder: where to store graphs as text; ``None`` to store none.
     """
 
     def __init__(self, memory: MetaMemory) -> None:
-        """With the memory of the device."""
+        """Uses the given memory of the device."""
         self._memory = memory
         self.graphs: list[fx.GraphModule] = []
         self.folder: Path | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Checks a graph.
+        """Checks a graph and returns a function that runs it.
 
         Raises:
-            ConfigurationRefused: naming what is dynamic or not lowered.
+            ConfigurationRefused: names what is dynamic or not lowered.
         """
         for value in inputs:
             if _is_dynamic(value) or not isinstance(value, torch.Tensor):
@@ -190,7 +191,7 @@ class CheckBackend:
         self.graphs.append(graph)
         if self.folder is not None:
             path = self.folder / f"graph-{len(self.graphs)}.txt"
-            if not path.exists():  # an entry that is complete is not written to
+            if not path.exists():  # complete cache entries are read-only
                 path.write_text(graph.code, encoding="utf-8")
         resolve = self._memory.resolve
 
@@ -201,7 +202,7 @@ class CheckBackend:
 
 
 def _trace(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The graph in ATen, of static shapes; nodes remember the lines of the model that they come from."""
+    """Traces the graph to ATen with static shapes. Nodes keep the model's source lines."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
@@ -210,15 +211,15 @@ def _trace(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphMo
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         name = str(error.func).removesuffix(".default").replace(".", "::", 1)
         raise ConfigurationRefused(
-            f"rbln-check: what {name} gives depends on values, not on shapes alone"
+            f"rbln-check: the result of {name} depends on values, not only on shapes"
         ) from error
 
 
 def check_graph(graph: fx.GraphModule) -> None:
-    """Refuses whatever a static graph for the NPU may not have.
+    """Refuses dynamic shapes and operators that the NPU does not have.
 
     Raises:
-        ConfigurationRefused: naming the first such thing and where in the model it comes from.
+        ConfigurationRefused: names the first violation and its line in the model.
     """
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):

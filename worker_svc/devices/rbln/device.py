@@ -1,7 +1,7 @@
 """Rebellions NPUs: whole graphs for rebel-compiler, with attention as operators of its own.
 
-The operators' namespace also decides how caches lie in memory and where the host allocates them; see ``ops``. Arguments and shapes
-follow the wheels of vllm-rbln 0.12.0.
+The operators' namespace also decides how caches lie in memory and where the host allocates them; see ``ops``.
+Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
 """
 
 import functools
@@ -36,7 +36,10 @@ _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
 @dataclass(frozen=True)
 class RblnPlan:
-    """What the layers of a group share in one step: an operator and its arguments besides states. All shapes are static."""
+    """What the layers of a group share in one step: an operator and its arguments besides states.
+
+    All shapes are static.
+    """
 
     operator: str
     """The operator's name, with its ``_prefill`` or ``_decode``."""
@@ -188,10 +191,13 @@ class RblnDevice(Device):
         self._scales[params.scale] = torch.tensor(params.scale)
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. A block of an in-place group is one window; the kernels see ``block_size / window`` in a paged block.
+        """See the base class.
+
+        A block of an in-place group is one window; the kernels see ``block_size / window`` in a paged block.
 
         Raises:
-            ConfigurationRefused: for windows in paged blocks with the Triton kernels, which have no operator for them.
+            ConfigurationRefused: for windows in paged blocks with the Triton kernels, which have no operator
+                for them.
         """
         if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
             raise ConfigurationRefused(
@@ -211,7 +217,10 @@ class RblnDevice(Device):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
-        """See the base class. Leaves the NPU's own memory alone: its kernels never read past a sequence's end."""
+        """See the base class.
+
+        Leaves the NPU's own memory alone: its kernels never read past a sequence's end.
+        """
         if self._is_stand_in or not caches.is_meta:
             super().clear_block(self.memory.resolve(caches), block)
 
@@ -219,7 +228,8 @@ class RblnDevice(Device):
         """See the base class.
 
         Raises:
-            Internal: if the NPU owns the cache. The host has no tensor to copy, and the vendor documents no call for it.
+            Internal: if the NPU owns the cache. The host has no tensor to copy, and the vendor documents no
+                call for it.
         """
         if not self._is_stand_in and caches.is_meta:
             raise Internal(
@@ -253,7 +263,8 @@ class RblnDevice(Device):
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         backend: Any = "rbln"
         if self._is_stand_in:
-            # Each function gets its own backend object: torch shares code between functions with equal code and backend.
+            # Each function gets its own backend object: torch shares code between functions with equal code
+            # and backend.
             backend = functools.partial(self.backend)
         else:
             mode = [("strict", self._compile_strict), ("compile_only", self._compile_only)]
@@ -307,7 +318,10 @@ class RblnDevice(Device):
         return f"{operator}_{'prefill' if prefill else 'decode'}"
 
     def attend(self, call: AttentionCall, plan: RblnPlan) -> None:
-        """See the base class. A chunk's padding gets finite values instead of zeros, as the graph does not know where padding starts.
+        """See the base class.
+
+        A chunk's padding gets finite values instead of zeros, as the graph does not know where padding
+        starts.
 
         Raises:
             ConfigurationRefused: on an NPU, outside of a graph that is being compiled.

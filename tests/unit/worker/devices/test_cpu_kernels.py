@@ -1,4 +1,4 @@
-"""Our own kernels for CPUs against plain PyTorch in float32, on shapes that do not fit, and in caches full of NaN."""
+"""Our own CPU kernels, compared with plain PyTorch in float32, on odd shapes and in caches full of NaN."""
 
 import itertools
 import subprocess
@@ -21,11 +21,11 @@ BLOCK = 64
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    """Loaded, or the reason why not."""
+    """The loaded kernels; skips the test if they are unavailable."""
     try:
         return Kernels(build.library())
     except build.KernelsUnavailable as error:
-        pytest.skip(f"the kernels are for other processors, or there is no compiler: {error}")
+        pytest.skip(f"the kernels are unavailable: {error}")
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Within a rounding to that type, of sums in float32."""
+    """Compares with a tolerance of one rounding to ``dtype`` of a float32 sum."""
     tolerance = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 16)
     torch.testing.assert_close(
         got.float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
@@ -114,20 +114,20 @@ def test_rotary_positions(kernels: Kernels, head: int, rotated: int) -> None:
 
 
 class _Sequences:
-    """Keys and values of some sequences, and a cache that has those that were written, and NaN everywhere else."""
+    """Keys and values of some sequences, and a cache that holds NaN wherever nothing was written."""
 
-    def __init__(self, shape: AttentionParams, lengths: Sequence[int]) -> None:
-        self.shape = shape
-        self.keys = [_random(length, shape.num_kv_heads, shape.head_size) for length in lengths]
+    def __init__(self, params: AttentionParams, lengths: Sequence[int]) -> None:
+        self.params = params
+        self.keys = [_random(length, params.num_kv_heads, params.head_size) for length in lengths]
         self.values = [torch.randn_like(keys) for keys in self.keys]
         counts = [-(-length // BLOCK) for length in lengths]
         ids = iter(torch.randperm(sum(counts)).add(1).tolist())
         self.tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
         for row, count in enumerate(counts):
             self.tables[row, :count] = torch.tensor(list(itertools.islice(ids, count)))
-        cache_shape = (sum(counts) + 1, shape.num_kv_heads, 2 * BLOCK, shape.head_size)
+        cache_shape = (sum(counts) + 1, params.num_kv_heads, 2 * BLOCK, params.head_size)
         self.cache = torch.full(cache_shape, torch.nan).bfloat16()
-        self.sinks = torch.randn(shape.num_heads) if shape.sinks else None
+        self.sinks = torch.randn(params.num_heads) if params.sinks else None
 
     def step(self, kernels: Kernels, spans: Sequence[tuple[int, int, int]], padding: int) -> None:
         """Runs (sequence, start, end) as one step and looks at its result."""
@@ -150,11 +150,11 @@ class _Sequences:
             slot_mapping=torch.tensor(slots + [0] * padding),
             num_tokens=total,
         )
-        query = _random(total + padding, self.shape.num_heads, self.shape.head_size)
+        query = _random(total + padding, self.params.num_heads, self.params.head_size)
         out = torch.full_like(query, torch.nan)
         attend = kernels.attention(
             AttentionCall(
-                self.shape, query, gathered(self.keys), gathered(self.values), self.cache, out, self.sinks
+                self.params, query, gathered(self.keys), gathered(self.values), self.cache, out, self.sinks
             )
         )
         attend(kernels.plan(BLOCK, step))
@@ -166,18 +166,18 @@ class _Sequences:
             torch.testing.assert_close(out[mine].float(), expected, rtol=0, atol=2e-2)
 
     def _reference(self, query: torch.Tensor, row: int, own: torch.Tensor) -> torch.Tensor:
-        shape, last = self.shape, int(own[-1]) + 1
-        group = shape.num_heads // shape.num_kv_heads
+        params, last = self.params, int(own[-1]) + 1
+        group = params.num_heads // params.num_kv_heads
         keys, values = (
             each[row][:last].float().repeat_interleave(group, dim=1) for each in (self.keys, self.values)
         )
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * shape.scale
-        if shape.softcap:
-            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * params.scale
+        if params.softcap:
+            scores = params.softcap * torch.tanh(scores / params.softcap)
         seen = torch.arange(last)
         visible = seen <= own[:, None]
-        if shape.window:
-            visible &= seen > own[:, None] - shape.window
+        if params.window:
+            visible &= seen > own[:, None] - params.window
         scores = scores.masked_fill(~visible, -torch.inf)
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, len(own), 1)], dim=-1)
@@ -193,7 +193,7 @@ _KINDS = [
 ]
 
 
-def _shape(kind: tuple[int, int, int, int, float, bool]) -> AttentionParams:
+def _params(kind: tuple[int, int, int, int, float, bool]) -> AttentionParams:
     head, kv_heads, group, window, softcap, sinks = kind
     return AttentionParams(
         kv_heads * group, kv_heads, head, head**-0.5, window, softcap, writes=True, sinks=sinks
@@ -205,7 +205,7 @@ def test_decoding_rows_of_all_lengths_attend(
     kernels: Kernels, kind: tuple[int, int, int, int, float, bool]
 ) -> None:
     lengths = [1, 2, 33, 64, 65, 512, 513, 700, 1300]
-    sequences = _Sequences(_shape(kind), lengths)
+    sequences = _Sequences(_params(kind), lengths)
     for row, length in enumerate(lengths):
         if length > 1:
             sequences.step(kernels, [(row, 0, length - 1)], padding=0)
@@ -214,20 +214,20 @@ def test_decoding_rows_of_all_lengths_attend(
 
 @pytest.mark.parametrize("kind", _KINDS, ids=str)
 def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, int, float, bool]) -> None:
-    sequences = _Sequences(_shape(kind), [300])
+    sequences = _Sequences(_params(kind), [300])
     ends = [1, 8, 136, 137, 265, 300]
     for start, end in itertools.pairwise([0, *ends]):
         sequences.step(kernels, [(0, start, end)], padding=3)
 
 
 def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> None:
-    shape = AttentionParams(2, 1, 64, 0.125, 0, 0.0, writes=False)
+    params = AttentionParams(2, 1, 64, 0.125, 0, 0.0, writes=False)
     cache = _random(2, 1, 2 * BLOCK, 64)
     before = cache.clone()
     one = torch.tensor([1], dtype=torch.int32)
     step = PagedInput(one, torch.tensor([0, 1], dtype=torch.int32), one[None], torch.tensor([BLOCK]), 1)
     out = torch.empty(1, 2, 64).bfloat16()
-    kernels.attention(AttentionCall(shape, _random(1, 2, 64), None, None, cache, out, None))(
+    kernels.attention(AttentionCall(params, _random(1, 2, 64), None, None, cache, out, None))(
         kernels.plan(BLOCK, step)
     )
     assert torch.equal(cache, before)
@@ -270,7 +270,7 @@ def test_a_device_fuses_its_own_kernels_around_those_that_are_not() -> None:
     try:
         kernels = Kernels(build.library())
     except build.KernelsUnavailable as error:
-        pytest.skip(f"the kernels are for other processors, or there is no compiler: {error}")
+        pytest.skip(f"the kernels are unavailable: {error}")
     x = _random(2, 64)
     gate = kernels.gate(x, "silu", torch.empty(2, 32).bfloat16())
     ran: list[int] = []

@@ -1,4 +1,4 @@
-"""Attention over a window that slides in place, against attention computed token by token from a list of all keys and values."""
+"""Attention over a window that slides in place, compared with attention computed token by token."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ GROUP = KvGroup(
 
 @dataclass
 class History:
-    """One sequence: its block, and every key and value that it ever had."""
+    """One sequence: its block, and all of its keys and values."""
 
     block: int
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -30,16 +30,16 @@ class History:
 def lengths(
     before: Sequence[int], after: Sequence[int], blocks: Sequence[int], query_len: int
 ) -> InPlaceInput:
-    """A step, a row for each number."""
+    """A step with one row for each number."""
     columns = [torch.tensor(numbers, dtype=torch.int32)[:, None] for numbers in (before, after, blocks)]
     return InPlaceInput(columns[0], columns[1], columns[2], query_len)
 
 
-class Rig:
-    """A cache whose null block and unused blocks are poisoned, and the steps that run on it."""
+class Checker:
+    """Runs steps on a cache whose null block and unused blocks hold NaN."""
 
     def __init__(self, softcap: float = 0.0, seed: int = 0, *, sinks: bool = False) -> None:
-        self.shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)
+        self.params = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)
         self.device = CpuDevice()
         self.cache = self.device.allocate(self.device.cache_shape(GROUP, BLOCKS, 32), torch.float32)
         self.cache.fill_(torch.nan)
@@ -47,14 +47,17 @@ class Rig:
         self.sinks = torch.randn(HEADS, generator=self._generator) if sinks else None
 
     def admit(self, block: int) -> History:
-        """A sequence in a fresh block."""
+        """Starts a sequence in a fresh block."""
         self.cache[block].zero_()
         return History(block)
 
     def step(
         self, sequences: Sequence[History], counts: Sequence[int], query_len: int, padded_rows: int = 0
     ) -> torch.Tensor:
-        """Runs one step of random tokens and compares each with the naive result; returns the output [rows, query_len, …]."""
+        """Runs one step of random tokens and compares it with the naive result.
+
+        Returns the output [rows, query_len, …].
+        """
         rows = len(sequences) + padded_rows
         query = torch.randn((rows, query_len, HEADS, SIZE), generator=self._generator)
         key, value = (
@@ -68,7 +71,7 @@ class Rig:
         flat_query, flat_key, flat_value = (tensor.flatten(0, 1) for tensor in (query, key, value))
         flat_output = output.view(-1, HEADS, SIZE)
         self.device.attend(
-            AttentionCall(self.shape, flat_query, flat_key, flat_value, self.cache, flat_output, self.sinks),
+            AttentionCall(self.params, flat_query, flat_key, flat_value, self.cache, flat_output, self.sinks),
             plan,
         )
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
@@ -82,7 +85,7 @@ class Rig:
         return output
 
     def check_block(self, sequence: History) -> None:
-        """The block holds the last window, oldest first, and zeroes behind it."""
+        """Checks that the block holds the last window, oldest first, and then zeros."""
         content = self.cache[sequence.block].transpose(1, 2)
         held = min(len(sequence.keys), WINDOW)
         assert torch.equal(content[0, :held], torch.stack(sequence.keys[-held:]))
@@ -94,9 +97,9 @@ class Rig:
         heads = []
         for head in range(HEADS):
             shared = head // (HEADS // KV_HEADS)
-            scores = keys[:, shared] @ query[head] * self.shape.scale
-            if self.shape.softcap:
-                scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
+            scores = keys[:, shared] @ query[head] * self.params.scale
+            if self.params.softcap:
+                scores = self.params.softcap * torch.tanh(scores / self.params.softcap)
             weights = scores.exp()
             total = weights.sum() + (0 if self.sinks is None else self.sinks[head].exp())
             heads.append(weights / total @ values[:, shared])
@@ -106,56 +109,57 @@ class Rig:
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.0, False), (0.0, True), (2.0, True)])
 @pytest.mark.parametrize("chunk", [1, 3, 5, 8, 13, 16, 32])
 def test_a_prompt_in_chunks_then_decode(chunk: int, softcap: float, sinks: bool) -> None:
-    """Chunks below, at and above the window, dividing it or not, the last of them padded; then decode steps past the window."""
-    rig = Rig(softcap, seed=chunk, sinks=sinks)
+    """Chunks of any size relative to the window, then decode steps past the window, match the naive result."""
+    checker = Checker(softcap, seed=chunk, sinks=sinks)
     for prompt in (1, 2, 7, 8, 9, 15, 21, 40):
-        sequence = rig.admit(3)
+        sequence = checker.admit(3)
         for start in range(0, prompt, chunk):
-            rig.step([sequence], [min(chunk, prompt - start)], chunk)
+            checker.step([sequence], [min(chunk, prompt - start)], chunk)
         for _ in range(WINDOW + 2):
-            rig.step([sequence], [1], 1)
+            checker.step([sequence], [1], 1)
 
 
 def test_rows_of_random_lengths() -> None:
-    """Rows on both sides of the window decode together with padded rows, in any order."""
-    rig = Rig()
+    """Rows shorter and longer than the window decode together with padded rows, in any order."""
+    checker = Checker()
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
-        sequences = [rig.admit(block) for block in (4, 1, 5, 2)]
+        sequences = [checker.admit(block) for block in (4, 1, 5, 2)]
         for sequence in sequences:
             for _ in range(int(torch.randint(1, 4, (), generator=generator))):
-                rig.step([sequence], [int(torch.randint(1, 6, (), generator=generator))], 5)
+                checker.step([sequence], [int(torch.randint(1, 6, (), generator=generator))], 5)
         for first in range(5):
             order = sequences[first % 4 :] + sequences[: first % 4]
-            rig.step(order, [1] * 4, 1, padded_rows=3)
+            checker.step(order, [1] * 4, 1, padded_rows=3)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_rows_are_independent(softcap: float) -> None:
-    """A row gives the same bits alone, among others and in another place, and again when its block's content is copied."""
-    rig = Rig(softcap)
-    sequences = [rig.admit(block) for block in (1, 2, 3)]
+    """A row gives the same bits alone, among others, in another place, and from a copy of its block."""
+    checker = Checker(softcap)
+    sequences = [checker.admit(block) for block in (1, 2, 3)]
     for sequence, count in zip(sequences, (3, 8, 11), strict=True):
-        rig.step([sequence], [count], 16)
-    content = rig.cache.clone()
+        checker.step([sequence], [count], 16)
+    content = checker.cache.clone()
     generator = torch.Generator().manual_seed(2)
     query = torch.randn((3, HEADS, SIZE), generator=generator)
     key, value = torch.randn((2, 3, KV_HEADS, SIZE), generator=generator)
     cached = [min(len(sequence.keys), WINDOW) for sequence in sequences]
 
     def run(rows: Sequence[int], blocks: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        rig.cache.copy_(content)
+        checker.cache.copy_(content)
         for row, block in zip(rows, blocks, strict=True):
-            rig.cache[block] = content[sequences[row].block]
+            checker.cache[block] = content[sequences[row].block]
         before = [cached[row] for row in rows]
-        plan = rig.device.plan(GROUP, 32, lengths(before, [start + 1 for start in before], blocks, 1))
+        plan = checker.device.plan(GROUP, 32, lengths(before, [start + 1 for start in before], blocks, 1))
         output = torch.empty((len(rows), HEADS, SIZE))
         picked = list(rows)
-        rig.device.attend(
-            AttentionCall(rig.shape, query[picked], key[picked], value[picked], rig.cache, output), plan
+        checker.device.attend(
+            AttentionCall(checker.params, query[picked], key[picked], value[picked], checker.cache, output),
+            plan,
         )
         return {
-            row: (output[place], rig.cache[block].clone())
+            row: (output[place], checker.cache[block].clone())
             for place, (row, block) in enumerate(zip(rows, blocks, strict=True))
         }
 
@@ -168,22 +172,26 @@ def test_rows_are_independent(softcap: float) -> None:
 
 
 def test_chunks_may_be_resumed_from_a_copy() -> None:
-    """What a block holds at a chunk's edge is all that the rest of the sequence depends on, to the bit."""
-    rig = Rig()
-    sequence = rig.admit(1)
-    rig.step([sequence], [5], 5)
-    rig.step([sequence], [5], 5)
+    """A copy of a block at a chunk's edge continues the sequence with the same bits."""
+    checker = Checker()
+    sequence = checker.admit(1)
+    checker.step([sequence], [5], 5)
+    checker.step([sequence], [5], 5)
     kept = History(2, list(sequence.keys), list(sequence.values))
-    rig.cache[2] = rig.cache[1]
-    state = rig._generator.get_state()
-    first = [rig.step([sequence], [5], 5), rig.step([sequence], [2], 5), rig.step([sequence], [1], 1)]
-    rig._generator.set_state(state)
-    again = [rig.step([kept], [5], 5), rig.step([kept], [2], 5), rig.step([kept], [1], 1)]
+    checker.cache[2] = checker.cache[1]
+    state = checker._generator.get_state()
+    first = [
+        checker.step([sequence], [5], 5),
+        checker.step([sequence], [2], 5),
+        checker.step([sequence], [1], 1),
+    ]
+    checker._generator.set_state(state)
+    again = [checker.step([kept], [5], 5), checker.step([kept], [2], 5), checker.step([kept], [1], 1)]
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
 def test_shapes_do_not_depend_on_lengths() -> None:
-    """A graph is built once for a chunk or a bucket and a window."""
+    """A plan's shapes depend on the step and the window, so one graph serves all lengths."""
     shapes = set()
     for before, count in itertools.product((0, 3, 8), (1, 4, 5)):
         plan = in_place.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))
@@ -191,11 +199,11 @@ def test_shapes_do_not_depend_on_lengths() -> None:
     assert shapes == {((1,), (1, 8), (1, 5, 13), (1, 5), (1, 8))}
 
 
-def test_a_layer_that_reads_another_cache_is_not_served() -> None:
-    """Models of that kind are refused before; this is the last line."""
-    shape = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, 0.0, writes=False)
-    rig = Rig()
-    plan = rig.device.plan(GROUP, 32, lengths([0], [1], [1], 1))
+def test_a_layer_that_reads_another_cache_is_refused() -> None:
+    """Attention itself refuses such a layer, although such models are refused earlier."""
+    params = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, 0.0, writes=False)
+    checker = Checker()
+    plan = checker.device.plan(GROUP, 32, lengths([0], [1], [1], 1))
     query = torch.zeros((1, HEADS, SIZE))
     with pytest.raises(NotImplementedError, match="two layers cannot share"):
-        rig.device.attend(AttentionCall(shape, query, None, None, rig.cache, query), plan)
+        checker.device.attend(AttentionCall(params, query, None, None, checker.cache, query), plan)

@@ -1,4 +1,4 @@
-"""Device rbln with its stand-in backend: caches, plans, graphs and what is refused."""
+"""Device rbln with its stand-in backend: caches, plans, graphs and refusals."""
 
 import importlib.util
 from collections.abc import Callable
@@ -32,14 +32,14 @@ def group_of(kind: GroupKind, names: str = "a") -> KvGroup:
     return KvGroup(0, tuple(layers), kind)
 
 
-def shape_of(group: KvGroup, **changed: Any) -> AttentionParams:
+def params_of(group: KvGroup, **changed: Any) -> AttentionParams:
     fields = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE, "scale": 0.2}
     return AttentionParams(**{**fields, "window": group.window, "softcap": 0.0, "writes": True, **changed})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rebel") is not None, reason="the vendor's packages are here")
-def test_without_packages_or_the_flag_it_is_refused_in_one_line() -> None:
-    """The line names what is missing; the flag is not advertised to people who have no NPU."""
+def test_without_the_vendors_packages_it_is_refused_in_one_line() -> None:
+    """The refusal names the missing packages and does not mention the stand-in."""
     with pytest.raises(ConfigurationRefused) as caught:
         open_device("rbln")
     assert caught.value.message == (
@@ -50,7 +50,7 @@ def test_without_packages_or_the_flag_it_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize(("triton", "where"), [(False, "meta"), (True, "cpu")])
 def test_where_caches_are(triton: bool, where: str) -> None:
-    """The host has handles for the compiler's kernels and memory for Triton's; each layer's cache is a whole tensor."""
+    """The host has handles for the compiler's kernels and memory for Triton's, one whole tensor for each layer."""
     device = open_stand_in(triton=triton)
     cache = KvCache(device, [group_of(GroupKind.FULL, "ab")], BLOCK, [5])
     for tensor in cache.by_layer().values():
@@ -62,7 +62,7 @@ def test_where_caches_are(triton: bool, where: str) -> None:
 
 @pytest.mark.parametrize("triton", [False, True])
 def test_blocks_are_cleared_and_copied_where_they_are(triton: bool) -> None:
-    """Over all layers of one group, in either layout, also behind handles."""
+    """Clearing and copying blocks covers all layers of one group, in either layout, also behind handles."""
     device = open_stand_in(triton=triton)
     groups = group_layers(
         [AttentionLayer(name, 4, 2, SIZE, window, torch.float32) for name, window in (("a", 0), ("b", 0), ("w", 16))],
@@ -86,8 +86,8 @@ def test_blocks_are_cleared_and_copied_where_they_are(triton: bool) -> None:
     assert torch.equal(real["w"], before["w"])
 
 
-def test_memory_behind_handles_goes_with_them() -> None:
-    """A worker that is configured again does not pay twice."""
+def test_memory_is_freed_with_its_handles() -> None:
+    """A worker that is configured again does not use memory twice."""
     memory = MetaMemory()
     handle = memory.allocate((2, 3), torch.float32)
     view = handle[1]
@@ -98,8 +98,8 @@ def test_memory_behind_handles_goes_with_them() -> None:
     assert len(memory) == 0
 
 
-def test_an_npu_s_memory_is_not_touched_from_here() -> None:
-    """Without the stand-in, handles have nothing behind them: clearing is left to the kernels, copying is refused."""
+def test_an_npus_memory_is_not_touched_by_the_host() -> None:
+    """On a real NPU, clearing a block does nothing and copying one is refused."""
     device = RblnDevice()
     caches = device.allocate((1, 4, 2, 2, 1, BLOCK, SIZE), torch.float32)
     assert caches.is_meta
@@ -108,8 +108,8 @@ def test_an_npu_s_memory_is_not_touched_from_here() -> None:
         device.copy_block(caches, 1, 2)
 
 
-def test_rows_of_padding_are_those_of_the_kernels() -> None:
-    """Their cache length and offset are 0, their table is the null block; a chunk's table has one dimension."""
+def test_padded_rows_have_no_tokens() -> None:
+    """A padded row has length and offset 0 and the null block, and a chunk's table has one dimension."""
     device = open_stand_in()
     group = group_of(GroupKind.IN_PLACE_WINDOW)
     column = torch.tensor([[3], [0]], dtype=torch.int32)
@@ -126,7 +126,7 @@ def test_rows_of_padding_are_those_of_the_kernels() -> None:
 
 
 def paged_steps(partitions: int) -> list[PagedInput]:
-    """A chunk with padding, another behind it, and a decode step with a padded row."""
+    """A full chunk, a padded chunk after it, and a decode step with a padded row."""
     tables = torch.zeros((2, partitions), dtype=torch.int32)
     tables[0] = torch.arange(1, partitions + 1)
 
@@ -144,20 +144,20 @@ def paged_steps(partitions: int) -> list[PagedInput]:
 
 
 def compiled_attend(
-    device: RblnDevice, shape: AttentionParams, sinks: torch.Tensor | None = None
+    device: RblnDevice, params: AttentionParams, sinks: torch.Tensor | None = None
 ) -> Callable[..., torch.Tensor]:
-    """Attention as one graph."""
+    """Compiles attention as one graph."""
 
     def attend(query: Any, key: Any, value: Any, cache: Any, plan: Any) -> torch.Tensor:
         output = torch.empty_like(query)
-        device.attend(AttentionCall(shape, query, key, value, cache, output, sinks), plan)
+        device.attend(AttentionCall(params, query, key, value, cache, output, sinks), plan)
         return output
 
     return device.compile(attend)
 
 
-def sinks_of(shape: AttentionParams) -> torch.Tensor | None:
-    return torch.linspace(-1, 2, HEADS) if shape.sinks else None
+def sinks_of(params: AttentionParams) -> torch.Tensor | None:
+    return torch.linspace(-1, 2, HEADS) if params.sinks else None
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
@@ -171,15 +171,15 @@ def sinks_of(shape: AttentionParams) -> torch.Tensor | None:
         (GroupKind.PAGED_WINDOW, False, True),
     ],
 )
-def test_graphs_over_paged_blocks_give_what_other_devices_give(
+def test_graphs_over_paged_blocks_match_the_reference(
     kind: GroupKind, triton: bool, with_sinks: bool, partitions: int
 ) -> None:
-    """Whole graphs through the stand-in, against the gathered attention; one graph a shape."""
+    """Compiled attention over paged blocks equals the gathered attention, with one graph for each shape."""
     device, group = open_stand_in(triton=triton), group_of(kind)
-    shape = shape_of(group, sinks=with_sinks)
-    device.check_attention(shape)
-    sinks = sinks_of(shape)
-    attend = compiled_attend(device, shape, sinks)
+    params = params_of(group, sinks=with_sinks)
+    device.check_attention(params)
+    sinks = sinks_of(params)
+    attend = compiled_attend(device, params, sinks)
     (cache,) = KvCache(device, [group], BLOCK, [5]).by_layer().values()
     device.memory.resolve(cache).fill_(torch.nan)
     plain = torch.zeros((5, 2, BLOCK, KV_HEADS, SIZE))
@@ -190,7 +190,7 @@ def test_graphs_over_paged_blocks_give_what_other_devices_give(
         key, value = torch.randn((2, tokens, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
         plan = gathered.GatheredPlan.of(step)
-        gathered.attend(AttentionCall(shape, query, key, value, plain, expected, sinks), plan)
+        gathered.attend(AttentionCall(params, query, key, value, plain, expected, sinks), plan)
         real = step.num_tokens if tokens > 2 else 1  # the second row of the decode step is padding
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:real], expected[:real], atol=1e-5, rtol=1e-5)
@@ -198,13 +198,13 @@ def test_graphs_over_paged_blocks_give_what_other_devices_give(
 
 
 @pytest.mark.parametrize(("triton", "with_sinks"), [(False, False), (True, False), (False, True)])
-def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool, with_sinks: bool) -> None:
-    """The same for the window that slides in place."""
+def test_graphs_over_windows_in_place_match_the_reference(triton: bool, with_sinks: bool) -> None:
+    """Compiled attention over an in-place window equals the plain implementation."""
     device, group = open_stand_in(triton=triton), group_of(GroupKind.IN_PLACE_WINDOW)
-    shape = shape_of(group, sinks=with_sinks)
-    device.check_attention(shape)
-    sinks = sinks_of(shape)
-    attend = compiled_attend(device, shape, sinks)
+    params = params_of(group, sinks=with_sinks)
+    device.check_attention(params)
+    sinks = sinks_of(params)
+    attend = compiled_attend(device, params, sinks)
     (cache,) = KvCache(device, [group], BLOCK, [3]).by_layer().values()
     device.memory.resolve(cache).fill_(torch.nan)
     plain = torch.zeros(in_place.cache_shape(group, 3))
@@ -222,7 +222,7 @@ def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool,
         key, value = torch.randn((2, rows * query_len, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
         plan = in_place.InPlacePlan.of(group, step)
-        in_place.attend(AttentionCall(shape, query, key, value, plain, expected, sinks), plan)
+        in_place.attend(AttentionCall(params, query, key, value, plain, expected, sinks), plan)
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:count], expected[:count], atol=1e-5, rtol=1e-5)
     assert len(device.backend.graphs) == 2
@@ -237,28 +237,28 @@ def test_graphs_over_windows_in_place_give_what_other_devices_give(triton: bool,
         ({"causal": False}, "non-causal"),
     ],
 )
-def test_layers_that_no_kernel_serves_are_refused(changed: dict[str, Any], message: str) -> None:
-    """In one line, when the model is built."""
+def test_layers_without_a_kernel_are_refused(changed: dict[str, Any], message: str) -> None:
+    """A layer that no kernel serves is refused when the model is built."""
     with pytest.raises(ConfigurationRefused, match=message):
-        open_stand_in().check_attention(shape_of(group_of(GroupKind.FULL), **changed))
+        open_stand_in().check_attention(params_of(group_of(GroupKind.FULL), **changed))
 
 
-def test_sinks_need_the_compiler_s_kernels() -> None:
-    """Triton's have no such argument."""
-    shape = shape_of(group_of(GroupKind.FULL), sinks=True)
-    open_stand_in().check_attention(shape)
+def test_sinks_need_the_compilers_kernels() -> None:
+    """The Triton kernels take no sinks, so layers with sinks are refused."""
+    params = params_of(group_of(GroupKind.FULL), sinks=True)
+    open_stand_in().check_attention(params)
     with pytest.raises(ConfigurationRefused, match="sinks with RBLN_USE_CUSTOM_KERNEL=1"):
-        open_stand_in(triton=True).check_attention(shape)
+        open_stand_in(triton=True).check_attention(params)
 
 
-def test_paged_windows_need_the_compiler_s_kernels() -> None:
-    """Triton has none for them."""
+def test_paged_windows_need_the_compilers_kernels() -> None:
+    """The Triton kernels do not serve windows in paged blocks, so these are refused."""
     with pytest.raises(ConfigurationRefused, match="--window-kv in-place"):
         open_stand_in(triton=True).cache_shape(group_of(GroupKind.PAGED_WINDOW), 3, BLOCK)
 
 
 def refused(function: Callable[..., Any], *arguments: Any, dynamic: bool | None = False) -> str:
-    """What the backend says."""
+    """Returns the backend's refusal."""
     backend: Any = CheckBackend(MetaMemory())
     compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
@@ -268,12 +268,12 @@ def refused(function: Callable[..., Any], *arguments: Any, dynamic: bool | None 
 
 
 def test_dynamic_shapes_are_refused() -> None:
-    """A size that is an input of the graph."""
+    """A graph whose input has a dynamic size is refused."""
     assert "dynamic" in refused(lambda x: x + 1, torch.zeros(5), dynamic=True)
 
 
 def test_operators_that_are_not_lowered_are_refused_by_name() -> None:
-    """With the line of the model that they come from."""
+    """The refusal names the operator and the line of the model."""
     message = refused(lambda x: torch.linalg.det(x) + 1, torch.eye(3))
     assert "operator aten::" in message
     assert "det" in message
@@ -281,13 +281,13 @@ def test_operators_that_are_not_lowered_are_refused_by_name() -> None:
 
 
 def test_sizes_that_depend_on_values_are_refused() -> None:
-    """Also where torch itself would capture them."""
+    """An operator with a data-dependent result is refused, even if torch would capture it."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         assert "aten::nonzero" in refused(lambda x: torch.nonzero(x) + 1, torch.eye(3))
 
 
-def test_a_graph_that_cannot_be_captured_whole_is_one_line() -> None:
-    """No graph breaks: half a graph is none."""
+def test_a_graph_break_is_refused() -> None:
+    """A function that cannot be captured as one graph is refused in one line."""
 
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -297,8 +297,8 @@ def test_a_graph_that_cannot_be_captured_whole_is_one_line() -> None:
         open_stand_in().compile(breaks)(torch.zeros(3))
 
 
-def test_what_is_accepted_runs_as_it_is() -> None:
-    """Mutations stay in order, and the result is that of the function."""
+def test_an_accepted_graph_computes_the_functions_result() -> None:
+    """The graph keeps mutations in order and gives the function's own result."""
     device = open_stand_in()
 
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -317,12 +317,12 @@ def test_what_is_accepted_runs_as_it_is() -> None:
 
 
 def test_an_npu_has_no_eager_mode() -> None:
-    """Its operators run in graphs alone; the line says where they run one by one."""
+    """Eager attention on an NPU is refused, and the refusal names the backend that has it."""
     group = group_of(GroupKind.FULL)
     npu = RblnDevice(DeviceOptions("rbln"))
     states = torch.zeros(1, HEADS, SIZE)
     with pytest.raises(ConfigurationRefused, match="--backend eager needs --rbln-backend rbln-check"):
-        npu.attend(AttentionCall(shape_of(group), states, states, states, torch.zeros(1), states), None)  # type: ignore[arg-type]
+        npu.attend(AttentionCall(params_of(group), states, states, states, torch.zeros(1), states), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -333,30 +333,30 @@ def test_an_npu_has_no_eager_mode() -> None:
         (DeviceOptions(compile_only=True, compile_strict=True), ["strict", "compile_only"]),
     ],
 )
-def test_the_vendors_compiler_is_told_where_and_how(
+def test_the_vendors_compiler_gets_its_options_and_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: DeviceOptions, mode: list[str]
 ) -> None:
-    """Once the first graph is made, as only then the folder is known."""
-    asked: list[dict[str, Any]] = []
+    """The compiler is called when the first graph runs, because its folder is known only then."""
+    compilations: list[dict[str, Any]] = []
 
-    def compile_(function: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
-        asked.append(how)
+    def compile_(function: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+        compilations.append(options)
         return function
 
     monkeypatch.setattr(torch, "compile", compile_)
     device = RblnDevice(options)
     run = device.compile(lambda x: x + 1)
-    assert not asked
+    assert not compilations
     device.use_code_folder(tmp_path)
     assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
     run(torch.ones(2))
-    (how,) = asked
-    assert (how["backend"], how["dynamic"], how["fullgraph"]) == ("rbln", False, True)
-    assert (how["options"]["mode"], how["options"]["cache_dir"]) == (mode, str(tmp_path))
+    (used,) = compilations
+    assert (used["backend"], used["dynamic"], used["fullgraph"]) == ("rbln", False, True)
+    assert (used["options"]["mode"], used["options"]["cache_dir"]) == (mode, str(tmp_path))
 
 
 def test_compiling_without_an_npu_needs_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no device to ask."""
+    """Without an NPU, the target comes from RBLN_TARGET_SOC; without that, compiling is refused."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.delenv("RBLN_TARGET_SOC", raising=False)
     device = RblnDevice(DeviceOptions(compile_only=True))

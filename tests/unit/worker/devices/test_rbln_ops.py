@@ -1,4 +1,4 @@
-"""The references of the NPU's attention operators, against attention computed token by token from lists of all keys and values."""
+"""References of the NPU's attention operators, compared with attention computed token by token."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ def _registered() -> None:
 
 @dataclass
 class History:
-    """One sequence: its blocks, and every key and value that it ever had, [kv_heads, size] each."""
+    """One sequence: its blocks, and all of its keys and values, [kv_heads, size] each."""
 
     blocks: Sequence[int]
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
 
-class Rig:
-    """A poisoned cache and the steps that run on it, each compared with the naive result."""
+class Checker:
+    """Runs steps on a cache of NaN and compares each with the naive result."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Rig:
         return torch.randn(shape, generator=self.generator)
 
     def content(self, block: int) -> torch.Tensor:
-        """[2, kv_heads, 1, block, size]."""
+        """The block's content, [2, kv_heads, 1, block, size]."""
         return self.cache[:, block] if self.namespace == TRITON else self.cache[block]
 
     def preload(self, sequence: History, length: int) -> None:
-        """Writes a random past into the cache."""
+        """Writes random keys and values of ``length`` tokens to the cache."""
         for position in range(length):
             key, value = self.random(2, self.kv_heads, SIZE)
             sequence.keys.append(key)
@@ -68,7 +68,7 @@ class Rig:
             place[0, :, 0], place[1, :, 0] = key, value
 
     def states(self, rows: int, query_len: int) -> dict[str, Any]:
-        """Random queries, keys and values, and what every operator is given."""
+        """Random queries, keys and values, and the arguments that every operator takes."""
         scale = torch.tensor(SCALE)
         return {
             "q": self.random(rows, self.kv_heads, self.groups, query_len, SIZE),
@@ -86,7 +86,7 @@ class Rig:
         sequence.values.append(given["v"][row, :, 0, token])
 
     def naive(self, query: torch.Tensor, sequence: History, seen: Sequence[int]) -> torch.Tensor:
-        """Of one token's query [kv_heads, groups, size], over the positions that it sees."""
+        """Attends one token's query [kv_heads, groups, size] over the positions that it sees."""
         result = torch.zeros_like(query)
         if not seen:
             return result
@@ -105,40 +105,42 @@ class Rig:
 
 
 def paged_step(
-    rig: Rig, operator: str, sequences: Sequence[History], counts: Sequence[int], query_len: int,
+    checker: Checker, operator: str, sequences: Sequence[History], counts: Sequence[int], query_len: int,
     *, partitions: int, padded_rows: int = 0, window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """One step of an operator over paged blocks. Masks are random."""
+    """Runs and checks one step of an operator over paged blocks. Masks are random."""
     rows = len(sequences) + padded_rows
-    given = rig.states(rows, query_len)
+    given = checker.states(rows, query_len)
     starts = [len(sequence.keys) for sequence in sequences] + [0] * padded_rows
     tables = [[*sequence.blocks, *[0] * partitions][:partitions] for sequence in sequences]
     tables += [[0] * partitions] * padded_rows
     prefill = query_len > 1
-    given["seq_idx"] = rig.integers(starts)[:, None]
-    given["block_tables"] = rig.integers(tables[0] if prefill else tables)
+    given["seq_idx"] = checker.integers(starts)[:, None]
+    given["block_tables"] = checker.integers(tables[0] if prefill else tables)
     if window:
         given |= {"window_size": window, "is_causal": True}
-    length = partitions * rig.block - 1
-    mask = (torch.rand((rows, 1, 1, query_len, length), generator=rig.generator) < 0.6).float()
+    length = partitions * checker.block - 1
+    mask = (torch.rand((rows, 1, 1, query_len, length), generator=checker.generator) < 0.6).float()
     for row, token in itertools.product(range(rows), range(query_len)):
         mask[row, 0, 0, token, starts[row] + token + 1 :] = 0
     mask[0, 0, 0, 0] = 0  # sees nothing
     given["mask"] = mask
     masked = operator.startswith(("flash_attention", "attention"))
     name = operator if window else f"{operator}_{'prefill' if prefill else 'decode'}"
-    output = registry.emit(rig.namespace, name, given)
+    output = registry.emit(checker.namespace, name, given)
     assert output.shape == given["q"].shape
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         for token in range(count):
-            rig.append(sequence, given, row, token)
+            checker.append(sequence, given, row, token)
             position = len(sequence.keys) - 1
             seen = range(max(0, position - window + 1) if window else 0, position + 1)
             if masked:
                 seen = [at for at in seen if at < length and mask[row, 0, 0, token, at]]  # type: ignore[assignment]
-            rig.check(output, given, row, token, sequence, seen)
+            checker.check(output, given, row, token, sequence, seen)
         for position, (key, value) in enumerate(zip(sequence.keys, sequence.values, strict=True)):
-            place = rig.content(sequence.blocks[position // rig.block])[..., position % rig.block, :]
+            place = checker.content(sequence.blocks[position // checker.block])[
+                ..., position % checker.block, :
+            ]
             assert torch.equal(place[0, :, 0], key)
             assert torch.equal(place[1, :, 0], value)
     return output
@@ -147,95 +149,95 @@ def paged_step(
 @pytest.mark.parametrize(("namespace", "sinks"), [(TRITON, 0), (CUSTOM, 0), (CUSTOM, 1), (CUSTOM, 2)])
 @pytest.mark.parametrize("operator", PAGED)
 def test_a_prompt_in_chunks_then_decode(operator: str, namespace: Namespace, sinks: int) -> None:
-    """Chunks smaller and larger than a block, the last of them padded, then rows of random lengths beside padded ones."""
+    """Chunks smaller and larger than a block, then decode steps with padded rows, match the naive result."""
     flash = operator.startswith("flash")
     block, partitions = (8, 4) if flash else (32, 1)
     for chunk in (3, 8, 16):
-        rig = Rig(namespace, block, sinks=sinks, seed=chunk)
-        order = torch.randperm(11, generator=rig.generator) + 1
+        checker = Checker(namespace, block, sinks=sinks, seed=chunk)
+        order = torch.randperm(11, generator=checker.generator) + 1
         sequences = []
         for number, prompt in enumerate((1, 9, 21)):
             blocks = order[number * 3 : number * 3 + 3].tolist()
             sequences.append(History(blocks))
             for start in range(0, prompt, chunk):
                 count = min(chunk, prompt - start)
-                paged_step(rig, operator, sequences[-1:], [count], chunk, partitions=partitions)
+                paged_step(checker, operator, sequences[-1:], [count], chunk, partitions=partitions)
         for first in range(3):
             rotated = sequences[first:] + sequences[:first]
-            paged_step(rig, operator, rotated, [1] * 3, 1, partitions=partitions, padded_rows=2)
+            paged_step(checker, operator, rotated, [1] * 3, 1, partitions=partitions, padded_rows=2)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (1, 4), (3, 1), (4, 2)])
 def test_heads_of_any_grouping(namespace: Namespace, kv_heads: int, groups: int) -> None:
-    """One head, many heads that share keys, and heads that share none."""
-    rig = Rig(namespace, 8, kv_heads=kv_heads, groups=groups)
+    """Any number of query heads may share a key head."""
+    checker = Checker(namespace, 8, kv_heads=kv_heads, groups=groups)
     sequence = History([3, 7])
-    paged_step(rig, PAGED[0], [sequence], [5], 6, partitions=2)
+    paged_step(checker, PAGED[0], [sequence], [5], 6, partitions=2)
     for _ in range(5):
-        paged_step(rig, PAGED[0], [sequence], [1], 1, partitions=2)
+        paged_step(checker, PAGED[0], [sequence], [1], 1, partitions=2)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("length", [1, 1020, 1023, 1024, 2040])
 def test_large_blocks(namespace: Namespace, length: int) -> None:
-    """Steps around the edges of blocks of 1,024 tokens; a chunk may begin in one block and end in the next."""
-    rig = Rig(namespace, 1024, kv_heads=1, groups=2, blocks=5)
+    """Steps around the edges of blocks of 1,024 tokens are correct, also for a chunk in two blocks."""
+    checker = Checker(namespace, 1024, kv_heads=1, groups=2, blocks=5)
     sequence = History([4, 2])
-    rig.preload(sequence, length)
-    paged_step(rig, PAGED[0], [sequence], [min(5, 2048 - length)], 8, partitions=2)
+    checker.preload(sequence, length)
+    paged_step(checker, PAGED[0], [sequence], [min(5, 2048 - length)], 8, partitions=2)
     if len(sequence.keys) < 2048:
-        paged_step(rig, PAGED[0], [sequence], [1], 1, partitions=2, padded_rows=1)
+        paged_step(checker, PAGED[0], [sequence], [1], 1, partitions=2, padded_rows=1)
 
 
 @pytest.mark.parametrize("window", [1, 5, 8, 13])
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_windows_in_paged_blocks(window: int, sinks: int) -> None:
-    """Append-only blocks, windows below, at and above the block size; those entirely behind the window may be anything by now."""
-    rig = Rig(CUSTOM, 8, sinks=sinks, seed=window)
+    """A window may be smaller or larger than a block, and blocks behind it are never read."""
+    checker = Checker(CUSTOM, 8, sinks=sinks, seed=window)
     sequence = History([3, 9, 1, 4])
     for _ in range(3):
-        paged_step(rig, "sliding_window_attention_v1", [sequence], [6], 6, partitions=4, window=window)
-    paged_step(rig, "sliding_window_attention_v1", [sequence], [2], 6, partitions=4, window=window)
+        paged_step(checker, "sliding_window_attention_v1", [sequence], [6], 6, partitions=4, window=window)
+    paged_step(checker, "sliding_window_attention_v1", [sequence], [2], 6, partitions=4, window=window)
     behind = (len(sequence.keys) - window + 1) // 8
-    states = [rig.content(block).clone() for block in sequence.blocks[:behind]]
+    states = [checker.content(block).clone() for block in sequence.blocks[:behind]]
     for block in sequence.blocks[:behind]:
-        rig.content(block).fill_(torch.nan)
-    given = rig.states(1, 1) | {"window_size": window, "is_causal": True}
-    given |= {"seq_idx": rig.integers([[20]]), "block_tables": rig.integers([sequence.blocks])}
+        checker.content(block).fill_(torch.nan)
+    given = checker.states(1, 1) | {"window_size": window, "is_causal": True}
+    given |= {"seq_idx": checker.integers([[20]]), "block_tables": checker.integers([sequence.blocks])}
     output = registry.emit(CUSTOM, "sliding_window_attention_v1", given)
-    rig.append(sequence, given, 0, 0)
-    rig.check(output, given, 0, 0, sequence, range(max(0, 21 - window), 21))
+    checker.append(sequence, given, 0, 0)
+    checker.check(output, given, 0, 0, sequence, range(max(0, 21 - window), 21))
     for block, state in zip(sequence.blocks[:behind], states, strict=True):
-        rig.content(block).copy_(state)
+        checker.content(block).copy_(state)
 
 
 def sliding_step(
-    rig: Rig, sequences: Sequence[History], counts: Sequence[int], query_len: int,
+    checker: Checker, sequences: Sequence[History], counts: Sequence[int], query_len: int,
     *, padded_rows: int = 0, masked: bool = False,
 ) -> None:  # fmt: skip
-    """One step of the operator whose window slides in place."""
-    window, rows = rig.block, len(sequences) + padded_rows
-    given = rig.states(rows, query_len)
+    """Runs and checks one step of the operator whose window slides in place."""
+    window, rows = checker.block, len(sequences) + padded_rows
+    given = checker.states(rows, query_len)
     before = [min(len(sequence.keys), window) for sequence in sequences] + [0] * padded_rows
     after = [start + count for start, count in zip(before, [*counts, *[0] * padded_rows], strict=True)]
     tables = [[sequence.blocks[0]] for sequence in sequences] + [[0]] * padded_rows
     prefill = query_len > 1
-    given["cache_seq_len"] = rig.integers(before)[:, None]
-    given["cache_offset"] = rig.integers(after)[:, None]
-    given["block_tables"] = rig.integers(tables[0] if prefill else tables)
+    given["cache_seq_len"] = checker.integers(before)[:, None]
+    given["cache_offset"] = checker.integers(after)[:, None]
+    given["block_tables"] = checker.integers(tables[0] if prefill else tables)
     if masked:
         places = torch.arange(window)
         given["attn_mask"] = (places <= given["cache_seq_len"]).float()[:, None, None, :]
     name = f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"
-    output = registry.emit(rig.namespace, name, given)
+    output = registry.emit(checker.namespace, name, given)
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         for token in range(count):
-            rig.append(sequence, given, row, token)
+            checker.append(sequence, given, row, token)
             length = len(sequence.keys)
-            rig.check(output, given, row, token, sequence, range(max(0, length - window), length))
+            checker.check(output, given, row, token, sequence, range(max(0, length - window), length))
         held = min(len(sequence.keys), window)
-        content = rig.content(sequence.blocks[0])[:, :, 0]
+        content = checker.content(sequence.blocks[0])[:, :, 0]
         assert torch.equal(content[0, :, :held], torch.stack(sequence.keys[-held:], dim=1))
         assert torch.equal(content[1, :, :held], torch.stack(sequence.values[-held:], dim=1))
         assert not content[:, :, held:].any()
@@ -244,25 +246,28 @@ def sliding_step(
 @pytest.mark.parametrize(("namespace", "sinks"), [(TRITON, 0), (CUSTOM, 0), (CUSTOM, 1)])
 @pytest.mark.parametrize("chunk", [2, 5, 8, 13, 32])
 def test_windows_that_slide_in_place(namespace: Namespace, chunk: int, sinks: int) -> None:
-    """Chunks below, at and above the window, the last padded, then decode past the window beside padded rows."""
-    rig = Rig(namespace, 8, sinks=sinks, seed=chunk)
+    """Chunks of any size relative to the window, then decode steps with padded rows, match the naive result."""
+    checker = Checker(namespace, 8, sinks=sinks, seed=chunk)
     sequences = []
     for block, prompt in ((4, 1), (1, 7), (5, 8), (2, 21)):
         sequences.append(History([block]))
         for start in range(0, prompt, chunk):
-            sliding_step(rig, sequences[-1:], [min(chunk, prompt - start)], chunk)
+            sliding_step(checker, sequences[-1:], [min(chunk, prompt - start)], chunk)
     for step in range(10):
         rotated = sequences[step % 4 :] + sequences[: step % 4]
         sliding_step(
-            rig, rotated, [1] * 4, 1, padded_rows=step % 3, masked=not step % 2 and namespace == CUSTOM
+            checker, rotated, [1] * 4, 1, padded_rows=step % 3, masked=not step % 2 and namespace == CUSTOM
         )
 
 
-def test_results_are_of_the_query_s_type() -> None:
-    """In bfloat16 the result is that of float32, rounded once."""
-    rig = Rig(CUSTOM, 8)
-    rig.cache.zero_()
-    given = rig.states(1, 4) | {"seq_idx": rig.integers([[0]]), "block_tables": rig.integers([1, 2])}
+def test_results_have_the_querys_type() -> None:
+    """The result in bfloat16 is the float32 result, rounded once."""
+    checker = Checker(CUSTOM, 8)
+    checker.cache.zero_()
+    given = checker.states(1, 4) | {
+        "seq_idx": checker.integers([[0]]),
+        "block_tables": checker.integers([1, 2]),
+    }
     half = {
         role: value.bfloat16() if role in ("q", "k", "v", "kv_cache") else value
         for role, value in given.items()
@@ -293,11 +298,11 @@ WRONG: list[tuple[str, str, Any, str]] = [
 def test_wrong_shapes_are_refused(
     namespace: Namespace, operator: str, role: str, value: Any, message: str
 ) -> None:
-    """Also without values, when a graph is traced."""
-    rig = Rig(namespace, 8)
-    given = rig.states(1, 4) | {
-        "seq_idx": rig.integers([[0]]),
-        "block_tables": rig.integers([1]),
+    """Wrong shapes are refused, also when a graph is traced without values."""
+    checker = Checker(namespace, 8)
+    given = checker.states(1, 4) | {
+        "seq_idx": checker.integers([[0]]),
+        "block_tables": checker.integers([1]),
         "mask": torch.ones((1, 1, 1, 4, 8)),
         role: value,
     }
@@ -311,9 +316,9 @@ def test_wrong_shapes_are_refused(
 
 
 def test_cache_layouts_are_not_mixed_up() -> None:
-    """The cache of one namespace is not that of the other, nor are its integers."""
-    rig = Rig(CUSTOM, 8)
-    given = rig.states(1, 4) | {"seq_idx": rig.integers([[0]]), "block_tables": rig.integers([1])}
+    """Each namespace refuses the cache layout and the integer type of the other."""
+    checker = Checker(CUSTOM, 8)
+    given = checker.states(1, 4) | {"seq_idx": checker.integers([[0]]), "block_tables": checker.integers([1])}
     with pytest.raises(ValueError, match="kv_cache must be"):
         registry.emit(TRITON, "flash_causal_attention_naive_prefill", given)
     given["kv_cache"] = given["kv_cache"].transpose(0, 1)
@@ -328,27 +333,27 @@ def test_cache_layouts_are_not_mixed_up() -> None:
         ("sliding_window_attention_v1", "is_causal", False, "causality"),
     ],
 )
-def test_what_has_no_reference_is_refused(operator: str, role: str, value: Any, message: str) -> None:
-    """Rather than computed wrongly."""
-    rig = Rig(CUSTOM, 8)
-    given = rig.states(1, 4) | {"seq_idx": rig.integers([[0]]), "block_tables": rig.integers([1])}
+def test_options_without_a_reference_are_refused(operator: str, role: str, value: Any, message: str) -> None:
+    """An option that the reference does not implement is refused instead of ignored."""
+    checker = Checker(CUSTOM, 8)
+    given = checker.states(1, 4) | {"seq_idx": checker.integers([[0]]), "block_tables": checker.integers([1])}
     given |= {"window_size": 4, "is_causal": True, role: value}
     with pytest.raises(ValueError, match=message):
         registry.emit(CUSTOM, operator, given)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_every_operator_is_a_sound_torch_operator(namespace: Namespace) -> None:
-    """Schemas say what is mutated, and fakes give the shapes of the real results."""
+def test_every_operator_is_a_valid_torch_operator(namespace: Namespace) -> None:
+    """Schemas declare every mutation, and fakes return the shapes of the real results."""
     for operator in SIGNATURES[namespace]:
-        rig = Rig(namespace, 8)
-        rig.cache.zero_()
+        checker = Checker(namespace, 8)
+        checker.cache.zero_()
         query_len = 1 if operator.endswith("decode") else 4
         tables: Any = [[1]] if query_len == 1 else [1]
-        given = rig.states(1, query_len) | {
-            "seq_idx": rig.integers([[2]]), "block_tables": rig.integers(tables),
+        given = checker.states(1, query_len) | {
+            "seq_idx": checker.integers([[2]]), "block_tables": checker.integers(tables),
             "mask": torch.ones((1, 1, 1, query_len, 8)), "window_size": 4, "is_causal": True,
-            "cache_seq_len": rig.integers([[2]]), "cache_offset": rig.integers([[2 + query_len]]),
+            "cache_seq_len": checker.integers([[2]]), "cache_offset": checker.integers([[2 + query_len]]),
         }  # fmt: skip
         arguments = tuple(given.get(argument.role) for argument in SIGNATURES[namespace][operator])
         packet = getattr(getattr(torch.ops, namespace), operator)

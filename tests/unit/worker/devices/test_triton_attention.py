@@ -1,4 +1,4 @@
-"""The Triton kernels against the gathered attention, on a GPU or in Triton's interpreter."""
+"""The Triton kernels, compared with the gathered attention, on a GPU or in Triton's interpreter."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
-    def shape(self) -> AttentionParams:
+    def params(self) -> AttentionParams:
         return AttentionParams(
             self.heads, self.kv_heads, self.size, 0.3, self.window, self.softcap, writes=True
         )
@@ -64,8 +64,8 @@ if DEVICE.type == "cuda":  # the interpreter multiplies bfloat16 as if it were i
 WIDTH_TOKENS = 384
 
 
-class Rig:
-    """A layer's cache of NaN, but for what steps write to it, and the same for the reference."""
+class Checker:
+    """Runs steps on a layer's cache, which starts as NaN, and on a copy for the reference."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -79,7 +79,7 @@ class Rig:
         shape = self.device.cache_shape(self.group, blocks, case.block)
         self.cache = torch.full(shape, torch.nan, dtype=case.dtype, device=DEVICE)
         self.reference = self.cache.transpose(2, 3).contiguous()
-        # Blocks of a row lie anywhere.
+        # A row's blocks are scattered.
         generator = torch.Generator().manual_seed(1)
         order = 1 + torch.randperm(blocks - 1, generator=generator)
         self.tables = order.view(5, self.width).int()
@@ -90,7 +90,7 @@ class Rig:
         return torch.randn(size, generator=self.generator).to(DEVICE, self.case.dtype)
 
     def fill(self, row: int, length: int) -> None:
-        """Keys and values of a sequence's first tokens."""
+        """Writes random keys and values of a sequence's first tokens to both caches."""
         keys, values = self.random(2, length, self.case.kv_heads, self.case.size)
         at = torch.arange(length)
         blocks, offsets = self.tables[row, at // self.case.block].long(), at % self.case.block
@@ -99,7 +99,7 @@ class Rig:
             cache[blocks, 1, offsets] = values
 
     def step(self, rows: list[int], starts: list[int], counts: list[int], query_len: int) -> PagedInput:
-        """Rows of real tokens; row -1 is padding, and what its table's entries behind a window name are null blocks."""
+        """A step of these rows; row -1 is padding. Table entries behind a window are null blocks."""
         block = self.case.block
         tables = torch.zeros((len(rows), self.width), dtype=torch.int32)
         slots = torch.zeros((len(rows), query_len), dtype=torch.int64)
@@ -111,7 +111,7 @@ class Rig:
             slots[place, :count] = tables[place, at // block].long() * block + at % block
             if self.case.window:
                 tables[place, : max(0, start - self.case.window + 1) // block] = 0
-            # What lies beyond the end belongs to nobody.
+            # No block is allocated beyond the end.
             tables[place, -(-(start + count) // block) :] = 0
         ends = torch.tensor([0, *counts]).cumsum(0).int()
         lengths = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)]).int()
@@ -121,17 +121,19 @@ class Rig:
         )  # fmt: skip
 
     def check(self, step: PagedInput, real: torch.Tensor) -> None:
-        """Runs a step of random tokens, padding of NaN, on both; all but ``real`` tokens must give zeros."""
+        """Runs a step on both and compares them. All tokens but ``real`` ones must give zeros."""
         case, tokens = self.case, len(real)
-        # As in a layer: all three are parts of one matrix.
+        # As in a layer, all three are slices of one matrix.
         states = self.random(tokens, case.heads + 2 * case.kv_heads, case.size)
         query, key, value = torch.split(states, [case.heads, case.kv_heads, case.kv_heads], dim=1)
         query[~real] = torch.nan
         output = torch.full((tokens, case.heads, case.size), torch.nan, dtype=case.dtype, device=DEVICE)
         expected = torch.empty_like(output)
         plan = self.device.plan(self.group, case.block, step)
-        self.device.attend(AttentionCall(case.shape, query, key, value, self.cache, output, self.sinks), plan)
-        gathered.attend(AttentionCall(case.shape, query.nan_to_num(), key, value, self.reference, expected, self.sinks), gathered.GatheredPlan.of(step))  # fmt: skip
+        self.device.attend(
+            AttentionCall(case.params, query, key, value, self.cache, output, self.sinks), plan
+        )
+        gathered.attend(AttentionCall(case.params, query.nan_to_num(), key, value, self.reference, expected, self.sinks), gathered.GatheredPlan.of(step))  # fmt: skip
         tolerance = TOLERANCE[case.dtype]
         torch.testing.assert_close(output[real], expected[real], atol=tolerance, rtol=tolerance)
         assert not output[~real].any()
@@ -144,80 +146,81 @@ class Rig:
 
 
 @pytest.fixture(params=CASES)
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return Rig(CASES[request.param])
+def checker(request: pytest.FixtureRequest) -> Checker:
+    return Checker(CASES[request.param])
 
 
-def test_decode(rig: Rig) -> None:
-    """Rows of ragged lengths, in no order, around edges of blocks and windows, with padded rows between and behind them."""
+def test_decode(checker: Checker) -> None:
+    """Rows of different lengths, in any order and mixed with padded rows, match the reference."""
     lengths = [0, 130, 63, 300]
     for row, length in enumerate(lengths):
-        rig.fill(row, length)
+        checker.fill(row, length)
     rows, starts = [3, 0, -1, 1, 2, -1], [300, 0, 0, 130, 63, 0]
     real = torch.tensor([row >= 0 for row in rows], device=DEVICE)
-    rig.check(rig.step(rows, starts, [1] * 6, 1), real)
-    # One row is split as far as it goes.
-    rig.check(rig.step([1], [131], [1], 1), real[:1])
+    checker.check(checker.step(rows, starts, [1] * 6, 1), real)
+    # A single row is split as much as possible.
+    checker.check(checker.step([1], [131], [1], 1), real[:1])
 
 
 @pytest.mark.parametrize(("start", "count"), [(50, 48), (250, 29)])
-def test_chunks(rig: Rig, start: int, count: int) -> None:
-    """A prompt's chunks: a full one, and one that is padded behind much context."""
-    rig.fill(0, start)
+def test_chunks(checker: Checker, start: int, count: int) -> None:
+    """A full chunk and a padded chunk after a long context match the reference."""
+    checker.fill(0, start)
     real = torch.arange(48, device=DEVICE) < count
-    rig.check(rig.step([0], [start], [count], 48), real)
+    checker.check(checker.step([0], [start], [count], 48), real)
 
 
 @pytest.mark.parametrize("case", ["plain", "all of it"])
 @pytest.mark.parametrize("count", [48, 17, 1])
 def test_first_chunks(case: str, count: int) -> None:
-    """Without any context, full, padded, and of one token."""
+    """A first chunk matches the reference, whether full, padded or of one token."""
     real = torch.arange(48, device=DEVICE) < count
-    rig = Rig(CASES[case])
-    rig.check(rig.step([0], [0], [count], 48), real)
+    checker = Checker(CASES[case])
+    checker.check(checker.step([0], [0], [count], 48), real)
 
 
 def test_a_chunk_of_padding_alone_gives_zeros() -> None:
-    """As a warm-up runs it: one token in the null block."""
-    rig = Rig(CASES["sinks"])
-    rig.check(rig.step([-1], [0], [1], 16), torch.zeros(16, dtype=torch.bool, device=DEVICE))
+    """A warm-up's chunk, one token in the null block, gives zeros."""
+    checker = Checker(CASES["sinks"])
+    checker.check(checker.step([-1], [0], [1], 16), torch.zeros(16, dtype=torch.bool, device=DEVICE))
 
 
 def test_a_layer_that_reads_another_cache_writes_nothing() -> None:
-    """It has no keys and values of its own."""
-    rig = Rig(CASES["plain"])
-    rig.fill(0, 20)
-    before = rig.cache.clone()
-    query, output = rig.random(1, 4, 64), torch.empty((1, 4, 64), device=DEVICE)
-    plan = rig.device.plan(rig.group, 16, rig.step([0], [19], [1], 1))
-    rig.device.attend(
-        AttentionCall(replace(rig.case.shape, writes=False), query, None, None, rig.cache, output), plan
+    """A layer that reads another layer's cache leaves it unchanged."""
+    checker = Checker(CASES["plain"])
+    checker.fill(0, 20)
+    before = checker.cache.clone()
+    query, output = checker.random(1, 4, 64), torch.empty((1, 4, 64), device=DEVICE)
+    plan = checker.device.plan(checker.group, 16, checker.step([0], [19], [1], 1))
+    checker.device.attend(
+        AttentionCall(replace(checker.case.params, writes=False), query, None, None, checker.cache, output),
+        plan,
     )
-    assert torch.equal(rig.cache.nan_to_num(), before.nan_to_num())
+    assert torch.equal(checker.cache.nan_to_num(), before.nan_to_num())
     assert output.isfinite().all()
     assert output.any()
 
 
 @pytest.mark.parametrize("processors", [1, 8, 132])
 def test_splits_change_nothing(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One split, some, and more than there are tiles of keys; then also for a chunk."""
+    """Results match the reference with one split, some, or more splits than tiles of keys."""
     monkeypatch.setattr(triton_attention, "processors", lambda _: processors)
-    rig = Rig(replace(CASES["all of it"], block=16, size=64))
+    checker = Checker(replace(CASES["all of it"], block=16, size=64))
     for row, length in enumerate((5, 290)):
-        rig.fill(row, length)
+        checker.fill(row, length)
     real = torch.ones(2, dtype=torch.bool, device=DEVICE)
-    rig.check(rig.step([0, 1], [5, 290], [1, 1], 1), real)
-    rig.check(rig.step([1], [291], [20], 24), torch.arange(24, device=DEVICE) < 20)
+    checker.check(checker.step([0, 1], [5, 290], [1, 1], 1), real)
+    checker.check(checker.step([1], [291], [20], 24), torch.arange(24, device=DEVICE) < 20)
 
 
 def launch(rows: int, query_len: int = 1, processors: int = 132) -> triton_attention._Launch:
-    """Of a model like Llama 3.2 1B that reads up to 8,192 tokens."""
+    """The launch for a model like Llama 3.2 1B with up to 8,192 tokens."""
     shape = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
     return triton_attention._launch(shape, rows, query_len, 128, 64, 2, processors)
 
 
 def programs(rows: int, context: int) -> int:
-    """Programs of a decode step that have anything to do."""
+    """The number of programs of a decode step that have work."""
     made = launch(rows)
     tiles = -(-context // made.keys)
     share = -(-tiles // made.splits)
@@ -225,7 +228,7 @@ def programs(rows: int, context: int) -> int:
 
 
 def test_launches_fit_a_gpu() -> None:
-    """One short row keeps all processors busy, many rows are not split, and chunks have tiles for all processors."""
+    """One row keeps all processors busy, many rows are not split, and chunks have enough tiles."""
     assert programs(1, 2000) >= 132
     assert programs(8, 2000) >= 2 * 132
     assert launch(128).splits == launch(64).splits == 1
@@ -234,10 +237,10 @@ def test_launches_fit_a_gpu() -> None:
 
 
 def test_launches_do_not_follow_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the lengths, a launch has the same grid and the same numbers, and the plan holds tensors alone."""
-    rig = Rig(CASES["window"])
+    """Launches have the same grid and arguments for all lengths, and a plan holds only tensors."""
+    checker = Checker(CASES["window"])
     for row in range(2):
-        rig.fill(row, 200)
+        checker.fill(row, 200)
     launches: list[object] = []
 
     class Spy:
@@ -256,17 +259,17 @@ def test_launches_do_not_follow_lengths(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(triton_kernels, name, Spy(getattr(triton_kernels, name)))
     seen = []
     for lengths in ([0, 3], [150, 199]):
-        step = rig.step([0, 1], lengths, [1, 1], 1)
-        plan = rig.device.plan(rig.group, 16, step)
+        step = checker.step([0, 1], lengths, [1, 1], 1)
+        plan = checker.device.plan(checker.group, 16, step)
         assert all(isinstance(value, torch.Tensor) for value in vars(plan).values())
-        rig.check(step, torch.ones(2, dtype=torch.bool, device=DEVICE))
+        checker.check(step, torch.ones(2, dtype=torch.bool, device=DEVICE))
         seen.append(list(launches))
         launches.clear()
     assert seen[0] == seen[1]
 
 
-def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
-    """For a GPU that need not be there: the interpreter lets pass what it refuses, and knows nothing of a GPU's memory."""
+def test_the_kernels_compile(tmp_path: Path) -> None:
+    """The kernels compile for a GPU, which need not be present, and fit its shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -281,18 +284,20 @@ def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs are a GPU's")
 def test_one_graph_serves_all_lengths() -> None:
-    """A captured step is replayed on other lengths, tables and fills of its chunk."""
-    rig = Rig(replace(CASES["all of it"], dtype=torch.bfloat16))
-    rig.fill(0, 200)
-    first, second = rig.step([0], [0], [48], 48), rig.step([0], [150], [11], 48)
-    plan = rig.device.plan(rig.group, rig.case.block, first)
-    states = rig.random(48, rig.case.heads + 2 * rig.case.kv_heads, rig.case.size)
-    query, key, value = torch.split(states, [rig.case.heads, rig.case.kv_heads, rig.case.kv_heads], dim=1)
+    """A captured step gives correct results when replayed on other lengths and tables."""
+    checker = Checker(replace(CASES["all of it"], dtype=torch.bfloat16))
+    checker.fill(0, 200)
+    first, second = checker.step([0], [0], [48], 48), checker.step([0], [150], [11], 48)
+    plan = checker.device.plan(checker.group, checker.case.block, first)
+    states = checker.random(48, checker.case.heads + 2 * checker.case.kv_heads, checker.case.size)
+    query, key, value = torch.split(
+        states, [checker.case.heads, checker.case.kv_heads, checker.case.kv_heads], dim=1
+    )
     output, expected = torch.empty_like(query), torch.empty_like(query)
 
     def run() -> None:
-        rig.device.attend(
-            AttentionCall(rig.case.shape, query, key, value, rig.cache, output, rig.sinks), plan
+        checker.device.attend(
+            AttentionCall(checker.case.params, query, key, value, checker.cache, output, checker.sinks), plan
         )
 
     run()
@@ -300,12 +305,12 @@ def test_one_graph_serves_all_lengths() -> None:
     with torch.cuda.graph(graph):
         run()
     for mine, other in zip(
-        vars(plan).values(), vars(rig.device.plan(rig.group, 0, second)).values(), strict=True
+        vars(plan).values(), vars(checker.device.plan(checker.group, 0, second)).values(), strict=True
     ):
         mine.copy_(other)
     graph.replay()
     gathered.attend(
-        AttentionCall(rig.case.shape, query, key, value, rig.reference, expected, rig.sinks),
+        AttentionCall(checker.case.params, query, key, value, checker.reference, expected, checker.sinks),
         gathered.GatheredPlan.of(second),
     )
     torch.testing.assert_close(output, expected, atol=3e-2, rtol=3e-2)

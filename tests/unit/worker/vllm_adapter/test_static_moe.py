@@ -1,4 +1,4 @@
-"""Expert layers in plain operators of static shape, and which kernels an NPU's get."""
+"""Expert layers in plain operators of static shape, and the choice of an NPU's kernel for them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,8 +33,8 @@ def make_layer() -> dict[str, torch.Tensor]:
     }
 
 
-def one_by_one(layer: dict[str, torch.Tensor], activate: Any) -> torch.Tensor:
-    """Each token through the experts that it asks, and no others."""
+def token_by_token(layer: dict[str, torch.Tensor], activate: Any) -> torch.Tensor:
+    """Runs each token through its own experts only."""
     output = torch.zeros_like(layer["hidden"])
     for token, expert in layer["weights"].nonzero().tolist():
         gate, up = (layer["gate_up"][expert] @ layer["hidden"][token]).chunk(2)
@@ -51,23 +51,23 @@ def one_by_one(layer: dict[str, torch.Tensor], activate: Any) -> torch.Tensor:
         ("gelu_tanh", lambda gate: functional.gelu(gate, approximate="tanh")),
     ],
 )
-def test_experts_are_summed_as_they_are_weighed(activation: ExpertActivation, activate: Any) -> None:
-    """All experts run on all tokens, and only what was asked for counts."""
+def test_experts_are_summed_by_weight(activation: ExpertActivation, activate: Any) -> None:
+    """Running all experts on all tokens equals running each token's own experts."""
     layer = make_layer()
     mixed = open_device("cpu").run_experts(**layer, activation=activation)
-    assert torch.allclose(mixed, one_by_one(layer, activate), atol=1e-5)
+    assert torch.allclose(mixed, token_by_token(layer, activate), atol=1e-5)
 
 
-def test_what_nobody_asked_does_not_leak() -> None:
-    """An expert that overflows hurts those who asked it alone, and a token that is not a number itself alone."""
+def test_unused_experts_do_not_leak() -> None:
+    """An expert that overflows affects only tokens that use it, and a NaN token affects only itself."""
     layer = make_layer()
     expected = open_device("cpu").run_experts(**layer, activation="silu")
-    asked = layer["weights"][:, 1] > 0
-    assert asked.any()
-    assert not asked.all()
+    uses_it = layer["weights"][:, 1] > 0
+    assert uses_it.any()
+    assert not uses_it.all()
     layer["gate_up"][1] = torch.inf
     mixed = open_device("cpu").run_experts(**layer, activation="silu")
-    assert torch.equal(mixed[~asked], expected[~asked])
+    assert torch.equal(mixed[~uses_it], expected[~uses_it])
     layer = make_layer()
     layer["hidden"][2] = torch.nan
     mixed = open_device("cpu").run_experts(**layer, activation="silu")
@@ -77,7 +77,7 @@ def test_what_nobody_asked_does_not_leak() -> None:
 
 @pytest.fixture
 def operator() -> Iterator[list[tuple[Any, ...]]]:
-    """The vendor's operator, for a moment: writes down what it is called with."""
+    """Registers a fake of the vendor's operator that records its arguments."""
     calls: list[tuple[Any, ...]] = []
 
     def run(*arguments: Any) -> torch.Tensor:
@@ -104,10 +104,10 @@ def operator() -> Iterator[list[tuple[Any, ...]]]:
         (DeviceOptions("rbln-check"), False),
     ],
 )
-def test_whose_kernel_an_npu_takes(
+def test_an_npu_uses_the_vendors_kernel_if_enabled(
     operator: list[tuple[Any, ...]], options: DeviceOptions, is_vendors: bool
 ) -> None:
-    """The vendor's unless it is switched off or not there; with gate and other factor apart, and weights [experts, tokens]."""
+    """The vendor's operator runs unless it is switched off or missing, with its own layout of weights."""
     layer = make_layer()
     mixed = RblnDevice(options).run_experts(**layer, activation="silu")
     assert bool(operator) == is_vendors
@@ -119,12 +119,12 @@ def test_whose_kernel_an_npu_takes(
         assert down.shape == (EXPERTS, HIDDEN, INNER)
         assert [activation, *rest] == ["silu", None, None, None, None]
     else:
-        assert torch.allclose(mixed, one_by_one(layer, functional.silu), atol=1e-5)
+        assert torch.allclose(mixed, token_by_token(layer, functional.silu), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["VLLM_RBLN_MOE_USE_OPT_KERNEL", "VLLM_RBLN_MOE_CUSTOM_KERNEL"])
 def test_the_stand_in_refuses_the_vendors_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """In one line, which says what to leave out; the variables are those of the plugin."""
+    """The refusal is one line that says which flags to omit; the plugin's variables set the same settings."""
     monkeypatch.setenv(name, "1")
     settings = Settings(model="m")
     options = DeviceOptions(

@@ -1,8 +1,9 @@
-// Paged attention over a cache that is laid out for products.
+// Paged attention over a cache whose layout suits matrix products.
 //
-// A layer's cache is [blocks][kv heads][2][block size][head size]. Of a head's block, the first half holds keys as panels,
-// [block size / 32][head size / 2][32 keys][2], so that scores are products like any other; the second half holds values by pairs of
-// keys, [block size / 2][head size][2], so that sums of values are, too.
+// A layer's cache is [blocks][kv heads][2][block size][head size]. The first half of a head's block holds
+// keys as panels, [block size / 32][head size / 2][32 keys][2], so scores are products like any other. The
+// second half holds values by pairs of keys, [block size / 2][head size][2], so weighted sums of values are
+// products too.
 #pragma once
 
 #include "program.h"
@@ -19,7 +20,7 @@ inline void write_cache(const Op& op, const Plan& plan, int64_t piece) {
   const int64_t heads = op.n[0], size = op.n[1], block_size = plan.block_size;
   const int64_t last = std::min(plan.total_tokens, (piece + 1) * kWritesAPiece);
   for (int64_t token = piece * kWritesAPiece; token < last; token++) {
-    // Padding gets zeros for a result, and leaves nothing in the cache.
+    // Padding gets zeros as its result and writes nothing to the cache.
     if (token >= plan.num_tokens) {
       std::memset(static_cast<bf16*>(op.at[3]) + token * op.n[4], 0, op.n[4] * sizeof(bf16));
       continue;
@@ -53,7 +54,8 @@ inline int64_t attend_pieces(const Op& op, const Plan& plan) {
   return plan.rows * op.n[0] * ((plan.longest_query + each - 1) / each);
 }
 
-// What some rows have seen: sums of values [rows][head], the largest score and the sum of weights of each row.
+// Running results of some rows: weighted sums of values [rows][head], and each row's largest score and sum of
+// weights.
 struct Seen {
   alignas(64) float sums[kMostRows * kMostHead];
   float most[kMostRows];
@@ -72,7 +74,8 @@ struct View {
   const bf16* values(int64_t key) const { return block(key) + block_size * size + key % block_size / 2 * 2 * size; }
 };
 
-// Adds sums of `pairs` pairs of values, weighed, to some rows' sums, while keys that are needed later are fetched, if there are any.
+// Adds `pairs` pairs of values, weighted, to some rows' sums. Prefetches the keys at `later` if it is not
+// null.
 inline void add_values(float* sums, int rows, const bf16* weights, const bf16* values, int64_t size, int64_t pairs,
                        const bf16* later) {
   for (int from = 0; from < rows; from += kRows) {
@@ -95,9 +98,9 @@ inline void add_values(float* sums, int rows, const bf16* weights, const bf16* v
   }
 }
 
-// Goes through the keys [begin, end) for some rows. Row r stands at position `position + r / group` and sees the keys up to its own,
-// the last `window` of them if that is not 0. `begin` is a multiple of kPanel or the first key that anybody sees. `after` is what is
-// read next, behind all of this.
+// Attends some rows over the keys [begin, end). Row r is at position `position + r / group`. It sees the keys
+// up to its own, or the last `window` of them if that is not 0. `begin` is a multiple of kPanel or the first
+// key that any row sees. `after` is the address that the thread reads next, for prefetching.
 inline void look(const Op& op, const View& view, const bf16* queries, int rows, int64_t position, int64_t begin,
                  int64_t end, Seen& seen, const bf16* after) {
   const int64_t group = op.n[1], size = op.n[2], window = op.n[3];
@@ -163,7 +166,8 @@ inline void look(const Op& op, const View& view, const bf16* queries, int rows, 
           _mm512_storeu_ps(sums, _mm512_mul_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(kept)));
         }
     }
-    // What nobody sees may be anything, and 0 times NaN is NaN: it is left out, or zero where it shares a pair with what is seen.
+    // Unseen values may be NaN, and 0 times NaN is NaN. They are skipped, or zeroed if they share a pair with
+    // a seen value.
     for (int64_t from = std::max(tile, begin); from < stop;) {
       const int64_t to = std::min(stop, (from / kPanel + 1) * kPanel);
       const bf16* of = weights + (from - tile) / 2 * 2;
@@ -198,7 +202,8 @@ inline void finish(const Op& op, int64_t head, float* sums, float most, float we
   for (int64_t at = 0; at < size; at += kLanes) store(out + at, _mm512_mul_ps(_mm512_loadu_ps(sums + at), share));
 }
 
-// One row's one token, one kv head, one part of the keys. Who finishes the last part of them puts the parts together.
+// One row's only token, one kv head, one part of the keys. The thread that finishes the last part combines
+// them.
 inline void attend_part(const Op& op, const Plan& plan, Scratch& scratch, int64_t piece) {
   const int64_t heads = op.n[0], group = op.n[1], size = op.n[2], window = op.n[3], parts = parts_of(plan);
   const int64_t part = piece % parts, head = piece / parts % heads, row = piece / parts / heads;
@@ -210,7 +215,7 @@ inline void attend_part(const Op& op, const Plan& plan, Scratch& scratch, int64_
   const bf16* query = static_cast<const bf16*>(op.at[0]) + token * op.n[4] + head * group * size;
   const View view{static_cast<const bf16*>(op.at[1]), plan.block_table + row * plan.table_width, plan.block_size, heads,
                   head, size};
-  // The keys that this thread probably reads next.
+  // The keys that this thread will probably read next.
   const int64_t ahead = piece / parts + scratch.threads, next = ahead / heads;
   const bf16* after = nullptr;
   if (next < plan.rows && parts == 1)
@@ -248,11 +253,11 @@ inline void attend_part(const Op& op, const Plan& plan, Scratch& scratch, int64_
   }
 }
 
-// Some of one row's tokens, one kv head, all the keys that they see.
+// Some of one row's tokens, one kv head, all keys that they see.
 inline void attend_chunk(const Op& op, const Plan& plan, int64_t piece) {
   const int64_t heads = op.n[0], group = op.n[1], size = op.n[2], window = op.n[3], each = queries_a_piece(op);
   const int64_t blocks = (plan.longest_query + each - 1) / each;
-  // The last tokens see the most; they go first, so that nobody waits for one who began late with much to do.
+  // The last tokens see the most keys and go first, so that no thread starts a long piece late.
   const int64_t block = blocks - 1 - piece / heads % blocks, head = piece % heads, row = piece / heads / blocks;
   const int64_t start = plan.query_start[row], count = plan.query_start[row + 1] - start;
   const int64_t from = block * each, tokens = std::min(each, count - from);

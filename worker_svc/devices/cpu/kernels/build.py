@@ -1,7 +1,7 @@
 """Compiles the kernels: ``python -m worker_svc.devices.cpu.kernels.build [FOLDER]``.
 
-A worker compiles them when it first starts, which takes seconds. For machines without a compiler, for example in an image, the
-command stores them in FOLDER, or beside their source.
+A worker compiles them when it first starts, which takes seconds. For machines without a compiler, for example
+in an image, the command stores them in FOLDER, or beside their source.
 """
 
 import functools
@@ -69,8 +69,9 @@ def compile_into(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             unlinked, linked = Path(work) / "program.o", Path(work) / target.name
-            # Linking in a second step leaves out OpenMP's library: the symbols resolve to the runtime that PyTorch has
-            # loaded. A second runtime's threads would compete with PyTorch's for the same processors.
+            # Linking in a second step leaves out OpenMP's library: the symbols resolve to the runtime that
+            # PyTorch has loaded. A second runtime's threads would compete with PyTorch's for the same
+            # processors.
             for command in (
                 [compiler, *_FLAGS, "-c", str(_SOURCES / "program.cpp"), "-o", str(unlinked)],
                 [compiler, "-shared", str(unlinked), "-o", str(linked)],
@@ -102,7 +103,9 @@ def _cache() -> Path:
 
 
 def main() -> int:
-    """Compiles into the given folder, or beside the sources. The processor need not be able to run the result.
+    """Compiles into the given folder, or beside the sources.
+
+    The processor need not be able to run the result.
 
     Returns:
         0, or 2 with the reason in one line.

@@ -1,4 +1,5 @@
-// Products with packed weights, norms, gates and rotary positions: each in pieces that any thread may compute.
+// Products with packed weights, norms, gates and rotary positions, each in pieces that any thread may
+// compute.
 #pragma once
 
 #include "program.h"
@@ -9,7 +10,7 @@ namespace triptych {
 //      n = {rows, columns, k, x stride, out is float}
 
 inline int64_t panels_of(const Op& op) { return (op.n[1] + kPanel - 1) / kPanel; }
-// Few panels make a piece, or the last piece would keep one thread busy while the others wait.
+// Pieces are small, so that threads do not wait long for the last piece.
 inline int64_t panels_a_piece(const Op& op) { return std::max<int64_t>(1, panels_of(op) / 32); }
 
 inline int64_t linear_pieces(const Op& op) {
@@ -40,7 +41,7 @@ inline void linear_tile(const Op& op, int64_t row, int64_t panel, const char* fe
         store(static_cast<bf16*>(op.at[3]) + to, sum, mask);
         continue;
       }
-      // Logits: more than caches hold, so they go past them where whole lines can.
+      // Logits exceed the caches, so whole lines bypass them.
       float* wide = static_cast<float*>(op.at[3]) + to;
       if (mask == 0xFFFF && reinterpret_cast<uintptr_t>(wide) % 64 == 0)
         _mm512_stream_ps(wide, sum);
@@ -50,7 +51,7 @@ inline void linear_tile(const Op& op, int64_t row, int64_t panel, const char* fe
   }
 }
 
-// Where a thread that has this panel probably goes next: the others take those between.
+// The panel that a thread will probably compute after this one; other threads take those between.
 inline const char* next_panel(const Op& op, int64_t panel, int64_t each, int threads) {
   const int64_t bytes = op.n[2] * kPanel * static_cast<int64_t>(sizeof(bf16)), panels = panels_of(op);
   const int64_t next = (panel + 1) % each ? panel + 1 : panel + 1 + each * (threads - 1);
@@ -67,7 +68,8 @@ inline void linear(const Op& op, int64_t piece, int threads) {
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
       with_rows(static_cast<int>(to - from), [&](auto count) {
-        // One block fetches all of the next panel, or the first two a half each.
+        // A single block prefetches the whole next panel; of several blocks, the first two prefetch a half
+        // each.
         if (!fetch || block > 1)
           linear_tile<count, 0>(op, from, panel, nullptr);
         else if (blocks == 1)
@@ -115,7 +117,7 @@ inline void norm(const Op& op, int64_t piece) {
   }
 }
 
-// The residual becomes the sum, rounded; x becomes that, normalized.
+// Replaces the residual by the rounded sum, and x by the normalized sum.
 inline void add_norm(const Op& op, int64_t piece) {
   const int64_t size = op.n[2], last = std::min(op.n[0], (piece + 1) * kRowsAPiece);
   for (int64_t row = piece * kRowsAPiece; row < last; row++) {

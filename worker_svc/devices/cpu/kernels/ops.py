@@ -1,7 +1,8 @@
 """Our kernels as PyTorch operators, ``triptych_cpu::*``, so that models call them and graphs record them.
 
-An operator runs a program of one kernel. :func:`lower` gives a graph that program, on the addresses of the graph's tensors. All
-operators are for bfloat16. They take the arguments of ``program.Kernels`` and allocate their results.
+An operator runs a program of one kernel. :func:`lower` gives a graph that program, on the addresses of the
+graph's tensors. All operators are for bfloat16. They take the arguments of ``program.Kernels`` and allocate
+their results.
 """
 
 import functools

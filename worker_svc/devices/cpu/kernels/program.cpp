@@ -1,7 +1,7 @@
-// Runs programs: all threads go through the same list, and share out the pieces of each operation as they come.
+// Runs programs: all threads walk the same list and take pieces of each operation dynamically.
 //
-// An operation is over when all of its pieces are done, not when all threads have been there: one that the system gave no time in the
-// meantime finds the operation over and goes on to the next, and nobody has waited for it.
+// An operation ends when all of its pieces are done, not when every thread has reached it. A thread that was
+// descheduled meanwhile moves on to the next operation, and no other thread waits for it.
 
 #include <sched.h>
 
@@ -44,7 +44,8 @@ void run_piece(const Op& op, const Plan* const* plans, Scratch& scratch, int64_t
   }
 }
 
-// Waits for others' pieces, which are microseconds long; if they take longer, their thread has no processor, and may have ours.
+// Waits for other threads' pieces, which take microseconds. If they take longer, their thread is descheduled,
+// so yields to it.
 class Patience {
  public:
   void wait() {
@@ -80,7 +81,7 @@ void triptych_pack(const bf16* weights, bf16* packed, int64_t columns, int64_t k
     }
 }
 
-// Fills what follows from a plan's rows.
+// Computes the derived numbers of a plan.
 void triptych_prepare(Plan* plan) {
   plan->longest_query = plan->longest = 1;
   for (int64_t row = 0; row < plan->rows; row++) {
@@ -90,10 +91,10 @@ void triptych_prepare(Plan* plan) {
   }
 }
 
-// Bytes that a run needs for its threads' progress through so many operations; zeroed by run().
+// Bytes that a run needs to track the progress of `count` operations. triptych_run() initializes them.
 int64_t triptych_progress_bytes(int64_t count) { return count * static_cast<int64_t>(sizeof(Progress)); }
 
-// Runs operations in order. One run at a time in a process.
+// Runs operations in order. A process may run only one program at a time.
 void triptych_run(const Op* ops, int64_t count, const Plan* const* plans, void* memory, int threads) {
   static std::vector<float> partial;
   static std::vector<std::atomic<int32_t>> parts;

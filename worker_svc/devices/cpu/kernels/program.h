@@ -1,4 +1,4 @@
-// What a program is: a list of operations on fixed addresses.
+// A program: a list of operations on fixed addresses.
 #pragma once
 
 #include "vectors.h"
@@ -15,17 +15,17 @@ enum Kind : int64_t {
   kAttend = 6,
 };
 
-// One operation; what its numbers mean is said where it is computed.
+// One operation. The comment above its kernel explains its numbers.
 struct Op {
   int64_t kind;
-  // Index among the plans of a run, for those that read the cache.
+  // Index among the plans of a run, for operations that use the cache.
   int64_t plan;
   void* at[6];
   int64_t n[10];
   double f[2];
 };
 
-// One step's attention for one KV group: the fields of the PagedInput of that name, and what follows from them.
+// One step's attention for one KV group: the fields of PagedInput and numbers derived from them.
 struct Plan {
   const int32_t* seq_lens;
   const int32_t* query_start;
@@ -33,23 +33,23 @@ struct Plan {
   const int64_t* slot_mapping;
   int64_t table_width;
   int64_t rows;
-  int64_t num_tokens;    // real ones
+  int64_t num_tokens;    // without padding
   int64_t total_tokens;  // with padding
   int64_t block_size;
-  int64_t longest_query;  // tokens; filled by prepare()
-  int64_t longest;        // tokens of a sequence; filled by prepare()
+  int64_t longest_query;  // tokens of a row; set by triptych_prepare()
+  int64_t longest;        // tokens of a sequence; set by triptych_prepare()
 };
 
-// Keys that one thread goes through for one row before another may help it. A multiple of kPanel.
+// Keys of one row that one thread processes; other threads take the rest. A multiple of kPanel.
 constexpr int64_t kPart = 512;
 
 inline int64_t parts_of(const Plan& plan) { return (plan.longest + kPart - 1) / kPart; }
 
-// What the threads of a run share.
+// Memory that the threads of a run share.
 struct Scratch {
   int threads;
   float* partial;               // [rows][kv heads][parts][group][head + 2]
-  std::atomic<int32_t>* parts;  // [rows][kv heads], parts that are done; 0 between runs
+  std::atomic<int32_t>* parts;  // [rows][kv heads]: finished parts; 0 between runs
 };
 
 }  // namespace triptych

@@ -66,7 +66,8 @@ class Kernels:
         """Loads the library.
 
         Raises:
-            OSError: if it cannot be loaded, for example because PyTorch's OpenMP runtime is not in the process.
+            OSError: if it cannot be loaded, for example because PyTorch's OpenMP runtime is not in the
+                process.
         """
         self._library = _library(path)
 
@@ -122,13 +123,16 @@ class Kernels:
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> "Program":
-        """Adds ``x`` to the residual and replaces ``x`` by the sum's RMS norm. Both are contiguous bfloat16 [rows, size]."""
+        """Adds ``x`` to the residual and replaces ``x`` by the sum's RMS norm.
+
+        Both are contiguous bfloat16 [rows, size].
+        """
         rows, size = x.shape
         numbers = (rows, 1, size, size, size, int(weight.dtype == torch.float32))
         return self._program(_ADD_NORM, (x, weight, residual), numbers, (epsilon,))
 
     def gate(self, x: torch.Tensor, activation: str, out: torch.Tensor) -> "Program":
-        """``activation(x[:, :size]) * x[:, size:]`` into contiguous ``out``; ``activation`` is one of :data:`GATES`."""
+        """``activation(x[:, :size]) * x[:, size:]`` into contiguous ``out``; for activations see :data:`GATES`."""
         rows, size = out.shape
         return self._program(_GATE, (x, out), (rows, size, x.stride(0), GATES.index(activation)))
 
@@ -157,7 +161,10 @@ class Kernels:
         return self._program(_ROTATE, (positions, query, key, cos_sin), numbers)
 
     def attention(self, call: AttentionCall) -> "Program":
-        """Attention as ``Device.attend`` does it. The program takes the step's :class:`AttentionPlan` when it runs."""
+        """Attention as ``Device.attend`` does it.
+
+        The program takes the step's :class:`AttentionPlan` when it runs.
+        """
         params, output = call.params, call.output
         group = params.num_heads // params.num_kv_heads
         written = call.new_states or (None, None)

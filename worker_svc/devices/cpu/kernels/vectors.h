@@ -1,4 +1,4 @@
-// Vectors of 16 floats and of 32 bfloat16 values, and the one loop that all products are made of.
+// Vectors of 16 floats or 32 bfloat16 values, and the inner loop of all products.
 #pragma once
 
 #include <immintrin.h>
@@ -17,7 +17,7 @@ using bf16 = uint16_t;
 constexpr int kLanes = 16;
 // Columns of a panel: packed weights and cached keys have [panels][k / 2][32 columns][2].
 constexpr int kPanel = 32;
-// Rows whose sums fit into registers beside two vectors of a panel and one of the rows.
+// The number of rows whose sums fit into registers next to two vectors of a panel and one of a row.
 constexpr int kRows = 12;
 inline __m512 widen(__m256i values) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
@@ -43,8 +43,8 @@ inline void store(bf16* at, __m512 values) {
 }
 inline void store(bf16* at, __m512 values, __mmask16 mask) { _mm256_mask_storeu_epi16(at, mask, narrow(values)); }
 
-// e^x, to about one unit in the last place of a float; 0 below -87. With x = n ln 2 + r, |r| <= ln 2 / 2, it is 2^n times a polynomial
-// in r (Cephes' coefficients).
+// e^x, accurate to about one unit in the last place; 0 below -87. With x = n ln 2 + r and |r| <= ln 2 / 2,
+// e^x is 2^n times a polynomial in r (coefficients from Cephes).
 inline __m512 exponential(__m512 x) {
   const __m512 bounded = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504088896341f)), 0);
@@ -71,8 +71,8 @@ inline __m512 sigmoid(__m512 x) {
 // Sums of `rows` rows times one panel, [rows][32] floats.
 //   x: pairs of values, a row every `x_stride` values.
 //   panel: 64 values a pair, a pair every `stride` values.
-//   fetch: what is needed next, brought into the cache meanwhile, `lines` lines of 64 bytes a pair. The processor's own prefetchers do
-//     not keep memory busy while several blocks of rows go over a panel that is in the cache already.
+//   fetch: the address to prefetch, `lines` lines of 64 bytes a pair. The processor's own prefetchers leave memory idle while
+//     several blocks of rows use a panel that is in the cache already.
 template <int rows, int lines>
 inline void multiply(__m512 (&sums)[rows][2], const bf16* __restrict x, int64_t x_stride,
                      const bf16* __restrict panel, int64_t stride, int64_t pairs, const char* fetch) {

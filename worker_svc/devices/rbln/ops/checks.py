@@ -1,4 +1,4 @@
-"""Shapes and types that the operators' arguments must have; what a compiler would find out late, or never."""
+"""Checks the shapes and types of the operators' arguments, which a compiler would report late or never."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,10 +11,10 @@ _INDICES = ("seq_idx", "block_tables", "cache_seq_len", "cache_offset")
 
 
 def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> None:
-    """Refuses arguments that no kernel would take; looks at shapes and types alone, never at what tensors hold.
+    """Refuses arguments that no kernel takes. Checks shapes and types only, never the tensors' contents.
 
     Raises:
-        ValueError: naming the operator, the argument and what it should be.
+        ValueError: names the operator, the argument and its expected shape.
     """
     query: torch.Tensor = by_role["q"]
 
@@ -46,7 +46,7 @@ def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> No
         expect("q", "of batch 1", batch == 1)
     else:
         expect("q", "of one token a row", query_len == 1)
-    _check_places(namespace, operator, by_role, expect, prefill=prefill)
+    _check_positions(namespace, operator, by_role, expect, prefill=prefill)
     if "mask" in by_role:
         mask: torch.Tensor = by_role["mask"]
         expect(
@@ -61,10 +61,10 @@ def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> No
             f"[{kv_heads * groups}, sinks]",
             sinks.dim() == 2 and sinks.shape[0] == kv_heads * groups,
         )
-    _check_what_has_no_reference(namespace, operator, by_role)
+    _check_has_reference(namespace, operator, by_role)
 
 
-def _check_places(
+def _check_positions(
     namespace: Namespace,
     operator: str,
     by_role: Mapping[str, Any],
@@ -72,7 +72,7 @@ def _check_places(
     *,
     prefill: bool,
 ) -> None:
-    """Where in the cache a step's tokens go: tables, and positions."""
+    """Checks the block tables and positions, which say where a step's tokens go."""
     batch = by_role["q"].shape[0]
     tables: torch.Tensor = by_role["block_tables"]
     in_place = "cache_seq_len" in by_role
@@ -91,13 +91,13 @@ def _check_places(
             expect(role, " or ".join(map(str, integers)), by_role[role].dtype in integers)
 
 
-def _check_what_has_no_reference(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> None:
-    """Refuses what the reference does not compute, rather than computing something else."""
-    unknown = {
+def _check_has_reference(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> None:
+    """Refuses options that the reference does not implement."""
+    unsupported = {
         "an 8-bit KV cache": by_role.get("cache_dtype") is not None,
         "attention without causality": not by_role.get("is_causal", True),
         "a mask over paged blocks": "window_size" in by_role and by_role.get("attn_mask") is not None,
     }
-    for what, asked in unknown.items():
-        if asked:
+    for what, needed in unsupported.items():
+        if needed:
             raise ValueError(f"{namespace}::{operator} has no reference for {what}")

@@ -1,7 +1,8 @@
-"""The operator in which the vendor's runtime runs a whole expert layer.
+"""The operator with which the vendor's runtime runs a whole expert layer.
 
-Older plugins chose between two forms of it (``VLLM_RBLN_MOE_USE_OPT_KERNEL``, ``VLLM_RBLN_MOE_CUSTOM_KERNEL``); those of vllm-rbln 0.11.2 and
-0.12.0 call one, whichever of the two is asked for, and so do we. Neither wheel says what it computes, so there is no reference of it.
+Older plugins chose between two forms of it (``VLLM_RBLN_MOE_USE_OPT_KERNEL``,
+``VLLM_RBLN_MOE_CUSTOM_KERNEL``). vllm-rbln 0.11.2 and 0.12.0 call one operator for both settings, and so do
+we. Neither wheel documents what it computes, so there is no reference for it.
 """
 
 from typing import Any, Final
@@ -21,13 +22,13 @@ ARGUMENTS: Final = (
     "None",
     "None",
 )
-"""What the plugin passes, by the names it has for it; the last three are of quantized experts."""
+"""The arguments that the plugin passes, by its own names. The last three are for quantized experts."""
 
 
 def emit_experts(
     hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """Calls the operator; arguments and result are those of ``Device.run_experts``."""
+    """Calls the operator. Arguments and result are those of ``Device.run_experts``."""
     inner = down.shape[-1]
     operator: Any = torch.ops.rbln_custom_ops.custom_moe_glu
     mixed: torch.Tensor = operator(

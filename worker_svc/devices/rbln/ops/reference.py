@@ -1,7 +1,9 @@
-"""What the operators compute, in plain PyTorch: no loop over rows, and shapes that never depend on what tensors hold.
+"""References of the operators in plain PyTorch, without loops over rows.
 
-Caches are [blocks, 2, kv_heads, 1, block, head_size] here. Scores, softmax and sums are in float32, as in the kernels. What nothing
-real is seen through, be it NaN, has no effect: unseen keys and values count as zero.
+Shapes never depend on the tensors' contents.
+
+Caches are [blocks, 2, kv_heads, 1, block, head_size] here. Scores, softmax and sums are in float32, as in the
+kernels. Keys and values that no real token sees count as zero, even if they are NaN.
 """
 
 import torch
@@ -20,9 +22,10 @@ def paged(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Appends keys and values at positions ``start`` and on, then attends over blocks.
+    """Appends keys and values from position ``start`` on, then attends over blocks.
 
-    Padding of a chunk is written like any token; what lies beyond the table's end goes to block 0, as the table's unused entries do.
+    A chunk's padding is written like any token. Tokens beyond the table's end go to block 0, the block of its
+    unused entries.
 
     Args:
         query: [rows, kv_heads, groups, q_len, head_size].
@@ -32,9 +35,10 @@ def paged(
         scale: scalar.
         start: integers [rows, 1], the position of each row's first token.
         tables: integers [rows, partitions], or [partitions] for one row.
-        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, what each token sees; ``None`` for itself and those before it.
-        window: without a mask, tokens that each token sees, itself included; 0 for all.
-        sinks: [heads, sinks], scores of what is attended to and has no value.
+        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the positions that each token sees; ``None`` for
+            causal attention.
+        window: without a mask, the number of tokens that each token sees, itself included; 0 for all.
+        sinks: [heads, sinks], scores of extra positions that have no value.
 
     Returns:
         Like ``query``.
@@ -77,18 +81,19 @@ def sliding(
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Appends behind what each row's block holds, attends over a window, and keeps the last window in the block.
+    """Appends to each row's block, attends over a window, and keeps the last window in the block.
 
     Args:
         query: [rows, kv_heads, groups, q_len, head_size].
         key: [rows, kv_heads, 1, q_len, head_size].
         value: like ``key``.
-        cache: its blocks hold one window each; written in place. What is not filled becomes zero.
-        before: integers [rows, 1], tokens in the block.
-        after: integers [rows, 1], those and the step's real tokens; a row with none of these is padding and gets zeros.
+        cache: its blocks hold one window each; written in place. Unfilled places become zero.
+        before: integers [rows, 1], tokens in the block before the step.
+        after: integers [rows, 1], ``before`` plus the step's real tokens; a row without real tokens is
+            padding and gets zeros.
         scale: scalar.
         tables: integers [rows, 1], or [1] for one row.
-        mask: [rows, 1, 1, window] of 0 and 1, which places of the block the row's only token sees once it is in there.
+        mask: [rows, 1, 1, window] of 0 and 1, the places that a row's only token sees after it is appended.
         sinks: [heads, sinks].
 
     Returns:
@@ -99,13 +104,13 @@ def sliding(
     blocks = tables.view(rows).long()
     before, after = before.long(), after.long()
     device = query.device
-    # Tokens are counted from the oldest one in the block. Sources are the block's places, then the step's tokens.
+    # Token 0 is the oldest one in the block. The buffer has the block's places, then the step's tokens.
     place = torch.arange(window + query_len, device=device)
     token = torch.where(place < window, place, before + place - window)
     own = before + torch.arange(query_len, device=device)
-    there = (place >= window) | (place < before)
+    filled = (place >= window) | (place < before)
     visible = (token[:, None] <= own[:, :, None]) & (token[:, None] > own[:, :, None] - window)
-    visible = visible & there[:, None]
+    visible = visible & filled[:, None]
     states = torch.stack((key, value), dim=1)[:, :, :, 0]
     # Shape: rows, 2, kv_heads, window + q_len, head_size.
     context = torch.cat((cache[blocks][:, :, :, 0], states.to(cache.dtype)), dim=3)
@@ -128,7 +133,7 @@ def attention(
     scale: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of grouped queries; a token that sees nothing gets zeros.
+    """Attends with grouped queries. A token that sees nothing gets zeros.
 
     Args:
         query: [rows, kv_heads, groups, q_len, head_size].
@@ -144,7 +149,7 @@ def attention(
     rows, kv_heads, groups, query_len, head_size = query.shape
     unseen = ~visible.any(dim=1)[:, None, :, None]
     key, value = key.float().masked_fill(unseen, 0), value.float().masked_fill(unseen, 0)
-    # The heads that share keys lie below one another: [rows, kv_heads, groups * q_len, …].
+    # Heads that share keys are stacked: [rows, kv_heads, groups * q_len, …].
     flat = query.float().reshape(rows, kv_heads, groups * query_len, head_size)
     scores = (flat @ key.transpose(-1, -2) * scale.float()).view(rows, kv_heads, groups, query_len, -1)
     hidden = ~visible[:, None, None]

@@ -1,4 +1,4 @@
-"""Makes torch operators of the references, and calls operators with their arguments in the right order."""
+"""Registers the references as torch operators and calls operators with arguments in the right order."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,17 +13,19 @@ from worker_svc.devices.rbln.ops.signatures import SIGNATURES, TRITON, Namespace
 
 @functools.cache
 def register() -> tuple[torch.library.Library, ...]:
-    """Registers every operator that nobody else has registered, with a reference and a fake of each. Once per process.
+    """Registers a reference and a fake for every operator that the vendor has not registered.
+
+    Runs once in a process.
 
     Returns:
-        What keeps them registered.
+        The libraries, which keep the operators registered.
     """
     libraries = []
     for namespace, operators in SIGNATURES.items():
         library = torch.library.Library(namespace, "FRAGMENT")
         for operator in operators:
             if hasattr(getattr(torch.ops, namespace), operator):
-                continue  # the vendor's
+                continue  # the vendor's own
             library.define(schema(namespace, operator))
             library.impl(operator, _reference(namespace, operator), "CPU")
             torch.library.register_fake(
@@ -37,12 +39,12 @@ def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> tor
     """Calls an operator.
 
     Args:
-        namespace: whose.
-        operator: with its ``_prefill`` or ``_decode``.
-        by_role: its arguments; those that may be missing become ``None``.
+        namespace: the operator's.
+        operator: its name, with its ``_prefill`` or ``_decode``.
+        by_role: its arguments; missing ones become ``None``.
 
     Returns:
-        Its result [batch, kv_heads, groups, q_len, head_size].
+        The operator's result [batch, kv_heads, groups, q_len, head_size].
     """
     arguments = [by_role.get(argument.role) for argument in SIGNATURES[namespace][operator]]
     result: torch.Tensor = getattr(getattr(torch.ops, namespace), operator)(*arguments)
@@ -50,7 +52,7 @@ def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> tor
 
 
 def _by_role(namespace: Namespace, operator: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    # Arguments that equal their defaults are left out by torch.
+    # torch omits arguments that equal their defaults.
     return {
         argument.role: value
         for argument, value in zip(SIGNATURES[namespace][operator], arguments, strict=False)

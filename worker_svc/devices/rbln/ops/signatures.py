@@ -1,7 +1,8 @@
 """Names and arguments of the operators, in both of their namespaces.
 
-Each argument has a role, the same in every operator (``q``, ``scale``, ...), and a name, which differs between the namespaces. The
-order of mask, scale and position differs between operators; so nobody but :mod:`registry` passes arguments by their places.
+Each argument has a role, which is the same in every operator (``q``, ``scale``, …), and a name, which differs
+between the namespaces. The order of mask, scale and position differs between operators, so only
+:mod:`registry` passes arguments by position.
 """
 
 from dataclasses import dataclass
@@ -31,18 +32,20 @@ class Argument:
     """One argument of an operator."""
 
     role: str
+    """What the argument means; the same in every operator."""
     name: str
+    """Its name in the schema."""
 
     @property
     def schema(self) -> str:
-        """As in an operator's schema."""
+        """The argument's part of the operator's schema."""
         kind = _TYPES.get(self.role, "Tensor")
         default = _DEFAULTS.get(self.role, "None" if kind.endswith("?") else "")
         return f"{kind} {self.name}={default}" if default else f"{kind} {self.name}"
 
 
 _STATES: Final = "q k v kv_cache"
-# What comes behind the states: what both namespaces have, then what the custom operators alone have.
+# The arguments after the states: first those of both namespaces, then those of the custom operators only.
 _FULL: Final = {
     "flash_causal_attention_naive": ("scale seq_idx block_tables dummy", "sinks k_quantize_scale v_quantize_scale cache_dtype"),
     "causal_attention_naive": ("seq_idx scale block_tables dummy", "sinks"),
@@ -66,7 +69,7 @@ def _arguments(namespace: Namespace, operator: str, roles: str) -> tuple[Argumen
     return tuple(Argument(role, names.get(role, role)) for role in roles.split())
 
 
-def _of(namespace: Namespace) -> dict[str, tuple[Argument, ...]]:
+def _operators(namespace: Namespace) -> dict[str, tuple[Argument, ...]]:
     roles: dict[str, str] = {}
     for operator, (shared, custom) in _FULL.items():
         for phase in ("prefill", "decode"):
@@ -83,14 +86,14 @@ def _of(namespace: Namespace) -> dict[str, tuple[Argument, ...]]:
 
 
 SIGNATURES: Final[dict[Namespace, dict[str, tuple[Argument, ...]]]] = {
-    CUSTOM: _of(CUSTOM),
-    TRITON: _of(TRITON),
+    CUSTOM: _operators(CUSTOM),
+    TRITON: _operators(TRITON),
 }
-"""By namespace and operator, the arguments in their order."""
+"""By namespace and operator, the arguments in order."""
 NAMESPACES: Final = tuple(SIGNATURES)
 
 
 def schema(namespace: Namespace, operator: str) -> str:
-    """What torch wants to hear of an operator."""
+    """The operator's schema in torch's syntax."""
     arguments = ", ".join(argument.schema for argument in SIGNATURES[namespace][operator])
     return f"{operator}({arguments}) -> Tensor"
