@@ -87,12 +87,16 @@ def _token_keys(value: Any) -> Any:
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells beside its text."""
+    """What a stream reports beside its text."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {"include_obfuscation": Unserved((False,))}
 
-    include_usage: Annotated[bool, or_default(False)] = False
-    continuous_usage_stats: Annotated[bool, or_default(False)] = False
+    include_usage: Annotated[
+        bool, or_default(False), Field(description="End the stream with a chunk of token counts.")
+    ] = False
+    continuous_usage_stats: Annotated[
+        bool, or_default(False), Field(description="With include_usage: token counts in every chunk.")
+    ] = False
 
 
 # Accepted at their neutral value by both endpoints.
@@ -174,18 +178,43 @@ class SamplingRequest(RequestModel):
     max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32_MAX)] = None
     min_tokens: Annotated[int, or_default(0), Field(ge=0, le=_UINT32_MAX)] = 0
     stop: Annotated[
-        list[str], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None)
+        list[str],
+        BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None),
+        Field(
+            description=f"Texts that end the answer: at most {MAX_STOP_STRINGS} of {MAX_STOP_LENGTH:,} characters each."
+        ),
     ] = Field(default_factory=list)
     stop_token_ids: Annotated[TokenIds, or_default([]), Field(max_length=256)] = Field(default_factory=list)
-    include_stop_str_in_output: Annotated[bool, or_default(False)] = False
+    include_stop_str_in_output: Annotated[
+        bool, or_default(False), Field(description="Keep the stop string at the end of the answer.")
+    ] = False
     ignore_eos: Annotated[bool, or_default(False)] = False
-    skip_special_tokens: Annotated[bool, or_default(True)] = True
-    spaces_between_special_tokens: Annotated[bool, or_default(True)] = True
-    add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    stream: Annotated[bool, or_default(False)] = False
-    stream_options: StreamOptions | None = None
+    skip_special_tokens: Annotated[
+        bool, or_default(True), Field(description="Leave special tokens out of the text.")
+    ] = True
+    spaces_between_special_tokens: Annotated[
+        bool,
+        or_default(True),
+        Field(
+            description="With skip_special_tokens=false: spaces around special tokens, if the tokenizer writes them."
+        ),
+    ] = True
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(
+            description="Add the tokenizer's own special tokens to prompts. Default: yes for texts, no for chats."
+        ),
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None, Field(description="What the answer must match, as OpenAI writes it.")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Field(description="What the answer must match, as vLLM writes it.")
+    ] = None
+    stream: Annotated[
+        bool, or_default(False), Field(description="Send the answer in pieces, as server-sent events.")
+    ] = False
+    stream_options: Annotated[StreamOptions | None, Field(description="Only with stream=true.")] = None
     priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     user: Annotated[

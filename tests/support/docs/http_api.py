@@ -64,13 +64,14 @@ def http_api() -> str:
 
 def _comments() -> dict[tuple[str, bool], str]:
     """Comments of the messages that a body becomes, by field name and whether the field is boolean."""
-    return {
-        (field.name, field.type == field.TYPE_BOOL): file.comment(4, index, 2, row)
-        for file in descriptors()
-        for index, message in enumerate(file.descriptor.message_type)
-        if message.name in DESCRIBING_MESSAGES
-        for row, field in enumerate(message.field)
-    }
+    found: dict[tuple[str, bool], str] = {}
+    for file in descriptors():
+        for index, message in enumerate(file.descriptor.message_type):
+            if message.name not in DESCRIBING_MESSAGES:
+                continue
+            for row, field in enumerate(message.field):
+                found.setdefault((field.name, field.type == field.TYPE_BOOL), file.comment(4, index, 2, row))
+    return found
 
 
 def _section(path: str, verb: str, route: dict[str, Any], comments: dict[tuple[str, bool], str]) -> list[str]:
