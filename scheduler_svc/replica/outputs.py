@@ -11,6 +11,7 @@ from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.steps_in_flight import InFlight
 from scheduler_svc.requests.request import Event, FinishReason, Request
+from scheduler_svc.requests.stop_rule import finish_reason
 
 
 class Outputs:
@@ -87,9 +88,10 @@ class Outputs:
     # ---- decode steps ----
 
     def _apply_tokens(self, work: Decode, step: InFlight, result: StepResult) -> None:
-        requests, left, tokens = step.requests, step.left, result.token_ids
-        self._decoding.end_stall(step.sent_s)
-        if len(tokens) != len(requests) or left or self._decoding.has_first_tokens:
+        requests, left, tokens, decoding = step.requests, step.left, result.token_ids, self._decoding
+        if decoding.stalled_since is not None:
+            decoding.end_stall(step.sent_s)
+        if len(tokens) != len(requests) or left or decoding.has_first_tokens:
             outputs = {output.slot: output for output in result.outputs}
             outputs.update(
                 (slot, SlotOutput(slot, (token,))) for slot, token in zip(work.slots, tokens, strict=False)
@@ -98,13 +100,13 @@ class Outputs:
                 if slot not in left:
                     request.kv.num_computed += 1
                     self._accept(request, outputs.get(slot), result)
-            self._decoding.first_tokens_sent()
+            decoding.first_tokens_sent()
             return
         # The common case, which runs once per token of all requests.
-        for request, sequence, token in zip(requests, step.sequences, tokens, strict=True):
+        for request, token in zip(requests, tokens, strict=True):
             token_ids = request.token_ids
             token_ids.append(token)
-            sequence.num_computed += 1
+            request.kv.num_computed += 1
             if token in request.stop_ids or len(token_ids) >= request.end:
                 self._end(request, token)
             else:
@@ -113,12 +115,12 @@ class Outputs:
 
     def _end(self, request: Request, token: int) -> None:
         """Sends the event of a token that may end its sequence."""
-        stopped = _stops(request, token)
-        if not stopped and len(request.token_ids) < request.end:
+        finish = finish_reason(request, token)
+        if finish is None:
             request.sink.push_token(request.request_id, token)
             return
-        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-        self._send(request, Event(request.request_id, (token,), (), finish, token if stopped else None))
+        stop_token = token if finish is FinishReason.STOP else None
+        self._send(request, Event(request.request_id, (token,), (), finish, stop_token))
 
     # ---- chunks ----
 
@@ -204,31 +206,15 @@ class Outputs:
         self._slots.finish(request, event)
 
 
-def _stops(request: Request, token: int) -> bool:
-    """Whether the token just appended ends the sequence.
-
-    Before ``min_tokens``, only the model's end tokens do, and only behind a completed grammar.
-    """
-    if token not in request.stop_ids:
-        return False
-    sampling = request.sampling
-    return request.num_output_tokens >= sampling.min_tokens or (
-        sampling.grammar is not None and token in request.end_ids
-    )
-
-
 def _append(request: Request, output: SlotOutput) -> Event:
     """Appends an output's tokens up to the first one that ends the sequence; returns the event for them."""
     accepted: list[int] = []
     finish: FinishReason | None = None
-    stop_token: int | None = None
     for token in output.token_ids:
         request.token_ids.append(token)
         accepted.append(token)
-        if _stops(request, token):
-            finish, stop_token = FinishReason.STOP, token
-        elif len(request.token_ids) >= request.end:
-            finish = FinishReason.LENGTH
+        finish = finish_reason(request, token)
         if finish is not None:
             break
+    stop_token = accepted[-1] if finish is FinishReason.STOP else None
     return Event(request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token)

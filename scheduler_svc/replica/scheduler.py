@@ -12,7 +12,6 @@ from typing import Protocol
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.replica.outputs import Outputs
@@ -113,7 +112,8 @@ class ReplicaScheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, is in flight or waits for the next plan: no block will become free by itself."""
-        return not self._slots and not self._in_flight and not self._copies
+        running = self._decoding.members or self._slots.prefilling
+        return not (running or self._in_flight or self._copies)
 
     @property
     def has_free_slot(self) -> bool:
@@ -205,7 +205,6 @@ class ReplicaScheduler:
         prefilling, decoding = self._slots.prefilling, self._decoding
         work: Prefill | Decode | None = None
         requests: Sequence[Request] = ()
-        sequences: Sequence[SequenceKv] = ()
         while work is None:
             kind = self._interleave.choose(prefill=bool(prefilling), decode=bool(decoding.members))
             if kind is None:
@@ -214,12 +213,11 @@ class ReplicaScheduler:
                 requests = (prefilling[0],)
                 work = self._plan_chunk(requests[0])
             else:
-                decoding.grow(self._make_room)
-                requests, sequences = decoding.rows, decoding.sequences
-                work = self._plan_decode(sequences)
+                requests = decoding.prepare(self._make_room)
+                work = self._plan_decode(requests)
         if work is None and not self._copies and not self._plan.releases:
             return None
-        return self._send(work, requests, sequences)
+        return self._send(work, requests)
 
     def interrupt(self) -> StepPlan | None:
         """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
@@ -231,17 +229,15 @@ class ReplicaScheduler:
             return None
         if not (self._slots.prefilling or self._plan.releases or self._plan.admits):
             return None
-        return self._send(None, (), ())
+        return self._send(None, ())
 
-    def _send(
-        self, work: Prefill | Decode | None, requests: Sequence[Request], sequences: Sequence[SequenceKv]
-    ) -> StepPlan:
+    def _send(self, work: Prefill | Decode | None, requests: Sequence[Request]) -> StepPlan:
         """Returns the plan with this work and everything that comes before it."""
         copies = self._copies.take()
         plan, refused = self._plan.build(work, copies)
         if refused:
             self._owner.released()  # the next plan has room again
-        self._in_flight.send(InFlight(plan, requests, sequences, copies, self._clock()))
+        self._in_flight.send(InFlight(plan, requests, copies, self._clock()))
         return plan
 
     def _plan_chunk(self, request: Request) -> Prefill | None:
@@ -256,14 +252,14 @@ class ReplicaScheduler:
         self.stats.chunk_tokens.observe(end - start)
         return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
 
-    def _plan_decode(self, sequences: Sequence[SequenceKv]) -> Decode | None:
-        count = len(sequences)
+    def _plan_decode(self, requests: Sequence[Request]) -> Decode | None:
+        count = len(requests)
         if not count:
             return None
         bucket = bucket_for(count, self.geometry.buckets)
         lease = self._lease()
         self._decoding.count_step(count, bucket)
-        positions = tuple([sequence.num_computed for sequence in sequences])
+        positions = tuple([request.kv.num_computed for request in requests])
         return Decode(self._decoding.slots, positions, bucket, lease)
 
     def _lease(self) -> int:

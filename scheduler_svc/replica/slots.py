@@ -7,7 +7,6 @@ from typing import Protocol
 
 from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.replica.plan_builder import PlanBuilder
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import BucketStats, SchedulerStats
@@ -58,11 +57,14 @@ class DecodeBatch:
         """The requests by id, in the order in which they began to decode."""
         self.has_first_tokens = False
         """Whether some request has generated nothing yet; its first token takes the slower path of results."""
+        self.stalled_since: float | None = None
+        """Clock reading since which chunks have kept the batch from decoding; None while it decodes."""
         self._tenants: Counter[str] = Counter()
-        self._rows: tuple[Request, ...] | None = ()
-        self._sequences: tuple[SequenceKv, ...] = ()
-        self._slots: tuple[int, ...] = ()
-        self._stalled_since: float | None = None
+        self.rows: tuple[Request, ...] = ()
+        """The requests in batch order, as of the last :meth:`prepare`."""
+        self.slots: tuple[int, ...] = ()
+        """Their slots, in the same order."""
+        self._changed = False
         # Number of each request's present stay, by request id; stale entries elsewhere have another number.
         self._stays: dict[str, int] = {}
         self._num_stays = 0
@@ -77,7 +79,7 @@ class DecodeBatch:
         request.state = RequestState.DECODING
         self.members[request.request_id] = request
         self._tenants[request.tenant] += 1
-        self._rows = None
+        self._changed = True
         self.has_first_tokens |= request.can_fork
         self._num_stays += 1
         self._stays[request.request_id] = self._num_stays
@@ -92,34 +94,9 @@ class DecodeBatch:
         self._tenants[request.tenant] -= 1
         if not self._tenants[request.tenant]:
             del self._tenants[request.tenant]
-        self._rows = None
+        self._changed = True
         if not self.members:
-            self._stalled_since = None
-
-    @property
-    def rows(self) -> tuple[Request, ...]:
-        """The requests, in batch order."""
-        return self._refresh() if self._rows is None else self._rows
-
-    @property
-    def sequences(self) -> tuple[SequenceKv, ...]:
-        """The requests' KV memory, in batch order."""
-        if self._rows is None:
-            self._refresh()
-        return self._sequences
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """The requests' slots, in batch order."""
-        if self._rows is None:
-            self._refresh()
-        return self._slots
-
-    def _refresh(self) -> tuple[Request, ...]:
-        rows = self._rows = tuple(self.members.values())
-        self._sequences = tuple([request.kv for request in rows])
-        self._slots = tuple([request.slot for request in rows if request.slot is not None])
-        return rows
+            self.stalled_since = None
 
     def first_tokens_sent(self) -> None:
         """Notes that a step's tokens, first ones among them, were sent."""
@@ -141,22 +118,25 @@ class DecodeBatch:
 
     def stall(self, since_s: float) -> None:
         """Notes that a chunk sent at ``since_s`` keeps the batch, if it has members, from decoding."""
-        if self.members and self._stalled_since is None:
-            self._stalled_since = since_s
+        if self.members and self.stalled_since is None:
+            self.stalled_since = since_s
 
     def end_stall(self, now_s: float) -> None:
-        """Counts the stall, if there was one, that ends with a decode step sent at ``now_s``."""
-        if self._stalled_since is None:
-            return
-        stall = now_s - self._stalled_since
+        """Counts a stall that ends with a decode step sent at ``now_s``."""
+        assert self.stalled_since is not None
+        stall = now_s - self.stalled_since
         self._stats.stall_s += stall
         self._stats.longest_stall_s = max(self._stats.longest_stall_s, stall)
-        self._stalled_since = None
+        self.stalled_since = None
 
     # ---- room ----
 
-    def grow(self, make_room: Callable[[Request, int], bool]) -> None:
-        """Calls ``make_room`` for each request that needs a block for its next token; it may remove requests."""
+    def prepare(self, make_room: Callable[[Request, int], bool]) -> tuple[Request, ...]:
+        """Makes room for the next token of each request; returns the requests of the step.
+
+        Args:
+            make_room: called for each request that needs a block; may remove this or other requests.
+        """
         if self._joining:
             joining, self._joining = self._joining, []
             for request, stay in joining:
@@ -168,6 +148,11 @@ class DecodeBatch:
             self._prefixes.index_decoded(request.kv)
             if make_room(request, request.kv.num_computed + 1):
                 self._enter(request, stay)
+        if self._changed:
+            self._changed = False
+            self.rows = tuple(self.members.values())
+            self.slots = tuple([request.slot for request in self.rows if request.slot is not None])
+        return self.rows
 
     def undisturbed(self, longest: int) -> int:
         """Returns how many steps, at most ``longest``, can run in a row without a new block or a reached limit."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from protos.errors import Internal
 from protos.steps import Decode, StepPlan, StepResult
 from scheduler_svc.kv.copies import PendingCopy
-from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.requests.request import Request
 
 
@@ -18,8 +17,6 @@ class InFlight:
     plan: StepPlan
     requests: Sequence[Request]
     """The requests in the plan's work, in its order."""
-    sequences: Sequence[SequenceKv]
-    """Their KV memory, in the same order."""
     copies: Sequence[PendingCopy]
     """The block copies that the plan carries."""
     sent_s: float
@@ -76,10 +73,9 @@ class StepsInFlight:
             raise Internal(
                 f"the worker answered step {result.step}, expected {step.plan.step if step else 'none'}"
             )
-        lease = step.lease
-        if step.num_results and step.num_results == lease:
-            raise Internal(f"the worker ran more steps than the {lease} that plan {result.step} allowed")
+        if step.num_results and step.num_results == step.lease:
+            raise Internal(f"the worker ran more steps than the {step.lease} that plan {result.step} allowed")
         step.num_results += 1
-        if result.last or result.error is not None or lease == 1:
+        if result.last or result.error is not None or step.lease == 1:
             self._steps.popleft()
         return step

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
+from scheduler_svc.requests import stop_rule
 from scheduler_svc.requests.request import Request, SequenceGroup, Sink
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.requests.sequence_group import Resumed, SequenceSink, sequence_id, unfinished
@@ -49,7 +50,11 @@ class Submission:
 
     def complete(self, max_tokens: int) -> list[int]:
         """Sequences of which the client has all ``max_tokens`` already, and does not know that nothing follows."""
-        return [sequence for sequence, received in self.sequences.items() if len(received) >= max_tokens]
+        return [
+            sequence
+            for sequence, received in self.sequences.items()
+            if stop_rule.is_full(len(received), max_tokens)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,7 @@ def requests_of(
                 arrival_s=now_s,
                 sink=sink if group is None else SequenceSink(group, sequence),
                 end=min(len(prompt) + max_tokens, model.max_model_len),
-                stop_ids=_stop_ids(submission.sampling, model),
+                stop_ids=stop_rule.stop_ids(submission.sampling, model.eos_token_ids),
                 end_ids=model.eos_token_ids,
                 priority=submission.priority,
                 tenant=submission.tenant,
@@ -202,10 +207,3 @@ def requests_of(
     if group is not None:
         group.members.extend(requests)
     return requests
-
-
-def _stop_ids(sampling: Sampling, model: ServedModel) -> frozenset[int]:
-    """Tokens that end a sequence. Where a grammar is through nothing else can follow, so it overrules ``ignore_eos``."""
-    if sampling.ignore_eos and sampling.grammar is None:
-        return sampling.stop_token_ids
-    return sampling.stop_token_ids | model.eos_token_ids
