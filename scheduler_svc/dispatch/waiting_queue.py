@@ -59,7 +59,7 @@ class WaitingQueue:
 
     def skip(self, request: Request, group: Hashable) -> None:
         """Lets other requests pass a member. :meth:`bring_back` retries the oldest request of each `group`."""
-        self._order.step_aside(request)
+        self._order.skip(request)
         self._skipped.setdefault(group, {})[request.request_id] = request
         self._group[request.request_id] = group
 
@@ -82,7 +82,7 @@ class WaitingQueue:
         del self._skipped[group][request.request_id]
         if not self._skipped[group]:
             del self._skipped[group]
-        self._order.come_back(request)
+        self._order.restore(request)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Charges a tenant for tokens: a whole prompt at admission, one per running sequence and decode step."""

@@ -1,49 +1,49 @@
-"""Blocks of one KV group: who uses which, which may be reused, and which still hold a known prefix.
+"""Blocks of one KV group: which are in use, which are free, and which hold a cached prefix.
 
-A block is *free* when nobody refers to it. A free block that holds cached content keeps it and can be revived by
-:meth:`BlockPool.touch` until it is handed out again. The design follows the block pool of vLLM's ``v1/core/block_pool.py``; beyond it, a
-block may carry the identities of several prefixes that end inside it, and what is handed out first depends on what the content is worth.
+A block is *free* when nothing references it. A free block keeps its cached content, and
+:meth:`BlockPool.touch` can revive it until it is allocated again. The design follows vLLM's
+``v1/core/block_pool.py``. Beyond it, a block may carry the keys of several prefixes that end inside it, and
+the order of eviction depends on the worth of the content.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 BlockKey = bytes
-"""Identity of a prefix: the chained hash of all tokens up to its end (see ``prefix_cache``)."""
+"""Identity of a prefix: the chained hash of all tokens up to its end (see ``prefix_hash``)."""
 
 NULL_BLOCK_ID = 0
-"""Never allocated; padded rows of a static graph read and write it, and it stands in tables for blocks that nobody reads any more."""
+"""Never allocated. Padded rows of a static graph use it, and it replaces blocks in tables that are no longer
+read."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of KV memory.
-
-    Attributes:
-        block_id: index into the worker's KV tensors.
-        ref_count: how many tables, copies under way and pins need the block.
-        keys: the prefixes that end in this block and whose part in it was written, shortest first; empty for unknown content.
-        cheap: whether the content goes before other cached content when blocks are needed.
-        previous, following: neighbours in the free list; both None while the block is in use.
-    """
+    """One block of KV memory."""
 
     block_id: int
+    """Index into the worker's KV tensors."""
     ref_count: int = 0
+    """Number of tables, pending copies and pins that use the block."""
     keys: list[BlockKey] = field(default_factory=list)
+    """Keys of the written prefixes that end in this block, shortest first; empty for unknown content."""
     cheap: bool = False
+    """Whether the content is evicted before other cached content."""
     previous: "Block | None" = None
+    """Neighbour in the free list; None while the block is in use."""
     following: "Block | None" = None
+    """Neighbour in the free list; None while the block is in use."""
 
 
 class FreeQueue:
-    """Doubly linked list through the blocks themselves, in the order in which they are handed out.
+    """Doubly linked list through the blocks themselves, in the order in which they are allocated.
 
     ::
 
-        head ─ blocks without content ─ cheap content, oldest first ─ border ─ other content, least recently freed first ─ tail
+        head ─ no content ─ cheap content, oldest first ─ border ─ other content, least recently freed first ─ tail
 
-    A deque cannot remove from its middle in O(1), and a dict allocates; this list allocates nothing after construction. The three
-    sentinels spare every operation its special cases.
+    A deque cannot remove from its middle in O(1), and a dict allocates memory; this list allocates nothing
+    after construction. Three sentinels make special cases unnecessary.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class FreeQueue:
 
     @property
     def has_spare(self) -> bool:
-        """Whether the next block out is one without content or with cheap content."""
+        """Whether the next block to allocate has no content or cheap content."""
         return self._head.following is not self._border
 
     def add(self, block: Block) -> None:
-        """Adds a block where its content puts it. The block must not be in the list."""
+        """Inserts a block by the worth of its content. The block must not be in the list."""
         if not block.keys:
             assert self._head.following is not None
             self._insert(block, before=self._head.following)
@@ -70,7 +70,7 @@ class FreeQueue:
             self._insert(block, before=self._border if block.cheap else self._tail)
 
     def remove(self, block: Block) -> None:
-        """Takes a block out from wherever it is. The block must be in the list."""
+        """Removes a block from anywhere in the list. The block must be in the list."""
         previous, following = block.previous, block.following
         assert previous is not None
         assert following is not None
@@ -80,9 +80,9 @@ class FreeQueue:
         self._length -= 1
 
     def popleft(self, *, spare_cheap: bool = False) -> Block:
-        """Takes out the block that is worth least. The list must not be empty.
+        """Removes and returns the block of least worth. The list must not be empty.
 
-        With ``spare_cheap`` cheap content goes last instead of before other content.
+        With ``spare_cheap``, cheap content is evicted after other content instead of before it.
         """
         block = self._head.following
         assert block is not None
@@ -94,7 +94,7 @@ class FreeQueue:
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Walks in the order in which blocks would be handed out; the list must not change meanwhile."""
+        """Iterates in allocation order; the list must not change meanwhile."""
         block = self._head.following
         while block is not None and block is not self._tail:
             if block is not self._border:
@@ -116,29 +116,26 @@ class BlockPool:
 
     1. Block 0 is the null block: never free, never allocated, never indexed.
     2. A block is in the free list if and only if its ``ref_count`` is 0.
-    3. ``key in block.keys`` if and only if the block is ``index[key]`` or one of that block's twins; a block has a key once.
+    3. ``key in block.keys`` if and only if the block is ``index[key]`` or one of that block's twins; a block
+       has a key once.
 
     Kept by the caller:
 
     4. Every block obtained from :meth:`allocate` or :meth:`touch` is given back to :meth:`free` exactly once.
-    5. What lies in a block under one of its keys is not written again before :meth:`allocate` hands the block out anew.
-    6. :meth:`index_block` is called only after the content was written, with the keys of a block in the order of their prefixes.
-
-    Attributes:
-        num_evicted: blocks whose cached content was given up so far.
-        num_cheap: blocks that hold cheap content now.
-        cheap_quota: as many blocks of cheap content are worth as much as other content, so that what is new gets its chance.
+    5. Content under one of a block's keys is not overwritten before :meth:`allocate` returns the block again.
+    6. :meth:`index_block` is called only after the content was written, with the keys in the order of their
+       prefixes.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[BlockKey], None] | None = None) -> None:
-        """Makes ``num_blocks`` blocks, all free but the null block.
+        """Makes ``num_blocks`` blocks, all free except the null block.
 
         Args:
             num_blocks: including the null block; at least 2.
             on_evict: called with every key that can no longer be found.
 
         Raises:
-            ValueError: if there would be no block to allocate.
+            ValueError: if no block could be allocated.
         """
         if num_blocks < 2:
             raise ValueError(
@@ -151,21 +148,26 @@ class BlockPool:
         for block in reversed(self._blocks[1:]):
             self._free.add(block)
         self._index: dict[BlockKey, Block] = {}
-        # Further blocks with the same content: two requests computed it at once. Rare, and kept so that a prefix outlives its first block.
+        # Further blocks with the same content, computed by two requests at once. Rare; kept so that a prefix
+        # outlives its first block.
         self._twins: dict[BlockKey, list[Block]] = {}
         self._on_evict = on_evict
         self.num_evicted = 0
+        """Blocks that lost cached content so far."""
         self.num_cheap = 0
+        """Blocks that hold cheap content now."""
         self.cheap_quota = 0
+        """This many blocks of cheap content are not evicted before other content, so that new content has a
+        chance."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that requests can have: all but the null block."""
+        """Blocks available to requests: all except the null block."""
         return len(self._blocks) - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """Blocks that can be allocated now, including cached ones."""
         return len(self._free)
 
     @property
@@ -180,34 +182,34 @@ class BlockPool:
 
     @property
     def keys(self) -> Iterable[BlockKey]:
-        """Every key that can be found now."""
+        """All keys that can be found now."""
         return self._index.keys()
 
     def allocate(self, count: int) -> list[Block] | None:
-        """Hands out ``count`` blocks, each with one reference; their old content is forgotten.
+        """Allocates ``count`` blocks with one reference each; their old content is evicted.
 
         Returns:
-            The blocks, or None (and nothing changes) if fewer are free.
+            The blocks, or None, with nothing changed, if fewer are free.
         """
         if count > len(self._free):
             return None
         return [
-            self._hand_out(self._free.popleft(spare_cheap=self.num_cheap <= self.cheap_quota))
+            self._claim(self._free.popleft(spare_cheap=self.num_cheap <= self.cheap_quota))
             for _ in range(count)
         ]
 
     def allocate_for_cheap(self) -> Block | None:
-        """Hands out one block for cheap content if that costs nothing but other cheap content, or the quota is not used up; else None."""
+        """Allocates one block for cheap content if that evicts only cheap content or fits the quota."""
         if self.num_cheap < self.cheap_quota:
             return next(iter(self.allocate(1) or ()), None)
-        return self._hand_out(self._free.popleft()) if self._free.has_spare else None
+        return self._claim(self._free.popleft()) if self._free.has_spare else None
 
     def lookup(self, key: BlockKey) -> Block | None:
-        """A block with that content, if any. Does not modify the pool; :meth:`touch` it before anything else is allocated."""
+        """Returns a block with that content, if any. Does not modify the pool; touch it before allocating."""
         return self._index.get(key)
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Adds a reference to each of these blocks, so that they cannot be handed out. What is used is worth keeping."""
+        """Adds a reference to each block, so that it cannot be allocated; its content is no longer cheap."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
@@ -215,30 +217,31 @@ class BlockPool:
             self._set_cheap(block, False)
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Drops one reference of each block; those without references become free, in the given order.
+        """Drops one reference of each block; blocks without references become free, in the given order.
 
-        Give the blocks of a sequence last block first: a prefix is only found from its start, so its end should go first.
+        Pass the last block of a sequence first: a prefix is found from its start, so its end should be
+        evicted first.
 
         Raises:
             ValueError: if a block has no reference to drop.
         """
         for block in blocks:
             if block.ref_count == 0 or block is self.null:
-                raise ValueError(f"block {block.block_id} is freed more often than it was taken")
+                raise ValueError(f"block {block.block_id} is freed more often than it was referenced")
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free.add(block)
 
     def index_block(self, block: Block, keys: Sequence[BlockKey], *, cheap: bool = False) -> list[BlockKey]:
-        """Makes written content of a block in use findable under more keys.
+        """Makes written content of a block findable under more keys.
 
         Args:
-            block: in use, so that it is in no place that depends on what it holds.
-            keys: prefixes that end in the block, longer than those it has already, shortest first.
-            cheap: whether the content may go before other content.
+            block: a block in use; the place of a free block depends on its content.
+            keys: prefixes that end in the block, longer than its present ones, shortest first.
+            cheap: whether the content may be evicted before other content.
 
         Returns:
-            Those keys that nobody had before.
+            The keys that no block had before.
         """
         new = []
         for key in keys:
@@ -252,7 +255,7 @@ class BlockPool:
         return new
 
     def reset_index(self) -> None:
-        """Forgets all cached content. Blocks in use stay in use."""
+        """Evicts all cached content. Blocks in use stay in use."""
         for block in self._blocks:
             if not block.keys:
                 continue
@@ -267,7 +270,7 @@ class BlockPool:
         """Verifies the invariants of the class.
 
         Raises:
-            RuntimeError: naming the first one that does not hold.
+            RuntimeError: naming the first violated invariant.
         """
         free = {block.block_id for block in self._free}
         if len(free) != len(self._free):
@@ -296,7 +299,7 @@ class BlockPool:
         if found != holders:
             raise RuntimeError("the index and the blocks' keys do not match")
 
-    def _hand_out(self, block: Block) -> Block:
+    def _claim(self, block: Block) -> Block:
         block.ref_count = 1
         if block.keys:
             self.num_evicted += 1
@@ -317,7 +320,7 @@ class BlockPool:
                 twins.remove(block)
             if not twins:
                 del self._twins[key]
-        # Keys end with the list: nobody else holds it.
+        # No other object holds this list.
         block.keys.clear()
         self._set_cheap(block, False)
 

@@ -1,4 +1,4 @@
-"""The KV memory of one replica: a sequence gets, grows, shares and frees its blocks in all KV groups at once."""
+"""The KV memory of one replica: sequences get, share and free blocks in all KV groups at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class CacheOptions:
     sub_block: bool = True
     """Whether a hit may end inside a block; the block's beginning is then copied."""
     cache_generated: bool = False
-    """Whether the output of decode steps is indexed, too. Decode kernels round differently from prefill kernels,
-    so a hit on generated tokens is not bit-exact with a miss."""
+    """Whether the output of decode steps is indexed, too. Decode kernels round differently from prefill
+    kernels, so a hit on generated tokens is not bit-exact with a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroup
 class KvCache:
     """The KV memory of one replica.
 
-    Blocks change owners as soon as the cache decides it, although the device runs behind: the worker applies plans in
-    order, and within a plan copies run before anything that writes. A copy is therefore valid if it was valid when
-    the cache decided it.
+    Blocks change owners as soon as the cache decides it, although the device runs behind: the worker applies
+    plans in order, and within a plan copies run before anything that writes. A copy is therefore valid if it
+    was valid when the cache decided it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class KvCache:
         return all(group.most_blocks(num_tokens) <= group.pool.num_blocks for group in self.groups)
 
     def max_tokens(self, limit: int) -> int:
-        """Returns the length of the longest sequence that fits an otherwise empty replica, at most ``limit``."""
+        """Returns the longest sequence length, at most ``limit``, that fits an otherwise empty replica."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -161,8 +161,8 @@ class KvCache:
         keys, limit = self.prefixes.lookup_keys(sequence)
         hit = self.prefixes.longest_hit(keys, limit)
         while not self._admit_at(sequence, keys, hit):
-            # A partial block is copied, which takes one block more than the sequence holds. Without room for that,
-            # the tokens are computed instead.
+            # A partial block is copied, which takes one block more than the sequence holds. Without room for
+            # that, the tokens are computed instead.
             whole = hit - hit % self._layout.hash_blocks_per_block
             if whole == hit:
                 return False
@@ -171,7 +171,7 @@ class KvCache:
         return True
 
     def _admit_at(self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int) -> bool:
-        """Admits a sequence that resumes behind ``hit`` hash blocks; returns False if there is not enough room."""
+        """Admits a sequence that resumes behind ``hit`` hash blocks; False if there is not enough room."""
         hit_tokens = hit * self._layout.hash_block_size
         known = len(sequence.token_ids)
         taken = [group.take_hit(keys, hit) for group in self.groups]
@@ -179,7 +179,8 @@ class KvCache:
             max(group.blocks_at_start(known, hit_tokens) - len(table.blocks), 0)
             for group, (table, _) in zip(self.groups, taken, strict=True)
         ]
-        # A paged window needs its full room soon; without it, the sequence would be admitted only to be preempted.
+        # A paged window needs its full room soon; without it, the sequence would be admitted only to be
+        # preempted.
         if any(
             max(count, group.most_blocks(known + 1) - len(table.live)) > group.pool.num_free
             for group, (table, _), count in zip(self.groups, taken, missing, strict=True)
@@ -205,8 +206,8 @@ class KvCache:
         """Makes room for tokens up to ``num_tokens``, after freeing blocks that no later query sees.
 
         Returns:
-            (group id, new block ids) of the groups that needed any, or None, with no block allocated, if some group
-            has too few free blocks.
+            (group id, new block ids) of the groups that needed any, or None, with no block allocated, if some
+            group has too few free blocks.
         """
         tables = sequence.tables
         for group, table in zip(self.groups, tables, strict=True):
@@ -224,10 +225,11 @@ class KvCache:
         return grown
 
     def fork(self, parent: SequenceKv, child: SequenceKv, num_tokens: int) -> bool:
-        """Gives ``child`` the first ``num_tokens`` computed tokens of ``parent``, for several sequences of one prompt.
+        """Gives ``child`` the first ``num_tokens`` computed tokens of ``parent``, which has the same prompt.
 
-        Whole blocks are shared; a block that either sequence would write is copied. If a window slides in place, no
-        step of ``parent`` may be in flight. Sets ``tables``, ``num_computed`` and ``num_cached`` of the child.
+        Whole blocks are shared; a block that either sequence would write is copied. If a window slides in
+        place, no step of ``parent`` may be in flight. Sets ``tables``, ``num_computed`` and ``num_cached`` of
+        the child.
 
         Returns:
             False, with nothing changed, if there is not enough room now or a window has moved on.
@@ -291,7 +293,8 @@ class KvCache:
         """Keeps the cached part of a sequence's prefix until :meth:`unpin`.
 
         Returns:
-            The pin, or None if it and ``others`` together would hold more than ``max_share`` of some group's blocks.
+            The pin, or None if it and ``others`` together would hold more than ``max_share`` of some group's
+            blocks.
         """
         keys, limit = self.prefixes.lookup_keys(sequence)
         hit = self.prefixes.longest_hit(keys, limit)

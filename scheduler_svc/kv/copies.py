@@ -1,4 +1,4 @@
-"""Block copies in progress: decided by the cache, run by the device with a plan, settled when that plan was run."""
+"""Pending block copies: decided by the cache, run by the device with a plan, settled afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class PendingCopy:
     num_tokens: int
     """Leading tokens to copy."""
     held: Block
-    """The block that the copy itself references: the source of a sequence's copy, the target of a kept window."""
+    """The block that the copy itself references: the source of a sequence's copy, the target of a kept
+    window."""
     epoch: int
     """Epoch of the prefix cache when the copy was decided."""
     sequence: SequenceKv | None = None
@@ -32,7 +33,8 @@ class PendingCopy:
 class CopyQueue:
     """Copies that no plan carries yet, in the order in which they were decided.
 
-    Each copy holds a reference on one block. A copy that is withdrawn before its plan is sent returns it at once.
+    Each copy holds a reference on one block. A copy that is withdrawn before its plan is sent returns it at
+    once.
     """
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:

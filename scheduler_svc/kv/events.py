@@ -1,4 +1,4 @@
-"""What a replica's prefix cache stores and forgets, as a numbered log that others follow."""
+"""A numbered log of what a replica's prefix cache stores and evicts, for subscribers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,24 +9,21 @@ from scheduler_svc.kv.block_pool import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Prefixes that can be resumed from now on.
-
-    Attributes:
-        group_id: KV group.
-        keys: one per granule, shortest prefix first, each the parent of the next.
-        parent: key before the first; None in snapshots, where each key stands for itself.
-        token_ids: tokens under the keys; empty in snapshots.
-    """
+    """Prefixes that can be resumed from now on."""
 
     group_id: int
+    """KV group."""
     keys: tuple[BlockKey, ...]
+    """One per hash block, shortest prefix first, each the parent of the next."""
     parent: BlockKey | None
+    """Key before the first; None in snapshots, where keys are unrelated."""
     token_ids: tuple[int, ...]
+    """Tokens under the keys; empty in snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Prefixes that cannot be resumed any more."""
+    """Prefixes that can no longer be resumed."""
 
     group_id: int
     keys: tuple[BlockKey, ...]
@@ -34,7 +31,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Everything is gone."""
+    """All prefixes are gone."""
 
 
 KvEvent = Stored | Removed | Cleared
@@ -42,20 +39,17 @@ KvEvent = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Changes between two steps.
-
-    Attributes:
-        sequence: grows by one per batch.
-        snapshot: the batch replaces all that came before it.
-    """
+    """Changes between two steps."""
 
     sequence: int
+    """Grows by one per batch."""
     events: tuple[KvEvent, ...]
     snapshot: bool = False
+    """Whether the batch replaces everything before it."""
 
     @property
     def size(self) -> int:
-        """Keys and tokens in it, and one for each event."""
+        """Number of keys, tokens and events in the batch."""
         return sum(
             1 if isinstance(event, Cleared) else 1 + len(event.keys) + len(getattr(event, "token_ids", ()))
             for event in self.events
@@ -63,9 +57,9 @@ class Batch:
 
 
 class KvEventLog:
-    """Collects changes and hands them out in numbered batches; keeps the last ones for those who come back.
+    """Publishes changes in numbered batches; keeps recent batches for subscribers that reconnect.
 
-    Until somebody has asked for the first time, nothing is recorded: a deployment that nobody watches pays one comparison a change.
+    Nothing is recorded before the first subscription: without subscribers, a change costs one comparison.
     """
 
     def __init__(
@@ -79,31 +73,33 @@ class KvEventLog:
         """Starts empty.
 
         Args:
-            snapshot: the present keys by group.
-            first: sequence number before the first batch. Choose it above all that an earlier log of the same replica can have had.
-            history: batches that are remembered at the most.
-            max_remembered: keys and tokens in them at the most.
+            snapshot: returns the present keys by group.
+            first: sequence number before the first batch; above all numbers of earlier logs of the replica.
+            history: most batches to keep.
+            max_remembered: most keys, tokens and events in them.
         """
         self._snapshot = snapshot
         self._open: list[KvEvent] = []
-        # Removals since the last other event, which come one by one and in thousands.
+        # Consecutive removals of one group; they arrive one by one, in thousands.
         self._removed: tuple[int, list[BlockKey]] | None = None
         self._history: deque[Batch] = deque()
         self._max_batches, self._max_remembered = history, max_remembered
         self._remembered = 0
         self._listeners: list[Callable[[Batch], None]] = []
         self.active = False
+        """Whether changes are recorded."""
         self.sequence = self._first = first
+        """Number of the last batch."""
 
     def stored(
         self, group_id: int, keys: tuple[BlockKey, ...], parent: BlockKey, token_ids: tuple[int, ...]
     ) -> None:
-        """Adds a change. Call it only while the log is :attr:`active`."""
+        """Records stored prefixes. Call it only while the log is :attr:`active`."""
         self._end_removals()
         self._open.append(Stored(group_id, keys, parent, token_ids))
 
     def removed(self, group_id: int, key: BlockKey) -> None:
-        """Adds a change."""
+        """Records an evicted prefix."""
         if not self.active:
             return
         if self._removed is not None and self._removed[0] == group_id:
@@ -113,14 +109,14 @@ class KvEventLog:
             self._removed = (group_id, [key])
 
     def cleared(self) -> None:
-        """Everything was forgotten at once."""
+        """Records that all prefixes are gone."""
         if self.active:
             self._removed = None
             self._open = [Cleared()]
             self.flush()
 
     def close(self) -> None:
-        """The replica is gone: says so, and lets go of its listeners and of what it remembers."""
+        """Publishes that a lost replica has no prefixes, and drops listeners and history."""
         self.cleared()
         self._listeners.clear()
         self._history.clear()
@@ -132,7 +128,7 @@ class KvEventLog:
             self._removed = None
 
     def flush(self) -> None:
-        """Ends a batch, if anything changed."""
+        """Publishes the changes since the last batch, if there are any."""
         self._end_removals()
         if not self._open:
             return
@@ -147,10 +143,10 @@ class KvEventLog:
             listener(batch)
 
     def follow(self, listener: Callable[[Batch], None], after: int = 0) -> Callable[[], None]:
-        """Calls ``listener`` with what was missed since batch ``after`` (or a snapshot), then with every batch.
+        """Calls ``listener`` with all batches since ``after`` (or a snapshot), then with every new batch.
 
         Returns:
-            What ends it.
+            A function that ends the subscription.
         """
         self.flush()
         for batch in self._missed(after):
@@ -159,7 +155,7 @@ class KvEventLog:
         self._listeners.append(listener)
 
         def end() -> None:
-            if listener in self._listeners:  # unless the replica was gone before
+            if listener in self._listeners:  # absent if the replica was lost before
                 self._listeners.remove(listener)
 
         return end

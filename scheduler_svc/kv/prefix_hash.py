@@ -1,8 +1,9 @@
 """Identity of a prefix: one chained hash per hash block of tokens.
 
-``key[i] = sha256(key[i-1] ‖ tokens of hash block i)`` with ``key[-1] = sha256(model ‖ adapter ‖ salt)``. Equal keys
-mean equal input from the sequence's start on, under the same model, adapter and salt. SHA-256 replaces Python's
-``hash`` because a collision would serve one tenant another's context, and every process must compute the same keys.
+``key[i] = sha256(key[i-1] ‖ tokens of hash block i)`` with ``key[-1] = sha256(model ‖ adapter ‖ salt)``.
+Equal keys mean equal input from the sequence's start on, under the same model, adapter and salt. SHA-256
+replaces Python's ``hash`` because a collision would serve one tenant another's context, and every process
+must compute the same keys.
 
 A *hash block* is the smaller of chunk and block size, which divide one another. A prefix hit ends at a chunk
 boundary, and a block that holds several chunks can be found at each of them.
@@ -16,7 +17,7 @@ from scheduler_svc.kv.block_pool import BlockKey
 
 
 def seed_key(*, model: str, lora: str = "", salt: str = "") -> BlockKey:
-    """Returns the key before a sequence's first hash block. Only requests that may share KV have equal seeds."""
+    """Returns the key before a sequence's first hash block; equal only for requests that may share KV."""
     digest = hashlib.sha256()
     for part in (model, lora, salt):
         encoded = part.encode()
@@ -50,8 +51,8 @@ class HashChain:
     def extend(self, token_ids: Sequence[int], count: int) -> list[BlockKey]:
         """Returns all known keys, at least those of the first ``count`` hash blocks; hashes only new ones.
 
-        ``token_ids`` must start with the tokens of earlier calls and fill all ``count`` hash blocks. The chain owns
-        the returned list: it may be longer than ``count``, and callers must not change it.
+        ``token_ids`` must start with the tokens of earlier calls and fill all ``count`` hash blocks. The
+        chain owns the returned list: it may be longer than ``count``, and callers must not change it.
         """
         keys, size = self.keys, self.hash_block_size
         if len(keys) < count:

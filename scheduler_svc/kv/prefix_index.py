@@ -16,8 +16,9 @@ from scheduler_svc.kv.window_policy import KeepPolicy
 class PrefixIndex:
     """Prefixes of all KV groups together.
 
-    A hit is the longest prefix that all groups can serve. It ends at a chunk boundary, so that the rest runs in the
-    same chunks as after a miss and yields the same bits. The last token is always recomputed: its logits are needed.
+    A hit is the longest prefix that all groups can serve. It ends at a chunk boundary, so that the rest runs
+    in the same chunks as after a miss and yields the same bits. The last token is always recomputed: its
+    logits are needed.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class PrefixIndex:
             self._keep_windows(self._keep, sequence, last)
 
     def index_decoded(self, sequence: SequenceKv) -> None:
-        """Makes the output of decode steps findable if the options ask for it; in-place windows are excluded."""
+        """Makes the output of decode steps findable if the options ask for it, except in-place windows."""
         if not self._enabled or not self._index_decoded:
             return
         if sequence.cache_epoch != self.epoch or self._copies.waits_for(sequence):

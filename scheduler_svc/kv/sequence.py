@@ -21,7 +21,8 @@ class SequenceKv:
     cache_salt: str = ""
     """Sequences with different salts never share KV."""
     reuse_prefix: bool = True
-    """Whether cached prefixes may replace computation. Log-probabilities of a prompt need all of it computed."""
+    """Whether cached prefixes may replace computation. Log-probabilities of a prompt need all of it
+    computed."""
     tables: list[Table] = field(default_factory=list)
     """One block table per KV group; empty while the request waits."""
     num_computed: int = 0

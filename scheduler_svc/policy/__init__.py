@@ -1,1 +1,6 @@
-"""Replaceable decisions: which work a step does, and who gives way when memory runs out."""
+"""Replaceable scheduling decisions.
+
+`order` picks the next waiting request (with `tenant_counters` for fairness), `placement` the replica that
+runs it, `interleave` the kind of the next step, and `preemption` the request that yields its slot. Each file
+has an interface and its default. Imported by `dispatch`, `replica` and `workers`. Imports only `requests`.
+"""

@@ -6,20 +6,20 @@ Work = Literal["prefill", "decode"]
 
 
 class Interleave:
-    """Bounded stall: while both kinds of work exist, every chunk is followed by a fixed number of decode steps.
+    """Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk.
 
-    vLLM-RBLN runs all prefill first, which stalls every running request for as long as prompts keep coming; here the longest gap
-    between two tokens of a request is one chunk plus one decode step.
+    vLLM-RBLN runs all prefill first, which stalls running requests as long as prompts keep arriving. Here the
+    longest gap between two tokens of a request is one chunk plus one decode step.
     """
 
     def __init__(self, decode_steps_per_chunk: int) -> None:
-        """Runs ``decode_steps_per_chunk`` decode steps between two chunks; 0: chunks first, whatever decodes."""
+        """Runs ``decode_steps_per_chunk`` decode steps between two chunks; 0 runs all chunks first."""
         self._ratio = decode_steps_per_chunk
-        # A first chunk may start at once.
+        # The first chunk may start at once.
         self._decodes_since_chunk = decode_steps_per_chunk
 
     def choose(self, *, prefill: bool, decode: bool) -> Work | None:
-        """The kind of the next step, given which kinds of work there are."""
+        """Returns the kind of the next step, given which kinds of work exist."""
         if prefill and (not decode or self._decodes_since_chunk >= self._ratio):
             self._decodes_since_chunk = 0
             return "prefill"
@@ -29,5 +29,5 @@ class Interleave:
         return None
 
     def decoded(self) -> None:
-        """Another decode step ran than those chosen here: one more of a lease."""
+        """Counts a decode step that a lease ran, beyond those chosen here."""
         self._decodes_since_chunk += 1

@@ -1,4 +1,4 @@
-"""In which order waiting requests get their turn."""
+"""The order in which waiting requests are scheduled."""
 
 import heapq
 import itertools
@@ -9,48 +9,50 @@ from typing import Protocol
 from scheduler_svc.policy.tenant_counters import TenantCounters
 from scheduler_svc.requests.request import Request
 
-# Stale heap entries that are not worth a rebuild.
-_SLACK = 16
-# Below, promotions would be finer than what a clock tells apart.
+# Number of stale heap entries to tolerate before a rebuild.
+_MAX_STALE = 16
+# A shorter period would be below the resolution of clocks.
 SHORTEST_AGEING_S = 0.001
 
 
 class OrderPolicy(Protocol):
-    """Holds the waiting requests and knows whose turn it is. The queue sees to it that each is in at most once."""
+    """Holds the waiting requests and picks the next one. The caller adds each request at most once."""
 
     def add(self, request: Request) -> None:
-        """Takes in a request: a new one, or one that ran and comes back with its old ``arrival``."""
+        """Adds a new request, or one that ran and waits again with its old ``arrival``."""
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that is in."""
+        """Removes a request."""
 
-    def step_aside(self, request: Request) -> None:
-        """Takes out a request that is in and goes on waiting elsewhere; until :meth:`come_back`, which is sure to follow."""
+    def skip(self, request: Request) -> None:
+        """Removes a request that keeps waiting elsewhere; :meth:`restore` adds it again."""
 
-    def come_back(self, request: Request) -> None:
-        """Takes in a request that stepped aside, as if it had never been out."""
+    def restore(self, request: Request) -> None:
+        """Adds a skipped request again, as if it had never been removed."""
 
     def head(self, now: float) -> Request | None:
-        """Whose turn it is at ``now`` (seconds, on the clock of ``Request.arrival_s``); None if nothing waits."""
+        """Returns the next request at ``now``, on the clock of ``Request.arrival_s``; None if none waits."""
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """A tenant was served that many tokens."""
+        """Charges a tenant for served tokens."""
 
     def drain(self) -> list[Request]:
-        """Takes all requests out, in order."""
+        """Removes and returns all requests, in order."""
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """Where the request stands among others that run: the smallest goes first, and the largest gives way.
+        """Returns the place among running requests: the smallest runs first, the largest is preempted first.
 
-        It does not change with time, so that who was promoted to a slot keeps it against what comes later.
+        It does not change with time, so a request that ageing promoted to a slot keeps it against later
+        arrivals.
         """
 
 
-class _Line:
+class _ArrivalQueue:
     """Requests in order of arrival, with removal from anywhere.
 
-    Removal is lazy: a removed request's arrival stays in the heap until it surfaces or until half of the heap is stale. The first one
-    is never stale. A request that comes back may be in the heap twice, which changes nothing.
+    Removal is lazy: the arrival of a removed request stays in the heap until it surfaces or half of the heap
+    is stale. The first entry is never stale. A request that returns may be in the heap twice, which does no
+    harm.
     """
 
     __slots__ = ("_heap", "requests")
@@ -62,74 +64,71 @@ class _Line:
 
     @property
     def head(self) -> Request:
-        """The earliest arrival; the line is not empty."""
+        """The earliest arrival; the queue must not be empty."""
         return self.requests[self._heap[0]]
 
     def add(self, request: Request) -> None:
-        """Takes in a request that is not in."""
+        """Adds a request."""
         self.requests[request.arrival] = request
         heapq.heappush(self._heap, request.arrival)
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that is in."""
+        """Removes a request."""
         del self.requests[request.arrival]
-        if len(self._heap) > 2 * len(self.requests) + _SLACK:
+        if len(self._heap) > 2 * len(self.requests) + _MAX_STALE:
             self._heap = sorted(self.requests)
         while self._heap and self._heap[0] not in self.requests:
             heapq.heappop(self._heap)
 
 
 class ArrivalOrder:
-    """First come, first served, whatever the priority and the tenant."""
+    """First come, first served, regardless of priority and tenant."""
 
     def __init__(self) -> None:
-        self._line = _Line()
+        self._queue = _ArrivalQueue()
 
     def add(self, request: Request) -> None:
-        """Takes in a request."""
-        self._line.add(request)
+        """Adds a request."""
+        self._queue.add(request)
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that is in."""
-        self._line.remove(request)
+        """Removes a request."""
+        self._queue.remove(request)
 
-    def step_aside(self, request: Request) -> None:
-        """Takes out a request for a while."""
-        self._line.remove(request)
+    def skip(self, request: Request) -> None:
+        """Removes a request until it is restored."""
+        self._queue.remove(request)
 
-    def come_back(self, request: Request) -> None:
-        """Takes it in again."""
-        self._line.add(request)
+    def restore(self, request: Request) -> None:
+        """Adds a skipped request again."""
+        self._queue.add(request)
 
-    def head(self, now: float) -> Request | None:  # noqa: ARG002 - time changes nothing here
-        """The earliest arrival."""
-        return self._line.head if self._line.requests else None
+    def head(self, now: float) -> Request | None:  # noqa: ARG002 - the order does not depend on time
+        """Returns the earliest arrival."""
+        return self._queue.head if self._queue.requests else None
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Changes nothing."""
+        """Does nothing: the order ignores tenants."""
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """By arrival."""
+        """Ranks by arrival."""
         return (0.0, request.arrival)
 
     def drain(self) -> list[Request]:
-        """Takes all requests out, in order of arrival."""
-        line, self._line = self._line, _Line()
-        return [line.requests[arrival] for arrival in sorted(line.requests)]
+        """Removes and returns all requests, in order of arrival."""
+        queue, self._queue = self._queue, _ArrivalQueue()
+        return [queue.requests[arrival] for arrival in sorted(queue.requests)]
 
 
-# (level, the tenant's counter, arrival): the smallest is next.
+# (level, the tenant's counter, arrival); the smallest is next.
 _Key = tuple[int, float, int]
 
 
-class _TenantLine(_Line):
-    """The requests of one tenant and priority: all that has to be known about them is who is first.
+class _TenantQueue(_ArrivalQueue):
+    """The requests of one tenant and priority, represented by the first of them.
 
-    Of equal priority, whoever came earlier is never at a higher level, so the first one has the line's smallest key at all times.
-
-    Attributes:
-        key: the line's valid entry in the heap of lines; None once the line is empty.
-        promotes_s: clock reading of its valid entry in the heap of promotions.
+    Among requests of equal priority, the earlier is never at a higher level, so the first has the queue's
+    smallest key at all times.
     """
 
     __slots__ = ("key", "priority", "promotes_s", "tenant")
@@ -139,23 +138,26 @@ class _TenantLine(_Line):
         self.tenant = tenant
         self.priority = priority
         self.key: _Key | None = None
+        """The queue's valid entry in the heap of queues; None once the queue is empty."""
         self.promotes_s = math.inf
+        """Clock reading of the queue's valid entry in the heap of promotions."""
 
 
 class PriorityFairOrder:
-    """Priority first, then fair between tenants, then arrival; who waits is promoted, so nothing starves.
+    """Orders by priority, then fairly by tenant, then by arrival, and promotes waiting requests.
 
-    A request's level is its priority less one for every ``ageing_s`` seconds since it arrived; the lowest level is next. So of two
-    requests whose priorities differ by d, the less urgent one is next at the latest when it came (d + 1) x ``ageing_s`` before the
-    other, whatever else comes. Within a level it is the tenant's turn that was served least for its weight (:class:`TenantCounters`),
-    and its earliest request's.
+    A request's level is its priority minus one for every ``ageing_s`` seconds since its arrival; the lowest
+    level is next. If the priorities of two requests differ by d, the less urgent one is next at the latest if
+    it arrived (d + 1) x ``ageing_s`` before the other. Within a level, the tenant served least for its weight
+    is next (:class:`TenantCounters`), with its earliest request.
 
-    Keeps one line per tenant and priority and a heap of lines by the key of their first request. Keys that only grew (the tenant was
-    served, the first request left) are put right when they surface; keys that fall (an earlier arrival comes back, a first request
-    is promoted) are entered anew. Every operation is O(log lines + log requests in the line), amortized; a promotion costs that once per
-    line and ``ageing_s``, however many requests are in the line.
+    There is one queue per tenant and priority, and a heap of queues by the key of their first request. A key
+    that grew (its tenant was served, its first request left) is corrected when it surfaces. A key that fell
+    (an earlier arrival returned, a first request was promoted) is entered anew. Every operation takes
+    amortized O(log queues + log requests in the queue); a promotion costs that once per queue and
+    ``ageing_s``.
 
-    Relies on ``arrival_s`` not falling as ``arrival`` grows.
+    Requires that ``arrival_s`` never falls as ``arrival`` grows.
     """
 
     def __init__(
@@ -164,93 +166,93 @@ class PriorityFairOrder:
         """Starts empty.
 
         Args:
-            ageing_s: seconds of waiting that are worth one level; None or 0: waiting is worth nothing.
-            tenant_weights: shares of the tenants that have another one than 1.
+            ageing_s: seconds of waiting that are worth one level; None or 0 disables ageing.
+            tenant_weights: weights of tenants that differ from 1.
 
         Raises:
-            ValueError: naming the bad weight, or an ageing below a millisecond.
+            ValueError: naming the bad weight, or an ageing period below a millisecond.
         """
         if ageing_s and not ageing_s >= SHORTEST_AGEING_S:
             raise ValueError(f"ageing_s must be 0 or at least {SHORTEST_AGEING_S} seconds, not {ageing_s}")
         self._ageing_s = ageing_s or None
         self._counters = TenantCounters(tenant_weights or {})
-        self._lines: dict[tuple[str, int], _TenantLine] = {}
-        # Lines that each tenant has, and requests aside; the tenant is active while there are any.
-        self._lines_of: dict[str, int] = {}
-        # Entries that were pushed later are told apart by their number; lines do not compare.
+        self._queues: dict[tuple[str, int], _TenantQueue] = {}
+        # Per tenant, its queues plus its skipped requests; the tenant is active while there are any.
+        self._activity: dict[str, int] = {}
+        # Numbers heap entries, because queues do not compare.
         self._entries = itertools.count()
-        self._heap: list[tuple[_Key, int, _TenantLine]] = []
-        self._promotions: list[tuple[float, int, _TenantLine]] = []
+        self._heap: list[tuple[_Key, int, _TenantQueue]] = []
+        self._promotions: list[tuple[float, int, _TenantQueue]] = []
         self._now = -math.inf
 
     def add(self, request: Request) -> None:
-        """Takes in a request; a tenant's first one is when the tenant becomes active."""
+        """Adds a request; the first one of a tenant makes the tenant active."""
         tenant = request.tenant
-        line = self._lines.get((tenant, request.priority))
-        if line is None:
-            line = self._lines[tenant, request.priority] = _TenantLine(tenant, request.priority)
-            if tenant not in self._lines_of:
+        queue = self._queues.get((tenant, request.priority))
+        if queue is None:
+            queue = self._queues[tenant, request.priority] = _TenantQueue(tenant, request.priority)
+            if tenant not in self._activity:
                 self._counters.activate(tenant)
-            self._lines_of[tenant] = self._lines_of.get(tenant, 0) + 1
-        line.add(request)
-        if line.head is request:
-            self._enter(line)
+            self._activity[tenant] = self._activity.get(tenant, 0) + 1
+        queue.add(request)
+        if queue.head is request:
+            self._enter(queue)
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that is in."""
+        """Removes a request."""
         tenant = request.tenant
-        line = self._lines[tenant, request.priority]
-        line.remove(request)
-        if line.requests:
+        queue = self._queues[tenant, request.priority]
+        queue.remove(request)
+        if queue.requests:
             return
-        line.key = None
-        line.promotes_s = math.inf
-        del self._lines[tenant, request.priority]
-        self._lines_of[tenant] -= 1
-        if not self._lines_of[tenant]:
-            del self._lines_of[tenant]
+        queue.key = None
+        queue.promotes_s = math.inf
+        del self._queues[tenant, request.priority]
+        self._activity[tenant] -= 1
+        if not self._activity[tenant]:
+            del self._activity[tenant]
             self._counters.deactivate(tenant)
         self._sweep()
 
-    def step_aside(self, request: Request) -> None:
-        """Takes out a request that waits still, so its tenant stays active."""
-        self._lines_of[request.tenant] += 1
+    def skip(self, request: Request) -> None:
+        """Removes a request that keeps waiting, so its tenant stays active."""
+        self._activity[request.tenant] += 1
         self.remove(request)
 
-    def come_back(self, request: Request) -> None:
-        """Takes it in again."""
+    def restore(self, request: Request) -> None:
+        """Adds a skipped request again."""
         self.add(request)
-        self._lines_of[request.tenant] -= 1
+        self._activity[request.tenant] -= 1
 
     def head(self, now: float) -> Request | None:
-        """Whose turn it is at ``now``; a reading before an earlier one counts as that one."""
+        """Returns the next request at ``now``; a reading before an earlier one counts as the earlier one."""
         self._promote(now)
         while self._heap:
-            key, _, line = self._heap[0]
-            if line.key is key and key == self._key(line.head):
-                return line.head
+            key, _, queue = self._heap[0]
+            if queue.key is key and key == self._key(queue.head):
+                return queue.head
             heapq.heappop(self._heap)
-            if line.key is key:
-                self._enter(line)
+            if queue.key is key:
+                self._enter(queue)
         return None
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Moves the tenant back behind those that were served less."""
+        """Moves the tenant behind tenants that were served less."""
         self._counters.charge(tenant, tokens)
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """A level of priority is worth ``ageing_s`` seconds of having come earlier; without ageing, more than any time."""
+        """Ranks by priority and arrival; one level is worth ``ageing_s`` seconds, without ageing any time."""
         if self._ageing_s is None:
             return (request.priority, request.arrival)
         return (request.priority * self._ageing_s + request.arrival_s, request.arrival)
 
     def drain(self) -> list[Request]:
-        """Takes all requests out, in the order of the last ``now``. Tenants keep their counters."""
-        requests = [request for line in self._lines.values() for request in line.requests.values()]
+        """Removes and returns all requests, in the order of the last ``now``. Tenants keep their counters."""
+        requests = [request for queue in self._queues.values() for request in queue.requests.values()]
         requests.sort(key=self._key)
         self._counters.deactivate_all()
-        self._lines.clear()
-        self._lines_of.clear()
+        self._queues.clear()
+        self._activity.clear()
         self._heap.clear()
         self._promotions.clear()
         return requests
@@ -260,43 +262,45 @@ class PriorityFairOrder:
         return level, self._counters[request.tenant], request.arrival
 
     def _levels_gained(self, request: Request) -> int:
-        """The largest n for which n ageing periods have passed since arrival; exactly as :meth:`_enter` computes times."""
+        """Returns the ageing periods since arrival, exactly as :meth:`_enter` computes times."""
         if self._ageing_s is None or self._now <= request.arrival_s:
             return 0
         gained = math.floor((self._now - request.arrival_s) / self._ageing_s)
-        # A quotient next to a whole number may have been rounded to the wrong side.
+        # A quotient close to a whole number may have been rounded to the wrong side.
         if request.arrival_s + (gained + 1) * self._ageing_s <= self._now:
             gained += 1
         elif request.arrival_s + gained * self._ageing_s > self._now:
             gained -= 1
         return gained
 
-    def _enter(self, line: _TenantLine) -> None:
-        """Puts a line where its first request's key says; older entries of it become stale."""
-        head = line.head
-        line.key = self._key(head)
-        heapq.heappush(self._heap, (line.key, next(self._entries), line))
+    def _enter(self, queue: _TenantQueue) -> None:
+        """Enters a queue by the key of its first request; its older entries become stale."""
+        head = queue.head
+        queue.key = self._key(head)
+        heapq.heappush(self._heap, (queue.key, next(self._entries), queue))
         if self._ageing_s is not None:
-            promotes_s = head.arrival_s + (head.priority - line.key[0] + 1) * self._ageing_s
-            if promotes_s != line.promotes_s:
-                line.promotes_s = promotes_s
-                heapq.heappush(self._promotions, (promotes_s, next(self._entries), line))
+            promotes_s = head.arrival_s + (head.priority - queue.key[0] + 1) * self._ageing_s
+            if promotes_s != queue.promotes_s:
+                queue.promotes_s = promotes_s
+                heapq.heappush(self._promotions, (promotes_s, next(self._entries), queue))
         self._sweep()
 
     def _promote(self, now: float) -> None:
-        """Enters lines anew whose first request has reached a lower level by ``now``."""
+        """Re-enters the queues with a first request that has reached a lower level by ``now``."""
         self._now = max(now, self._now)
         while self._promotions and self._promotions[0][0] <= self._now:
-            promotes_s, _, line = heapq.heappop(self._promotions)
-            if line.promotes_s == promotes_s:
-                self._enter(line)
+            promotes_s, _, queue = heapq.heappop(self._promotions)
+            if queue.promotes_s == promotes_s:
+                self._enter(queue)
 
     def _sweep(self) -> None:
-        """Drops stale entries once they are the majority."""
-        most = 2 * len(self._lines) + _SLACK
+        """Drops stale heap entries once they are the majority."""
+        most = 2 * len(self._queues) + _MAX_STALE
         if len(self._heap) > most:
             self._heap = [entry for entry in self._heap if entry[2].key is entry[0]]
             heapq.heapify(self._heap)
         if len(self._promotions) > most:
-            self._promotions = [(line.promotes_s, next(self._entries), line) for line in self._lines.values()]
+            self._promotions = [
+                (queue.promotes_s, next(self._entries), queue) for queue in self._queues.values()
+            ]
             heapq.heapify(self._promotions)

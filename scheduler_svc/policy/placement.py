@@ -5,8 +5,8 @@ from typing import Protocol
 from scheduler_svc.requests.request import Request
 
 
-class Place(Protocol):
-    """What a policy may ask about a replica."""
+class ReplicaLoad(Protocol):
+    """What a placement policy may ask about a replica."""
 
     @property
     def num_running(self) -> int:
@@ -14,30 +14,30 @@ class Place(Protocol):
 
     @property
     def prefill_backlog(self) -> int:
-        """Tokens that its running requests still have to prefill."""
+        """Tokens that running requests still have to prefill."""
 
     def cached_tokens(self, request: Request) -> int:
-        """Leading tokens of the request that it has or is computing."""
+        """Returns how many leading tokens of the request are cached or being computed."""
 
 
 class PlacementPolicy(Protocol):
     """Compares replicas that have a free slot."""
 
-    def cost(self, request: Request, place: Place) -> float:
-        """What it costs to run the request there; the lowest wins."""
+    def cost(self, request: Request, replica: ReplicaLoad) -> float:
+        """Returns the cost of running the request on the replica; the lowest wins."""
 
 
 class PrefixAndLoad:
-    """The tokens to prefill before the request's first one: those queued before it and those of its own that are not cached.
+    """Counts the tokens to prefill before the request's first token: backlog and own uncached tokens.
 
-    A request that decodes there makes every later step a little longer; that is expressed in the same unit, tokens.
+    A running request makes every later step slightly longer; its cost is expressed in the same unit, tokens.
     """
 
     def __init__(self, tokens_per_running: float = 16.0) -> None:
-        """Counts each running request as that many tokens of prefill."""
+        """Counts each running request as ``tokens_per_running`` tokens of prefill."""
         self._tokens_per_running = tokens_per_running
 
-    def cost(self, request: Request, place: Place) -> float:
-        """See the interface."""
-        load = place.prefill_backlog + self._tokens_per_running * place.num_running
-        return load + len(request.token_ids) - place.cached_tokens(request)
+    def cost(self, request: Request, replica: ReplicaLoad) -> float:
+        """See :class:`PlacementPolicy`."""
+        load = replica.prefill_backlog + self._tokens_per_running * replica.num_running
+        return load + len(request.token_ids) - replica.cached_tokens(request)

@@ -1,4 +1,4 @@
-"""Who gives way: when blocks run out, and when something more urgent waits."""
+"""Which running request yields its slot, when blocks run out or a more urgent request waits."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -7,26 +7,26 @@ from scheduler_svc.requests.request import Request
 
 
 class PreemptionPolicy(Protocol):
-    """Chooses among running requests. A preempted request waits again and loses its blocks, never its tokens."""
+    """Chooses among running requests. A preempted request loses its blocks, keeps its tokens."""
 
     def victim(self, running: Iterable[Request]) -> Request | None:
-        """The running request that can best wait; None if none runs."""
+        """Returns the running request to preempt; None if none runs."""
 
     def outranks(self, waiting: Request, running: Request) -> bool:
-        """Whether a waiting request may take the place of a running one. Never of one whose ``priority`` is as low a number as its own."""
+        """Whether a waiting request may preempt a running one; only if its ``priority`` is a lower number."""
 
 
 class LatestOfLeastUrgent:
-    """The running request of the largest rank gives way: the least urgent and latest, so that the first in line always gets through.
+    """Preempts the running request with the largest rank, so that the first in order always makes progress.
 
-    A waiting request preempts only those of lower priority, and not those that waited long enough to have been promoted before it: what
-    ageing gave, a later arrival does not take.
+    A waiting request preempts only requests of lower priority, and not those that ageing has promoted before
+    it: a later arrival does not undo a promotion.
     """
 
     def victim(self, running: Iterable[Request]) -> Request | None:
-        """See the interface."""
+        """See :class:`PreemptionPolicy`."""
         return max(running, key=lambda request: request.rank, default=None)
 
     def outranks(self, waiting: Request, running: Request) -> bool:
-        """See the interface."""
+        """See :class:`PreemptionPolicy`."""
         return waiting.priority < running.priority and waiting.rank < running.rank

@@ -1,35 +1,36 @@
-"""How much each tenant has been served: the virtual token counters that make tenants take turns."""
+"""Virtual token counters: how much each tenant has been served, so that tenants take turns."""
 
 import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
 
-# Stale heap entries that are not worth a rebuild.
+# Number of stale heap entries to tolerate before a rebuild.
 _SLACK = 64
 
 
 class TenantCounters:
-    """Tokens served per tenant, divided by its weight; whoever has the smallest counter is next.
+    """Tokens served per tenant, divided by its weight; the tenant with the smallest counter is next.
 
-    This is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A tenant is active while it
-    has requests waiting. One that becomes active is lifted to the smallest counter of the active ones, so that idling earns no credit;
-    if none is active, to the counter of the tenant that was last. Between two tenants that keep requests waiting, the served tokens per
-    weight differ by no more than what one step serves.
+    This is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+    A tenant is active while it has requests waiting. When it becomes active, its counter is raised to the
+    smallest active counter, so that idling earns no credit; if no tenant is active, to the counter of the
+    tenant that was last. For two tenants that always have requests waiting, the served tokens per weight
+    differ by at most what one step serves.
 
     Invariants:
-        1. While a tenant is active its counter never falls.
-        2. The smallest active counter never falls; nor does what a tenant is lifted to.
-        3. At most ``max_idle`` tenants that are not active are remembered: those that were served last. A tenant that runs is
-           charged every step and so stays among them. A forgotten one begins where a new one does.
+        1. While a tenant is active, its counter never falls. 2. The smallest active counter never falls, nor
+        does the floor to which counters are raised. 3. At most ``max_idle`` inactive tenants are remembered:
+        the most recently served. A running tenant is charged every step and stays among them. A forgotten
+        tenant starts like a new one.
     """
 
     def __init__(self, weights: Mapping[str, float], *, max_idle: int = 4096) -> None:
-        """Starts with all tenants equal.
+        """Starts with all counters equal.
 
         Args:
-            weights: shares of the tenants that have another one than 1; twice the weight gets twice the tokens.
-            max_idle: tenants without waiting requests whose counters are kept.
+            weights: weights other than 1; a tenant of twice the weight gets twice the tokens.
+            max_idle: number of inactive tenants to remember.
 
         Raises:
             ValueError: naming the tenant whose weight is not a positive number.
@@ -45,15 +46,15 @@ class TenantCounters:
         # (counter when pushed, tenant): never above the tenant's counter, raised when they surface.
         self._heap: list[tuple[float, str]] = []
         self._floor = 0.0
-        # Whose counter the floor follows while nobody is active.
+        # The tenant that was active last; the floor follows its counter while no tenant is active.
         self._last: str | None = None
 
     def __getitem__(self, tenant: str) -> float:
-        """The counter of an active tenant, tokens per weight."""
+        """Returns the counter of an active tenant, tokens per weight."""
         return self._active[tenant]
 
     def activate(self, tenant: str) -> None:
-        """The tenant, which has not been active, has a request waiting."""
+        """Marks an inactive tenant as active: it has a request waiting."""
         self._raise_floor()
         counter = max(self._idle.pop(tenant, self._floor), self._floor)
         self._active[tenant] = counter
@@ -63,7 +64,7 @@ class TenantCounters:
             heapq.heapify(self._heap)
 
     def deactivate(self, tenant: str) -> None:
-        """The tenant, which has been active, has no request waiting any more."""
+        """Marks an active tenant as inactive: it has no more requests waiting."""
         counter = self._active.pop(tenant)
         if not self._active:
             self._last = tenant
@@ -72,7 +73,7 @@ class TenantCounters:
         self._keep(tenant, counter)
 
     def deactivate_all(self) -> None:
-        """Nothing waits any more, and nobody was last: tenants that come back, the least served first, have what they had."""
+        """Marks all tenants as inactive, none of them as the last, so that all keep their counters."""
         self._raise_floor()
         for tenant, counter in self._active.items():
             self._keep(tenant, counter)
@@ -81,7 +82,7 @@ class TenantCounters:
         self._last = None
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """The tenant, active or not, was served that many tokens (not negative)."""
+        """Charges a tenant, active or not, for ``tokens`` served tokens (not negative)."""
         served = tokens / self._weights.get(tenant, 1.0)
         if tenant in self._active:
             self._active[tenant] += served
@@ -98,7 +99,7 @@ class TenantCounters:
             self._idle.popitem(last=False)
 
     def _raise_floor(self) -> None:
-        """Brings the floor up to the smallest counter of the active tenants."""
+        """Raises the floor to the smallest counter of the active tenants."""
         while self._heap:
             pushed, tenant = self._heap[0]
             counter = self._active.get(tenant)

@@ -65,7 +65,8 @@ class Outputs:
         for request, slot in zip(step.requests, slots_of(step.plan.work), strict=True):
             if slot not in step.left:
                 self._slots.finish(request, Event(request.request_id, error=error))
-        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left its slot.
+        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left
+        # its slot.
         changed = {*(new.slot for new in step.plan.admit), *(growth.slot for growth in step.plan.grow)}
         copied_to = {copy.sequence for copy in step.copies}
         changed |= {one.slot for one in self._slots.requests if one.kv in copied_to and one.slot is not None}
@@ -75,7 +76,7 @@ class Outputs:
                 self._slots.preempt(changed_request, "fault")
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
-        """Ends a request that the worker could not run or admit. If the worker lost its grammar, it waits for that."""
+        """Ends a request that the worker could not run; one with a lost grammar waits for its grammar."""
         request = self._slots.at(slot)
         if request is None:
             return
@@ -150,7 +151,7 @@ class Outputs:
     def _send_prompt_logprobs(
         self, request: Request, start: int, logprobs: Sequence[common_pb2.TokenLogprobs]
     ) -> None:
-        """Sends the entries of a chunk that begins at ``start``, unless an earlier admission has sent them."""
+        """Sends the entries of a chunk that begins at ``start``, except those already sent."""
         sent = request.delivery.num_prompt_logprobs
         new = tuple(logprobs[max(0, sent - start) :])
         if new:

@@ -1,4 +1,4 @@
-"""What the next plan tells the worker beside its work: admissions, released slots, grown tables and block copies."""
+"""The parts of the next plan beside its work: admissions, released slots, grown tables, block copies."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final

@@ -1,8 +1,8 @@
 """One replica's batches: which requests run, and what the worker does in the next step.
 
-Synchronous and free of I/O: :meth:`ReplicaScheduler.step` decides a plan, :meth:`ReplicaScheduler.update` takes in its
-result. The worker applies plans in order, so blocks may change owners as soon as they are released, even while a step
-runs.
+Synchronous and free of I/O: :meth:`ReplicaScheduler.step` decides a plan, :meth:`ReplicaScheduler.update`
+takes in its result. The worker applies plans in order, so blocks may change owners as soon as they are
+released, even while a step runs.
 """
 
 import enum
@@ -111,7 +111,7 @@ class ReplicaScheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs, is in flight or waits for the next plan: no block will become free by itself."""
+        """Whether nothing runs, is in flight or waits for the next plan; no block will become free."""
         running = self._decoding.members or self._slots.prefilling
         return not (running or self._in_flight or self._copies)
 
@@ -143,7 +143,7 @@ class ReplicaScheduler:
     # ---- admitting and releasing requests ----
 
     def admit(self, request: Request) -> AdmitResult:
-        """Gives a waiting request a slot and blocks, or defers it until a prefix that it shares is computed."""
+        """Gives a waiting request a slot and blocks, or defers it until a shared prefix is computed."""
         if self._slots.full or not self._plan.has_room(request):
             return AdmitResult.NO_ROOM
         if request.can_fork and (result := self._admit_sibling(request)) is not None:
@@ -156,10 +156,11 @@ class ReplicaScheduler:
         return AdmitResult.ADMITTED
 
     def _admit_sibling(self, request: Request) -> AdmitResult | None:
-        """Forks a sequence from another one of its request, or defers it until that one has computed their prompt.
+        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt.
 
         Returns:
-            None if no such sequence is here, or none can be forked: the request is then admitted like any other.
+            None if no sibling is here, or none can be forked: the request is then admitted like any
+            other.
         """
         for origin in self._slots.siblings_with_prompt(request):
             if origin.state is RequestState.PREFILLING:
@@ -243,7 +244,8 @@ class ReplicaScheduler:
     def _plan_chunk(self, request: Request) -> Prefill | None:
         assert request.slot is not None
         start = request.kv.num_computed
-        # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put them.
+        # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
+        # them.
         end = start + min(self.geometry.chunk, request.num_to_prefill)
         if not self._make_room(request, end):
             return None
@@ -273,7 +275,8 @@ class ReplicaScheduler:
         while (grown := self.kv.grow(request.kv, num_tokens)) is None:
             running = self._slots.requests
             if len(running) == 1:
-                # An admitted request fits an empty replica, so kept windows or pinned prefixes are in the way.
+                # An admitted request fits an empty replica, so kept windows or pinned prefixes are in the
+                # way.
                 if self._copies.drop_windows() or self._owner.drop_pins(self):
                     continue
                 raise Internal("out of KV blocks with no request to preempt")
@@ -288,7 +291,7 @@ class ReplicaScheduler:
     # ---- results ----
 
     def update(self, result: StepResult) -> None:
-        """Takes in a plan's result: tokens go to their requests' sinks, ended requests release slot and blocks.
+        """Applies a result: tokens go to their requests' sinks, ended requests release slot and blocks.
 
         Raises:
             Internal: if results and plans do not match; the replica's state is then unknown.

@@ -1,7 +1,7 @@
 """Requests that wait for a prefix, or for a whole prompt, that another request on the replica computes.
 
-Prefill runs one chunk at a time, so a second request with the same prefix loses nothing by waiting, and the replica
-computes the prefix once.
+Prefill runs one chunk at a time, so a second request with the same prefix loses nothing by waiting, and the
+replica computes the prefix once.
 """
 
 from typing import TypeAlias
@@ -104,7 +104,7 @@ class SharedPrefills:
             self._computing.setdefault(keys[boundary - 1], request)
 
     def reached(self, request: Request, end: int) -> list[Request]:
-        """Returns the requests that can resume at once behind token ``end``, which ``request`` has computed."""
+        """Returns the requests that can resume now, because ``request`` is computed up to token ``end``."""
         keys, limit = self._prefixes.lookup_keys(request.kv)
         boundary, rest = divmod(end, self._prefixes.hash_block_size)
         if rest or boundary > limit:
@@ -127,7 +127,7 @@ class SharedPrefills:
         return waiting
 
     def stop(self, request: Request) -> list[Request]:
-        """Records that the request computes no more of its prompt; returns the requests that waited for the rest."""
+        """Stops the computation of a prompt; returns the requests that waited for the rest of it."""
         keys, limit = self._prefixes.lookup_keys(request.kv)
         awaited: list[Awaited] = [*keys[:limit]]
         if request.group is not None:

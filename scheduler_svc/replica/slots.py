@@ -1,4 +1,4 @@
-"""The requests that hold a slot on a replica: how they get it, which of them decode, and how they give it up."""
+"""The requests that hold a slot on a replica: how they get it, decode, and give it up."""
 
 from bisect import insort
 from collections import Counter
@@ -33,8 +33,8 @@ class RequestOwner(Protocol):
 class DecodeBatch:
     """The requests that run one token with every decode step.
 
-    All of them advance by one token per step, so the step before which each needs its next block is known in advance
-    and noted in a calendar. A decode step therefore costs only a few operations per request.
+    All of them advance by one token per step, so the step before which each needs its next block is known in
+    advance and noted in a calendar. A decode step therefore costs only a few operations per request.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class DecodeBatch:
         self.members: dict[str, Request] = {}
         """The requests by id, in the order in which they began to decode."""
         self.has_first_tokens = False
-        """Whether some request has generated nothing yet; its first token takes the slower path of results."""
+        """Whether some request has generated nothing yet; its first token takes the slower path of
+        results."""
         self.stalled_since: float | None = None
         """Clock reading since which chunks have kept the batch from decoding; None while it decodes."""
         self._tenants: Counter[str] = Counter()
@@ -83,7 +84,8 @@ class DecodeBatch:
         self.has_first_tokens |= request.can_fork
         self._num_stays += 1
         self._stays[request.request_id] = self._num_stays
-        # The calendar starts with the next plan: the request has no part in a step or lease that is in flight.
+        # The calendar starts with the next plan: the request has no part in a step or lease that is in
+        # flight.
         self._joining.append((request, self._num_stays))
 
     def remove(self, request: Request) -> None:
@@ -103,7 +105,7 @@ class DecodeBatch:
         self.has_first_tokens = any(request.can_fork for request in self.members.values())
 
     def count_step(self, count: int, bucket: int) -> None:
-        """Counts one decode step of ``count`` rows, planned or run by a lease, and charges the tenants for it."""
+        """Counts a decode step of ``count`` rows, planned or run by a lease, and charges the tenants."""
         stats = self._stats.buckets.get(bucket)
         if stats is None:
             stats = self._stats.buckets[bucket] = BucketStats()
@@ -155,7 +157,7 @@ class DecodeBatch:
         return self.rows
 
     def undisturbed(self, longest: int) -> int:
-        """Returns how many steps, at most ``longest``, can run in a row without a new block or a reached limit."""
+        """Returns how many steps, at most ``longest``, can run without a new block or a reached limit."""
         for step in range(1, longest):
             if self._steps + step in self._calendar:
                 longest = step
@@ -232,7 +234,7 @@ class Slots:
     # ---- getting a slot ----
 
     def assign_slot(self, request: Request) -> None:
-        """Gives a request, which has its blocks, a slot; it prefills its known tokens, or decodes if none are left."""
+        """Gives a slot to a request that has its blocks, to prefill its known tokens or else to decode."""
         slot = request.slot = self._free_slots.pop()
         self._slots[slot] = request
         request.prefills_forced = False

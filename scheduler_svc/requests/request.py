@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: one sequence, its events, and the group of sequences that it may belong to."""
+"""A request as the scheduler sees it: one sequence, its events, and the group it may belong to."""
 
 import enum
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ class Event:
     sequence: int = 0
     """Index of the sequence within the client's request."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    """Entries of the next prompt tokens, if the client asked for them. The prompt's first token has none. All entries
-    come before the first generated token, in order, each once."""
+    """Entries of the next prompt tokens, if the client asked for them. The prompt's first token has none. All
+    entries come before the first generated token, in order, each once."""
 
     def as_first(self, request: "Request") -> "Event":
         """Returns the same event as the first one of ``request``."""

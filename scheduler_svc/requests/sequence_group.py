@@ -1,8 +1,8 @@
 """The sequences of one client request (n > 1): requests that share a prompt and report to one client.
 
-The prompt is computed once. One sequence prefills all of it but the last token; the others wait and are then forked
-from it: whole blocks are shared, blocks that are written are copied. Every sequence runs the last prompt token in a
-decode step and samples its own first token. See ``ReplicaScheduler.admit``.
+The prompt is computed once. One sequence prefills all of it but the last token; the others wait and are then
+forked from it: whole blocks are shared, blocks that are written are copied. Every sequence runs the last
+prompt token in a decode step and samples its own first token. See ``ReplicaScheduler.admit``.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from scheduler_svc.requests.request import Event, SequenceGroup
 
 SEQUENCES_PER_SLOT = 16
-"""Most sequences of one request for each slot of the deployment: a client occupies all slots that many times over."""
+"""Most sequences of one request for each slot of the deployment: a client occupies all slots that many times
+over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def sequence_id(request_id: str, sequence: int) -> str:
 
 
 def unfinished(n: int, resumed: Sequence[Resumed]) -> dict[int, tuple[int, ...]]:
-    """Returns the sequences among 0 .. n-1 that must run, each with the tokens that the client has received."""
+    """Returns the sequences among 0 .. n-1 that must run, with the tokens that the client has received."""
     known = {one.sequence: one for one in resumed}
     return {
         sequence: known[sequence].token_ids if sequence in known else ()

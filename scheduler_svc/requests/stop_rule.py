@@ -1,7 +1,7 @@
 """The one rule for when a sequence ends, for generated tokens and for sequences that a client resumes.
 
-A token ends its sequence if it is a stop token or an end token of the model, and the sequence has its minimum number
-of tokens. A completed grammar ends the sequence in any case, because nothing else can follow it.
+A token ends its sequence if it is a stop token or an end token of the model, and the sequence has its minimum
+number of tokens. A completed grammar ends the sequence in any case, because nothing else can follow it.
 """
 
 from scheduler_svc.requests.request import FinishReason, Request
@@ -9,7 +9,7 @@ from scheduler_svc.requests.sampling import Sampling
 
 
 def stop_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Returns the tokens that end a sequence; the model's end tokens too, unless ignored and without a grammar."""
+    """Returns the tokens that end a sequence. A grammar overrules ``ignore_eos``."""
     if sampling.ignore_eos and sampling.grammar is None:
         return sampling.stop_token_ids
     return sampling.stop_token_ids | eos_token_ids

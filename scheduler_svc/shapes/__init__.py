@@ -1,1 +1,6 @@
-"""Static shapes: geometry, decode buckets, their planner, and the histogram of batch sizes."""
+"""Static shapes of a deployment: everything that compiled graphs and block tables are sized by.
+
+`geometry` checks the shapes once, `buckets` makes decode batch sizes, `bucket_planner` fits them to traffic,
+`batch_histogram` records that traffic, and `pool_shapes` has the shapes of pooling models. Imported by `kv`,
+`replica`, `dispatch`, `pooling`, `workers`, `convert` and the command line. Imports no other room.
+"""

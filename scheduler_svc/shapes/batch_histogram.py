@@ -1,4 +1,4 @@
-"""How many rows decode steps had: counted in memory, logged now and then, kept on disk over restarts.
+"""The number of rows of decode steps: counted in memory, logged periodically, kept on disk across restarts.
 
 `triptych plan` (`bucket_planner.py`) reads the file and proposes decode buckets that fit the traffic.
 """
@@ -16,32 +16,29 @@ from structlog.typing import FilteringBoundLogger
 from scheduler_svc.shapes.bucket_planner import work_of
 
 _VERSION = 1
-# How often the file is written while nothing is logged, seconds.
+# Seconds between two writes of the file while nothing is logged.
 _SAVE_S = 60.0
 
 
 def histogram_path(state_dir: Path) -> Path:
-    """Where a scheduler with that state folder keeps its histogram."""
+    """Returns the file in which a scheduler with that state folder keeps its histogram."""
     return state_dir / "batch_sizes.json"
 
 
-class DamagedHistogram(ValueError):  # noqa: N818 - named after what it says, like the errors of `protos`
-    """A file that is not a histogram of this version; the message says why, in a few words."""
+class DamagedHistogram(ValueError):  # noqa: N818 - named like the errors of `protos`
+    """The file is not a histogram of this version; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatches:
-    """What the file holds.
-
-    Attributes:
-        model: served name of the model that the steps ran.
-        buckets: decode buckets at the last save, ascending; empty if no replica had been ready.
-        counts: number of rows of a decode step, to the number of such steps.
-    """
+    """Content of the file."""
 
     model: str = ""
+    """Served name of the model that the steps ran."""
     buckets: tuple[int, ...] = ()
+    """Decode buckets at the last save, ascending; empty if no replica was ready."""
     counts: Mapping[int, int] = field(default_factory=dict)
+    """Maps the number of rows of a decode step to the number of such steps."""
 
     @property
     def num_steps(self) -> int:
@@ -53,9 +50,9 @@ class RecordedBatches:
         """Reads a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the file does not exist.
             OSError: it cannot be read.
-            DamagedHistogram: it is something else.
+            DamagedHistogram: it is not a histogram.
         """
         try:
             data = json.loads(path.read_bytes())
@@ -74,7 +71,7 @@ class RecordedBatches:
         return cls(model, tuple(buckets), sizes)
 
     def write(self, path: Path) -> None:
-        """Writes the file anew, in one go: a reader sees the old or the new one.
+        """Replaces the file atomically: a reader sees the old or the new one.
 
         Raises:
             OSError: it cannot be written.
@@ -95,20 +92,21 @@ class RecordedBatches:
 class BatchHistogram:
     """Counts the decode steps of all replicas by their number of rows.
 
-    What the file held at start is added to what is counted, so it grows over restarts; of another model, it is put aside under the name
-    of that file plus ``.previous``. A file that cannot be read, understood or written costs a warning and nothing else.
+    Counts continue from the file, so they grow across restarts. The file of another model is renamed to end
+    in ``.previous``. A file that cannot be read, parsed or written only causes a warning.
     """
 
     def __init__(
         self, path: Path | None, interval_s: float | None, clock: Callable[[], float], log: FilteringBoundLogger
     ) -> None:  # fmt: skip
-        """Reads what was counted before.
+        """Reads the counts of earlier runs.
 
         Args:
-            path: the file; None: nothing is kept.
-            interval_s: seconds between two log lines; None or not positive: none are logged, and the file is written once a minute.
+            path: the file; None keeps nothing.
+            interval_s: seconds between two log lines. None or a value that is not positive disables them; the
+                file is then written once a minute.
             clock: monotonic seconds.
-            log: where lines and warnings go.
+            log: receives lines and warnings.
         """
         self._path = path
         self._interval_s = interval_s if interval_s is not None and interval_s > 0 else None
@@ -116,7 +114,7 @@ class BatchHistogram:
         self._log = log
         self._due_s = clock() + (self._interval_s or _SAVE_S)
         self._buckets: tuple[int, ...] = ()
-        # By number of rows: steps of this process, and how many of them have been logged.
+        # By number of rows: steps of this process, and those already logged.
         self._counts = [0] * 257
         self._logged = [0] * 257
         self._can_write = True
@@ -125,7 +123,7 @@ class BatchHistogram:
 
     @property
     def counts(self) -> dict[int, int]:
-        """Steps by number of rows, of this process and of those before it that ran the same model."""
+        """Steps by number of rows, of this process and of earlier ones that ran the same model."""
         counts = dict(self._before.counts)
         for rows, steps in enumerate(self._counts):
             if steps:
@@ -134,11 +132,11 @@ class BatchHistogram:
 
     @property
     def counts_since_start(self) -> dict[int, int]:
-        """Steps by number of rows, of this process alone: they never fall."""
+        """Steps by number of rows, of this process alone; they never fall."""
         return {rows: steps for rows, steps in enumerate(self._counts) if steps}
 
     def observe(self, num_rows: int) -> None:
-        """A decode step ran with that many rows (at least 1), before padding."""
+        """Counts a decode step with ``num_rows`` rows (at least 1), before padding."""
         try:
             self._counts[num_rows] += 1
         except IndexError:
@@ -146,14 +144,14 @@ class BatchHistogram:
             self._counts[num_rows] += 1
 
     def describe(self, model: str, buckets: Sequence[int]) -> None:
-        """What runs: the model's served name, and the decode buckets, ascending. Known once a replica is ready."""
+        """Sets the model's served name and the decode buckets, ascending, once a replica is ready."""
         if self._before.counts and self._before.model != model:
-            self._put_aside(".previous", f"it counts batches of {self._before.model!r}")
+            self._rename(".previous", f"it counts batches of {self._before.model!r}")
             self._before = RecordedBatches()
         self._model, self._buckets = model, tuple(buckets)
 
     def tick(self) -> None:
-        """Logs and saves if it is time; cheap otherwise. To be called every now and then."""
+        """Logs and saves if it is time; cheap otherwise. Call it regularly."""
         now = self._clock()
         if now < self._due_s:
             return
@@ -163,20 +161,20 @@ class BatchHistogram:
         self.save()
 
     def save(self) -> None:
-        """Writes the file if there is something to keep; also to be called at the end."""
+        """Writes the file if anything was counted. Call it at shutdown, too."""
         if self._path is None or not any(self._counts):
             return
         try:
             RecordedBatches(self._model, self._buckets or self._before.buckets, self.counts).write(self._path)
         except OSError as error:
             if self._can_write:
-                self._log.warning("batch sizes cannot be kept", path=str(self._path), reason=error.strerror)
+                self._log.warning("cannot save batch sizes", path=str(self._path), reason=error.strerror)
             self._can_write = False
         else:
             self._can_write = True
 
     def _log_interval(self) -> None:
-        """One line about the steps since the last one; none if there were none."""
+        """Logs the steps since the last line, if there were any."""
         self._logged.extend([0] * (len(self._counts) - len(self._logged)))
         new = {
             rows: total - logged
@@ -203,17 +201,17 @@ class BatchHistogram:
         except FileNotFoundError:
             pass
         except DamagedHistogram as error:
-            self._put_aside(".damaged", str(error))
+            self._rename(".damaged", str(error))
         except OSError as error:
-            self._put_aside(".damaged", error.strerror or "unreadable")
+            self._rename(".damaged", error.strerror or "unreadable")
         return RecordedBatches()
 
-    def _put_aside(self, suffix: str, reason: str) -> None:
+    def _rename(self, suffix: str, reason: str) -> None:
         if self._path is None:
             return
         aside = self._path.with_name(self._path.name + suffix)
-        self._log.warning("batch sizes of earlier runs are put aside", path=str(aside), reason=reason)
-        # Gone already, or not to be moved: the next save replaces it or says why not.
+        self._log.warning("batch sizes of earlier runs renamed", path=str(aside), reason=reason)
+        # A file that is gone or cannot be renamed: the next save replaces it or reports why not.
         with contextlib.suppress(OSError):
             self._path.replace(aside)
 

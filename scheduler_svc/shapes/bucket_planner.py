@@ -1,6 +1,6 @@
-"""Which decode buckets fit the traffic: those that pad least, for as many graphs as one is willing to compile.
+"""Chooses the decode buckets that pad least for observed traffic, given a number of graphs to compile.
 
-Pure functions over a histogram: number of rows of a decode step, to the number of such steps.
+Pure functions over a histogram that maps the number of rows of a decode step to the number of such steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,57 +11,51 @@ from scheduler_svc.shapes.buckets import bucket_for
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a decode step costs, in any unit: ``fixed + per_row * bucket``.
-
-    Attributes:
-        fixed: cost of a step however many rows it has; not negative. It changes what buckets gain, not which are best.
-        per_row: cost of each row of the bucket, padding included; positive.
-    """
+    """Cost of a decode step, in any unit: ``fixed + per_row * bucket``."""
 
     fixed: float = 0.0
+    """Cost of a step regardless of its rows; not negative. It affects the gain, not the choice of buckets."""
     per_row: float = 1.0
+    """Cost of each row of the bucket, padding included; positive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a set of buckets makes of a histogram.
-
-    Attributes:
-        buckets: ascending.
-        num_steps: decode steps.
-        num_rows: rows that belong to requests.
-        padded_rows: rows that are padding.
-        cost: of all steps.
-    """
+    """The work that a histogram's steps take with a set of buckets."""
 
     buckets: tuple[int, ...]
+    """Ascending."""
     num_steps: int
+    """Decode steps."""
     num_rows: int
+    """Rows that belong to requests."""
     padded_rows: int
+    """Rows that are padding."""
     cost: float
+    """Cost of all steps."""
 
     @property
     def padding_share(self) -> float:
-        """Padding among the rows that run, 0 to 1."""
+        """Share of padding among all rows, 0 to 1."""
         total = self.num_rows + self.padded_rows
         return self.padded_rows / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The buckets that run now and the best ones, on the same steps."""
+    """The current buckets and the best ones, for the same steps."""
 
     now: Work
     then: Work
 
     @property
     def gain(self) -> float:
-        """Share of the cost that the best buckets save, 0 to 1; negative if fewer graphs than now have to do."""
+        """Share of the cost that the best buckets save, 0 to 1; negative if they are too few."""
         return 1 - self.then.cost / self.now.cost if self.now.cost else 0.0
 
 
 def work_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = StepCost()) -> Work:
-    """What steps with these numbers of rows cost at these buckets.
+    """Returns the work of steps with these numbers of rows at these buckets.
 
     Raises:
         ValueError: if a step has more rows than the largest bucket.
@@ -79,36 +73,37 @@ def work_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = 
 def plan_buckets(
     counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int, cost: StepCost = StepCost()
 ) -> BucketPlan:  # fmt: skip
-    """Compares the current buckets with the best ones.
+    """Returns the current buckets and the best ones, with their costs.
 
     Args:
-        counts: rows of a step (1 to ``max_batch``) to steps.
-        current: the buckets that run now, ascending; they hold ``max_batch``.
+        counts: maps rows of a step (1 to ``max_batch``) to steps.
+        current: the current buckets, ascending; the last holds ``max_batch`` rows.
         max_batch: most rows of a step; the last bucket.
-        graphs: most buckets.
-        cost: what a step costs.
+        graphs: most buckets to choose.
+        cost: cost of a step.
 
     Raises:
-        ValueError: naming the value that breaks a rule, and the rule.
+        ValueError: naming the bad value and the rule.
     """
     best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
     return BucketPlan(now=work_of(counts, current, cost), then=work_of(counts, best, cost))
 
 
 def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:
-    """At most ``graphs`` buckets, ascending, the last one ``max_batch``, so that the steps run the fewest rows in total.
+    """Returns at most ``graphs`` buckets, the last one ``max_batch``, that run the fewest rows in total.
 
-    Every bucket but the last is a size that occurs: a smaller one down to the next such size would pad less. So with sizes
-    s_1 < ... < s_n = max_batch, where P_j steps have up to s_j rows, the fewest rows for the sizes up to s_j with k buckets are
-    ``cost(k, j) = min over i < j of cost(k - 1, i) + (P_j - P_i) * s_j``. For a fixed k those are the minima of lines of falling slope
-    (-P_i) at rising points (s_j), which the convex hull trick finds in O(n): O(graphs * n) in all, in whole numbers.
+    Every bucket but the last is a size that occurs, because lowering it to the next such size would pad less.
+    Take sizes s_1 < ... < s_n = max_batch, with P_j steps of up to s_j rows. The fewest rows for sizes up to
+    s_j with k buckets are ``cost(k, j) = min over i < j of cost(k - 1, i) + (P_j - P_i) * s_j``. For a fixed
+    k, these are minima of lines of falling slope (-P_i) at rising points (s_j). The convex hull trick finds
+    them in O(n), so the total is O(graphs * n), in integers.
 
     Example:
         >>> best_buckets({1: 100, 2: 10, 5: 50, 6: 50}, max_batch=8, graphs=3)
         (1, 6, 8)
 
     Raises:
-        ValueError: naming the value that breaks a rule, and the rule.
+        ValueError: naming the bad value and the rule.
     """
     if max_batch < 1:
         raise ValueError(f"the largest decode batch must be at least 1, not {max_batch}")
@@ -122,12 +117,12 @@ def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> t
     sizes = observed if observed[-1:] == [max_batch] else [*observed, max_batch]
     if graphs >= len(sizes):
         return tuple(sizes)
-    # Steps with up to that size; index 0 stands for none.
+    # Steps with up to that size; index 0 stands for no size.
     upto = [0]
     for size in sizes:
         upto.append(upto[-1] + counts.get(size, 0))
     costs = [0, *(steps * size for steps, size in zip(upto[1:], sizes, strict=True))]
-    # For each number of buckets from 2 on: index of the bucket before the last one, by index of the last one.
+    # For each number of buckets from 2 on: index of the last but one bucket, by index of the last.
     before: list[list[int]] = []
     for buckets in range(2, graphs + 1):
         costs, chosen = _one_more(costs, sizes, upto, buckets)
@@ -143,13 +138,13 @@ def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> t
 def _one_more(
     costs: list[int], sizes: list[int], upto: list[int], buckets: int
 ) -> tuple[list[int], list[int]]:
-    """From the cheapest ways with one bucket less to those with ``buckets`` (at least 2), by index of the last bucket.
+    """Extends the cheapest choices of ``buckets - 1`` buckets by one, by index of the last bucket.
 
     Returns:
-        Costs, and the index of the bucket before the last one; meaningful from index ``buckets`` on.
+        Costs, and the index of the last but one bucket; meaningful from index ``buckets`` (at least 2) on.
     """
     new, chosen = list(costs), [0] * len(costs)
-    # Indices i whose lines y(x) = costs[i] - upto[i] * x are the lowest somewhere ahead; the first one is at the current x.
+    # Indices i of lines y(x) = costs[i] - upto[i] * x that are lowest somewhere at or after the current x.
     hull: list[int] = []
     first = 0
     for last in range(buckets, len(costs)):
@@ -169,10 +164,10 @@ def _at(line: int, x: int, costs: list[int], upto: list[int]) -> int:
 
 
 def _append_line(hull: list[int], first: int, line: int, costs: list[int], upto: list[int]) -> None:
-    """Adds the steepest falling line yet, and drops those that it makes needless, but none before ``first``."""
+    """Adds the steepest line so far, and drops lines from ``first`` on that are no longer lowest anywhere."""
     while len(hull) >= first + 2:
         one, two = hull[-2], hull[-1]
-        # Where `line` undercuts `one` it has undercut `two` already.
+        # Wherever `line` is below `one`, it is also below `two`.
         if (costs[line] - costs[one]) * (upto[two] - upto[one]) > (costs[two] - costs[one]) * (
             upto[line] - upto[one]
         ):

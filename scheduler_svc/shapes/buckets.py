@@ -1,8 +1,8 @@
 """Decode buckets: the batch sizes that decode graphs are compiled for.
 
-Pure functions. The strategies and their settings are those of vLLM-RBLN (``VLLM_RBLN_DECODE_BATCH_BUCKET_*``): all start at the
-largest batch and go down by division (exponential) or subtraction (linear) until a bucket would be below the minimum or the limit of
-buckets is reached; manual buckets are taken as they are.
+Pure functions. The strategies and their settings follow vLLM-RBLN (``VLLM_RBLN_DECODE_BATCH_BUCKET_*``). They
+start at the largest batch and go down by division (exponential) or subtraction (linear), until a bucket would
+be below the minimum or the limit of buckets is reached. Manual buckets are used as given.
 """
 
 from bisect import bisect_left
@@ -21,14 +21,14 @@ def decode_buckets(
     limit: int = 32,
     manual: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """The buckets, ascending; the last one is ``max_batch``.
+    """Returns the buckets, ascending; the last one is ``max_batch``.
 
     Example:
         >>> decode_buckets("exp", max_batch=32, minimum=2, step=2, limit=4)
         (4, 8, 16, 32)
 
     Raises:
-        ValueError: naming the setting that breaks a rule, and the rule.
+        ValueError: naming the bad setting and the rule.
     """
     if max_batch < 1:
         raise ValueError(f"the largest decode batch must be at least 1, not {max_batch}")
@@ -70,7 +70,7 @@ def _manual(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
 
 
 def bucket_for(batch: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds ``batch`` rows.
+    """Returns the smallest bucket that holds ``batch`` rows.
 
     Raises:
         ValueError: if none does.

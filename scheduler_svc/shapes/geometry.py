@@ -1,4 +1,4 @@
-"""The static shapes of a deployment: everything that compiled graphs and block tables are sized by, checked once."""
+"""The static shapes of a generating deployment, and the rules between them."""
 
 import enum
 from collections.abc import Sequence
@@ -17,62 +17,53 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share a block table.
-
-    Attributes:
-        kind: how blocks are used.
-        window: tokens that a query attends to, itself included; 0 for full attention.
-    """
+    """Layers that share a block table."""
 
     kind: GroupKind
+    """How blocks are used."""
     window: int = 0
+    """Tokens that a query attends to, itself included; 0 for full attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a worker said it can run (``Worker.Describe``).
-
-    Attributes:
-        max_context: longest context the model was made for, tokens.
-        block_size_multiple: a block must be a multiple of this many tokens.
-        max_batch: rows of a decode step at most.
-        max_chunk: tokens of a prefill step at most.
-    """
+    """What a worker announced that it can run (``Worker.Describe``)."""
 
     max_context: int
+    """Longest context of the model, tokens."""
     block_size_multiple: int
+    """The block size must be a multiple of this many tokens."""
     max_batch: int
+    """Most rows of a decode step."""
     max_chunk: int
+    """Most tokens of a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One deployment's static shapes.
-
-    Attributes:
-        max_model_len: longest sequence (prompt plus output), tokens.
-        max_num_seqs: slots of a replica.
-        chunk: tokens of one prefill step.
-        block_size: tokens of one KV block of a paged group; a block of an in-place group holds one window.
-        buckets: decode batch sizes, ascending.
-    """
+    """One deployment's static shapes."""
 
     max_model_len: int
+    """Longest sequence (prompt plus output), tokens."""
     max_num_seqs: int
+    """Slots of a replica."""
     chunk: int
+    """Tokens of one prefill step."""
     block_size: int
+    """Tokens of one KV block of a paged group; a block of an in-place group holds one window."""
     buckets: tuple[int, ...]
+    """Decode batch sizes, ascending."""
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens under one prefix key: the smaller of chunk and block size, which divide one another."""
+        """Tokens per prefix key: the smaller of chunk and block size, which divide one another."""
         return min(self.chunk, self.block_size)
 
     def check(self, limits: DeviceLimits, groups: Sequence[KvGroup]) -> None:
-        """Verifies the rules that hold between these numbers, the model and the device.
+        """Checks the shapes against one another, the model and the device.
 
         Raises:
-            ConfigurationRefused: with the first rule that is broken and the setting to change.
+            ConfigurationRefused: naming the first broken rule and the setting to change.
         """
         rules = [
             (self.max_model_len <= limits.max_context,

@@ -1,4 +1,4 @@
-"""The interface of a KV group manager, the block table of a sequence, and the layout that all managers share."""
+"""The interface of a KV group manager, the block table of a sequence, and the block layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,7 +64,8 @@ class BlockLayout:
 class KvGroupManager(Protocol):
     """Decides which blocks a sequence needs in one KV group, and which prefixes it can resume from.
 
-    A *hit* is a number of leading hash blocks. Tables belong to the caller; a manager keeps nothing per sequence.
+    A *hit* is a number of leading hash blocks. Tables belong to the caller; a manager keeps nothing per
+    sequence.
     """
 
     pool: BlockPool
@@ -73,7 +74,7 @@ class KvGroupManager(Protocol):
     """Whether tables grow with their sequence; False if one block slides in place."""
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence holds at any time while it grows to ``num_tokens`` tokens."""
+        """Returns the most blocks that a sequence ever holds while it grows to ``num_tokens`` tokens."""
 
     def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
         """Returns the table length at admission, given the sequence's known tokens and those of its hit."""
@@ -90,7 +91,8 @@ class KvGroupManager(Protocol):
     def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
         """References everything that a sequence resumes from.
 
-        ``hit`` is a length that :meth:`longest_hit` returned or would return, with nothing allocated in between.
+        ``hit`` is a length that :meth:`longest_hit` returned or would return, with nothing allocated in
+        between.
 
         Returns:
             A table of blocks that are shared as they are. If the sequence also needs content that it will
@@ -98,7 +100,7 @@ class KvGroupManager(Protocol):
         """
 
     def copied_tokens(self, num_tokens: int) -> int:
-        """Returns how many tokens of the last block to copy for a sequence that continues behind ``num_tokens``."""
+        """Returns how many tokens of the last block to copy in order to continue behind ``num_tokens``."""
 
     def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
         """Whether a table with ``num_computed`` tokens still holds what a query at ``num_tokens`` sees."""

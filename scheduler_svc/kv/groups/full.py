@@ -32,8 +32,8 @@ class FullGroup:
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
         """Ends a hit at the first missing hash block, because full attention reads all earlier tokens.
 
-        Two hash blocks per block, cached ``[a b][c -]``: keys ``a b c d`` hit 3; the third is copied out of the
-        second block.
+        Two hash blocks per block, cached ``[a b][c -]``: keys ``a b c d`` hit 3; the third is copied out of
+        the second block.
         """
         per_block, lookup = self._layout.hash_blocks_per_block, self.pool.lookup
         hit = 0
@@ -79,7 +79,8 @@ class FullGroup:
                 continue
             first, last = position * per_block + len(block.keys), min(end, (position + 1) * per_block)
             if first < last:
-                # A partly filled block can only be copied; it is evicted before blocks that can be shared whole.
+                # A partly filled block can only be copied; it is evicted before blocks that can be shared
+                # whole.
                 partial = last < (position + 1) * per_block
                 fresh = set(self.pool.index_block(block, keys[first:last], cheap=partial))
                 new += [index for index in range(first, last) if keys[index] in fresh]

@@ -1,8 +1,9 @@
 """Sliding window in place: one block per sequence, whose content slides along with the sequence.
 
-The kernels of Rebellions NPUs append to the block and keep its last ``window`` tokens. One chunk later the prefix's
-window is overwritten, and vLLM-RBLN therefore disables prefix caching for such models. Here the block is copied,
-device to device, at the chunk boundaries worth resuming from. A request that resumes there gets a copy of that copy.
+The kernels of Rebellions NPUs append to the block and keep its last ``window`` tokens. One chunk later the
+prefix's window is overwritten, and vLLM-RBLN therefore disables prefix caching for such models. Here the
+block is copied, device to device, at the chunk boundaries worth resuming from. A request that resumes there
+gets a copy of that copy.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ _CHEAP_SHARE = 1 / 16
 
 
 class InPlaceWindowGroup:
-    """A table is one block that only its sequence writes. The index knows only blocks that no sequence writes."""
+    """A table is one block that only its sequence writes. Indexed blocks are never written."""
 
     paged: ClassVar[bool] = False
 
@@ -40,7 +41,7 @@ class InPlaceWindowGroup:
         return 1 - len(table.blocks)
 
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
-        """Returns the last boundary with a kept window. With ``[a b]`` and ``[a b c d]``, ``a b c e`` hits 2."""
+        """Returns the last boundary with a kept window; with ``ab`` and ``abcd`` kept, ``abce`` hits 2."""
         stride = self._layout.hit_stride
         for hit in range(limit - limit % stride, 0, -stride):
             if self.pool.lookup(keys[hit - 1]) is not None:
@@ -76,8 +77,8 @@ class InPlaceWindowGroup:
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
         """Returns a block for a copy of the window, unless the prefix is kept already.
 
-        Cheap windows replace only cheap windows, plus a small share of the pool that is reserved for them. That
-        share protects the windows that a prompt's first repetition needs from older, more valuable ones.
+        Cheap windows replace only cheap windows, plus a small share of the pool that is reserved for them.
+        That share protects the windows that a prompt's first repetition needs from older, more valuable ones.
         """
         kept = self.pool.lookup(key)
         if kept is not None:

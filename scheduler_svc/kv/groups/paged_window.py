@@ -10,7 +10,8 @@ from scheduler_svc.kv.groups.full import FullGroup
 class PagedWindowGroup(FullGroup):
     """Blocks lie as with full attention, but a query at position p reads only positions above ``p - window``.
 
-    A sequence therefore holds a bounded number of blocks, and a hit needs only the blocks that the next query reads.
+    A sequence therefore holds a bounded number of blocks, and a hit needs only the blocks that the next query
+    reads.
     """
 
     def __init__(self, pool: BlockPool, layout: BlockLayout, window: int) -> None:
@@ -33,10 +34,10 @@ class PagedWindowGroup(FullGroup):
         return max(0, super().most_blocks(num_tokens) - len(table.blocks))
 
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
-        """Searches from the right for a length whose window is cached; blocks before the window may be missing.
+        """Searches from the right for a length with a cached window; blocks before the window may be missing.
 
-        Window 8, blocks of 4, one hash block each: a hit of length n needs the positions from ``4n - 7`` on, its last
-        two blocks. Cached ``[-, b, c, -, e]`` against keys ``a b c d e`` is a hit of 3.
+        Window 8, blocks of 4, one hash block each: a hit of length n needs the positions from ``4n - 7`` on,
+        its last two blocks. Cached ``[-, b, c, -, e]`` against keys ``a b c d e`` is a hit of 3.
         """
         layout, per_block, lookup = self._layout, self._layout.hash_blocks_per_block, self.pool.lookup
         hit = limit - limit % layout.hit_stride
@@ -51,8 +52,8 @@ class PagedWindowGroup(FullGroup):
             )  # fmt: skip
             if missing is None:
                 return hit
-            # Every shorter hit that reaches beyond the missing block needs it too: the next candidate ends before
-            # its end.
+            # Every shorter hit that reaches beyond the missing block needs it too: the next candidate ends
+            # before its end.
             hit = (missing + 1) * per_block - 1
             hit -= hit % layout.hit_stride
         return 0
@@ -74,7 +75,7 @@ class PagedWindowGroup(FullGroup):
         return num_tokens <= num_computed and table.first <= self._first_needed(num_tokens)
 
     def trim(self, table: Table, num_computed: int) -> int:
-        """Frees the blocks behind the window of the query at ``num_computed``; the oldest is evicted first."""
+        """Frees the blocks behind the window of the query at ``num_computed``, the oldest first."""
         first = min(self._first_needed(num_computed), len(table.blocks))
         count = first - table.first
         if count <= 0:

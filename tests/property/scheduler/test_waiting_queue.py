@@ -161,7 +161,7 @@ class WaitingMachine(RuleBasedStateMachine):
             return
         assert len(self.order._heap) <= 2 * len(self.waiting) + 20
         assert len(self.order._promotions) <= 2 * len(self.waiting) + 20
-        for line in self.order._lines.values():
+        for line in self.order._queues.values():
             assert len(line._heap) <= 2 * len(line.requests) + 20
 
     def teardown(self) -> None:
@@ -171,7 +171,7 @@ class WaitingMachine(RuleBasedStateMachine):
             self.agrees()
             self.take(min(self.waiting, key=self.key))
         assert self.queue.peek(self.now) is None
-        assert not self.order._lines
+        assert not self.order._queues
 
 
 TestWaiting = WaitingMachine.TestCase

@@ -221,7 +221,7 @@ def test_removed_requests_do_not_pile_up_behind_a_head_that_stays() -> None:
         queue.remove(request)
     assert len(order._heap) < 100
     assert len(order._promotions) < 100
-    assert len(order._lines) == len(order._lines_of) == 1
+    assert len(order._queues) == len(order._activity) == 1
     assert len(order._counters._heap) < 200
     assert queue.peek(0.0) is head
 
