@@ -1,4 +1,4 @@
-"""The block pool, case by case; tests/property has the random lives."""
+"""The block pool, case by case; tests/property covers random sequences of operations."""
 
 import pytest
 
@@ -6,15 +6,15 @@ from scheduler_svc.kv.block_pool import Block, BlockPool, FreeQueue
 from tests.support.scheduler.factories import make_pool
 
 
-def test_the_null_block_is_never_handed_out() -> None:
-    """Block 0 stays out of every allocation."""
+def test_the_null_block_is_never_allocated() -> None:
+    """Block 0 is in no allocation."""
     blocks = make_pool(9).allocate(8)
     assert blocks is not None
     assert sorted(block.block_id for block in blocks) == list(range(1, 9))
 
 
 def test_allocating_more_than_is_free_changes_nothing() -> None:
-    """None comes back and all blocks stay free."""
+    """`allocate` returns None and all blocks stay free."""
     pool = make_pool(5)
     assert pool.allocate(5) is None
     assert pool.num_free == 4
@@ -27,8 +27,8 @@ def test_allocating_nothing_is_always_possible() -> None:
     assert pool.allocate(0) == []
 
 
-def test_a_freed_cached_block_can_be_revived_until_it_is_handed_out() -> None:
-    """Touch takes the block out of the middle of the free list."""
+def test_a_freed_cached_block_can_be_revived_until_it_is_allocated() -> None:
+    """`touch` takes the block out of the middle of the free list."""
     pool = make_pool(4)
     blocks = pool.allocate(3) or []
     pool.index_block(blocks[1], (b"k",))
@@ -39,7 +39,7 @@ def test_a_freed_cached_block_can_be_revived_until_it_is_handed_out() -> None:
 
 
 def test_the_least_recently_freed_block_is_evicted_first_and_reported() -> None:
-    """on_evict is called with the key of what was forgotten."""
+    """`on_evict` is called with the evicted key."""
     evicted: list[bytes] = []
     pool = BlockPool(3, on_evict=evicted.append)
     first, second = pool.allocate(2) or []
@@ -51,8 +51,8 @@ def test_the_least_recently_freed_block_is_evicted_first_and_reported() -> None:
     assert pool.lookup(b"first") is first
 
 
-def test_equal_content_outlives_the_block_that_had_it_first() -> None:
-    """Two requests computed the same prefix at the same time: when one block is evicted, the other one still has it."""
+def test_equal_content_outlives_its_first_block() -> None:
+    """Two requests computed a prefix at once: after one block is evicted, the other still has it."""
     evicted: list[bytes] = []
     pool = BlockPool(3, on_evict=evicted.append)
     first, second = pool.allocate(2) or []
@@ -69,7 +69,7 @@ def test_equal_content_outlives_the_block_that_had_it_first() -> None:
 
 
 def test_a_block_can_be_found_under_each_prefix_that_ends_in_it() -> None:
-    """Its keys come one after the other and go all at once."""
+    """Keys are added one by one and evicted together."""
     pool = make_pool(2)
     (block,) = pool.allocate(1) or [pool.null]
     assert pool.index_block(block, (b"a",)) == [b"a"]
@@ -81,8 +81,8 @@ def test_a_block_can_be_found_under_each_prefix_that_ends_in_it() -> None:
     assert pool.num_evicted == 1
 
 
-def test_blocks_go_in_the_order_of_what_they_are_worth() -> None:
-    """First those without content, then cheap content, then the least recently used."""
+def test_blocks_are_allocated_by_the_worth_of_their_content() -> None:
+    """Blocks without content first, then cheap content, then the least recently used."""
     pool = make_pool(5)
     old, cheap, young, empty = pool.allocate(4) or []
     pool.index_block(old, (b"old",))
@@ -92,8 +92,8 @@ def test_blocks_go_in_the_order_of_what_they_are_worth() -> None:
     assert pool.allocate(4) == [empty, cheap, old, young]
 
 
-def test_a_spare_block_never_costs_content_that_is_worth_something() -> None:
-    """Cheap content takes the place of nothing and of other cheap content only."""
+def test_cheap_content_evicts_only_cheap_content() -> None:
+    """Cheap content is stored in empty blocks or in place of other cheap content."""
     pool = make_pool(3)
     cheap, worthy = pool.allocate(2) or []
     pool.index_block(cheap, (b"cheap",), cheap=True)
@@ -104,8 +104,8 @@ def test_a_spare_block_never_costs_content_that_is_worth_something() -> None:
     assert pool.lookup(b"worthy") is worthy
 
 
-def test_content_that_is_used_is_cheap_no_more() -> None:
-    """A hit shows what it is worth."""
+def test_a_hit_makes_cheap_content_valuable() -> None:
+    """Content with a hit is no longer cheap."""
     pool = make_pool(2)
     (block,) = pool.allocate(1) or [pool.null]
     pool.index_block(block, (b"k",), cheap=True)
@@ -115,7 +115,7 @@ def test_content_that_is_used_is_cheap_no_more() -> None:
     assert pool.allocate_for_cheap() is None
 
 
-def test_freeing_too_often_is_refused() -> None:
+def test_a_double_free_is_refused() -> None:
     """A double free names the block instead of corrupting the list."""
     pool = make_pool()
     blocks = pool.allocate(1) or []
@@ -135,7 +135,7 @@ def test_usage_counts_blocks_in_use() -> None:
     assert pool.num_cached == 1
 
 
-def test_reset_forgets_content_but_not_use() -> None:
+def test_a_reset_evicts_content_but_keeps_references() -> None:
     """Blocks in use stay in use after the index is cleared."""
     pool = make_pool(5)
     blocks = pool.allocate(2) or []
@@ -148,13 +148,13 @@ def test_reset_forgets_content_but_not_use() -> None:
 
 @pytest.mark.parametrize("count", [-1, 0, 1])
 def test_a_pool_needs_a_block_to_allocate(count: int) -> None:
-    """The null block alone is not a pool."""
+    """A pool of only the null block is refused."""
     with pytest.raises(ValueError, match="at least 2 blocks"):
         BlockPool(count)
 
 
 def test_check_integrity_notices_a_wrong_reference_count() -> None:
-    """A block with references that is still free is a broken pool."""
+    """A free block with references is an error."""
     pool = make_pool()
     block = (pool.allocate(1) or [])[0]
     pool.free([block])
@@ -164,7 +164,7 @@ def test_check_integrity_notices_a_wrong_reference_count() -> None:
 
 
 def test_check_integrity_notices_a_key_without_index() -> None:
-    """Index and keys must mirror one another."""
+    """The index and the keys of blocks must agree."""
     pool = make_pool()
     block = (pool.allocate(1) or [])[0]
     block.keys.append(b"stray")
@@ -173,7 +173,7 @@ def test_check_integrity_notices_a_key_without_index() -> None:
 
 
 def test_the_free_queue_keeps_order_under_removal() -> None:
-    """Removing from the middle, the head and the tail leaves the others in order."""
+    """Removing the head, the tail or a middle block keeps the others in order."""
     blocks = [Block(i, keys=[bytes([i])]) for i in range(5)]
     queue = FreeQueue()
     for block in blocks:

@@ -1,21 +1,13 @@
-"""All groups of a replica together: hits, copies, kept windows and pins, case by case; tests/property has the random lives."""
-
-import asyncio
-from collections.abc import Callable
+"""All KV groups of a replica together: hits, copies, kept windows and pins, case by case."""
 
 import pytest
 
-from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded, TriptychError
-from scheduler_svc.api.pin_service import Pinned, PinService
-from scheduler_svc.dispatch.pinned_prefixes import MAX_PINS
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.kv.prefix_hash import HashChain
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (
     FULL,
-    Rig,
     expected_tokens,
     make_geometry,
     make_request,
@@ -39,7 +31,7 @@ def make_cache(
 
 
 def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> SequenceKv:
-    """Admits a request and computes it as a worker would, copies included."""
+    """Admits a sequence and computes it as a worker would, copies included."""
     request = make_sequence(prompt)
     assert kv.admit(request)
     while request.num_computed < len(request.token_ids):
@@ -54,7 +46,7 @@ def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> Sequen
 
 
 def test_a_hit_inside_a_block_copies_its_beginning() -> None:
-    """Chunks of 2 in blocks of 8: six of eight tokens are shared, the copy is ordered once, and its source waits until it is made."""
+    """Chunks of 2 in blocks of 8: six of eight tokens are copied, and the source is held until then."""
     kv = make_cache(FULL, chunk=2, block_size=8)
     first = prefill(kv, range(20, 28), chunk=2)
     second = make_sequence([*range(20, 26), 90, 91])
@@ -73,8 +65,8 @@ def test_a_hit_inside_a_block_copies_its_beginning() -> None:
     assert source.ref_count == 1
 
 
-def test_who_wants_log_probabilities_of_the_prompt_computes_all_of_it() -> None:
-    """Nothing that is cached is used for it; what it computes is found by others."""
+def test_log_probabilities_of_a_prompt_disable_prefix_hits() -> None:
+    """The request computes its whole prompt; later requests hit what it computed."""
     kv = make_cache(FULL)
     prefill(kv, range(20, 36))
     wanting = make_request(range(20, 40), sampling=make_sampling(prompt_logprobs=0)).kv
@@ -90,7 +82,7 @@ def test_who_wants_log_probabilities_of_the_prompt_computes_all_of_it() -> None:
 
 
 def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
-    """And nothing is copied."""
+    """A hit is a whole number of blocks, and nothing is copied."""
     kv = make_cache(FULL, chunk=2, block_size=8, sub_block=False)
     prefill(kv, range(20, 34), chunk=2)
     assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
@@ -98,8 +90,8 @@ def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
     assert not kv.copies
 
 
-def test_who_leaves_before_its_plan_takes_its_copies_back() -> None:
-    """The source is free again."""
+def test_a_release_before_the_plan_withdraws_the_copies() -> None:
+    """The source block is free again."""
     kv = make_cache(FULL, chunk=2, block_size=8)
     kv.release(prefill(kv, range(20, 28), chunk=2))
     request = make_sequence([*range(20, 26), 90])
@@ -109,8 +101,8 @@ def test_who_leaves_before_its_plan_takes_its_copies_back() -> None:
     assert kv.usage == 0
 
 
-def test_a_hit_is_what_all_kinds_of_groups_can_serve() -> None:
-    """Full attention has 12 tokens, the window in place was kept at 8 and 12, the paged one has all: then 8 is all that a branch gets."""
+def test_a_hit_is_what_all_groups_can_serve() -> None:
+    """The window in place was kept at 8 and 12 tokens, so a prompt that diverges at 9 hits 8."""
     kv = make_cache(FULL, PAGED, IN_PLACE)
     kv.release(prefill(kv, range(20, 33)))
     assert kv.prefixes.peek(make_sequence(range(20, 40))) == 12
@@ -119,8 +111,8 @@ def test_a_hit_is_what_all_kinds_of_groups_can_serve() -> None:
         assert group.pool.num_free == group.pool.num_blocks
 
 
-def test_groups_that_cut_one_another_s_hits_short_all_have_the_last_word() -> None:
-    """Windows kept at 4 and 12, and at 4 and 8: what the first group agreed to is asked again when the second one shortens it."""
+def test_groups_shorten_a_hit_until_all_agree() -> None:
+    """Windows kept at 4 and 12, and at 4 and 8: only 4 tokens are in both groups."""
     kv = make_cache(IN_PLACE, IN_PLACE)
     request = prefill(kv, range(20, 33))
     keys, _ = kv.prefixes.lookup_keys(request)
@@ -135,15 +127,15 @@ def test_groups_that_cut_one_another_s_hits_short_all_have_the_last_word() -> No
 
 @pytest.mark.parametrize(("keep", "at_8"), [(KeepJunctions(), 8), (KeepEnds(), 0)])
 def test_which_windows_are_kept(keep: KeepPolicy, at_8: int) -> None:
-    """The end of a prompt by both policies; what lies before it only on the off chance."""
+    """Both policies keep the end of a prompt; only one keeps earlier boundaries."""
     kv = make_cache(IN_PLACE, keep=keep)
     kv.release(prefill(kv, range(20, 34)))
     assert kv.prefixes.peek(make_sequence(range(20, 40))) == 12
     assert kv.prefixes.peek(make_sequence([*range(20, 28), 90])) == at_8
 
 
-def test_where_prompts_part_is_kept_from_the_second_one_on() -> None:
-    """Nothing was known of the junction when the first prompt passed it."""
+def test_a_junction_is_kept_from_the_second_prompt_on() -> None:
+    """The junction is unknown when the first prompt passes it."""
     kv = make_cache(IN_PLACE, keep=KeepEnds())
     parting = [[*range(20, 28), *range(tail, tail + 8)] for tail in (40, 50, 60)]
     cached = []
@@ -154,8 +146,8 @@ def test_where_prompts_part_is_kept_from_the_second_one_on() -> None:
     assert cached == [0, 0, 8]
 
 
-def test_what_is_on_the_off_chance_goes_first() -> None:
-    """Room for three windows: the worthy end of the first prompt outlives the cheap boundaries of the second."""
+def test_cheap_windows_are_evicted_first() -> None:
+    """Room for three windows: the end of the first prompt outlives cheap boundaries of the second."""
     kv = make_cache(IN_PLACE, num_blocks=5)
     kv.release(prefill(kv, range(20, 29)))
     kv.release(prefill(kv, range(40, 61)))
@@ -163,8 +155,8 @@ def test_what_is_on_the_off_chance_goes_first() -> None:
     assert kv.prefixes.peek(make_sequence(range(40, 70))) == 20
 
 
-def test_a_window_is_found_only_when_its_copy_was_made() -> None:
-    """Neither before, nor after a step that failed, nor after a reset in between."""
+def test_a_window_is_found_only_after_its_copy_was_run() -> None:
+    """It is not found before the copy, after a failed step, or after a reset in between."""
     for done, reset, found in ((True, False, 4), (False, False, 0), (True, True, 0)):
         kv = make_cache(IN_PLACE)
         request = make_sequence(range(20, 26))
@@ -181,15 +173,15 @@ def test_a_window_is_found_only_when_its_copy_was_made() -> None:
 
 
 def test_windows_are_kept_only_where_hits_may_end() -> None:
-    """Without sub-block reuse, chunks of 4 in blocks of 8: the end of a prompt of 14 tokens is at 8."""
+    """Chunks of 4 in blocks of 8 without sub-block reuse: a prompt of 14 tokens keeps its window at 8."""
     kv = make_cache(IN_PLACE, chunk=4, block_size=8, sub_block=False, keep=KeepEnds())
     kv.release(prefill(kv, range(20, 34)))
     assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
     assert kv.stats.kept_windows == 1
 
 
-def test_a_paged_window_holds_little_of_a_long_sequence() -> None:
-    """What falls behind the window is free while the sequence goes on."""
+def test_a_paged_window_frees_blocks_behind_it() -> None:
+    """A sequence of ten blocks holds at most four of them."""
     kv = make_cache(PAGED)
     request = prefill(kv, range(20, 60))
     assert len(request.tables[0].blocks) == 10
@@ -197,8 +189,8 @@ def test_a_paged_window_holds_little_of_a_long_sequence() -> None:
     assert kv.max_tokens(10_000) == 10_000
 
 
-def test_pins_hold_their_share_and_no_more() -> None:
-    """16 blocks, half of them: two prefixes of 16 tokens fit, a third does not, and the same one again costs nothing."""
+def test_pins_hold_at_most_their_share() -> None:
+    """Half of 16 blocks: two prefixes of 16 tokens fit, a third does not, a repeated one costs nothing."""
     kv = make_cache(FULL)
     prompts = [range(start, start + 17) for start in (20, 40, 60)]
     for prompt in prompts:
@@ -217,8 +209,8 @@ def test_pins_hold_their_share_and_no_more() -> None:
     assert kv.usage == 0
 
 
-def test_what_is_pinned_outlives_what_is_not() -> None:
-    """Memory is filled twice over; the pinned prefix is still there, the other one is not."""
+def test_a_pinned_prefix_is_not_evicted() -> None:
+    """Memory is filled twice over: the pinned prefix remains, the other is evicted."""
     kv = make_cache(FULL)
     for first in (20, 40):
         kv.release(prefill(kv, range(first, first + 17)))
@@ -229,104 +221,9 @@ def test_what_is_pinned_outlives_what_is_not() -> None:
     assert kv.prefixes.peek(make_sequence(range(40, 57))) == 0
 
 
-def pinning(pins: PinService, *, ttl_s: float = 1000.0) -> asyncio.Task[Pinned]:
-    """16 tokens are being pinned."""
-    return asyncio.create_task(pins.pin(tuple(range(5, 21)), cache_salt="", ttl_s=ttl_s))
-
-
-async def pinned(rig: Rig, pins: PinService) -> Pinned:
-    """They were."""
-    task = pinning(pins)
-    await asyncio.sleep(0)
-    rig.run()
-    return await task
-
-
-@pytest.mark.parametrize("ends_first", [True, False])
-async def test_who_gives_up_pinning_at_the_last_moment_leaves_nothing(ends_first: bool) -> None:
-    """Its request ends and it is cancelled, in either order, before it hears of one of them: neither a pin nor a timer is left."""
-    rig = make_rig()
-    pins = PinService(rig)
-    task = pinning(pins)
-    await asyncio.sleep(0)
-    for end in (rig.run, task.cancel) if ends_first else (task.cancel, rig.run):
-        end()
-    assert rig.engine.pinned.count("replica-0") == 1
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.sleep(0)
-    assert (rig.engine.pinned.count("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda rig: rig.engine.prefixes.reset(),
-        lambda rig: rig.engine.drop_pins(rig.scheduler),
-        lambda rig: rig.replace_replica(),
-    ],
-)
-async def test_a_pin_s_timer_ends_with_it(end: Callable[[Rig], object]) -> None:
-    """With a reset, with what runs out of memory, and with a lost replica."""
-    rig = make_rig()
-    pins = PinService(rig)
-    one = await pinned(rig, pins)
-    timer = pins._timers[one.pin_id]
-    end(rig)
-    assert timer.cancelled()
-    assert not pins._timers
-    assert not pins.unpin(one.pin_id)
-
-
-async def test_a_replica_keeps_a_thousand_pins() -> None:
-    """One more is OVERLOADED, however little it would hold, until one ends."""
-    rig = make_rig()
-    pins = PinService(rig)
-    first = await pinned(rig, pins)
-    for _ in range(MAX_PINS - 1):
-        await pinning(pins)
-    with pytest.raises(Overloaded, match="1000 prefixes are pinned"):
-        await pinning(pins)
-    assert len(pins._timers) == MAX_PINS
-    assert pins.unpin(first.pin_id)
-    assert (await pinning(pins)).num_tokens == 16
-    rig.engine.prefixes.reset()
-    assert not pins._timers
-
-
-async def test_who_pins_is_told_of_an_abort() -> None:
-    """Nothing is computed any more, and nothing is held."""
-    rig = make_rig()
-    pins = PinService(rig)
-    task = pinning(pins)
-    await asyncio.sleep(0)
-    (request,) = rig.scheduler._slots.requests
-    rig.engine.abort(request.request_id)
-    with pytest.raises(Aborted, match="was aborted"):
-        await task
-    rig.run()
-    assert (rig.engine.pinned.count("replica-0"), pins._timers, rig.scheduler.kv.usage) == (0, {}, 0)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error"), [((5,) * 1_000_000, ContextExceeded), ((5,) * 20 + (97,), InvalidArgument)]
-)
-async def test_what_could_never_be_computed_is_not_hashed_to_be_pinned(
-    monkeypatch: pytest.MonkeyPatch, prompt: tuple[int, ...], error: type[TriptychError]
-) -> None:
-    """A prompt beyond the context, and a token id beyond the vocabulary: hashing would hold up every stream."""
-
-    def extend(*_: object) -> None:
-        raise AssertionError("a prompt was hashed")
-
-    monkeypatch.setattr(HashChain, "extend", extend)
-    with pytest.raises(error):
-        await PinService(make_rig()).pin(prompt, cache_salt="", ttl_s=5)
-
-
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])
-def test_what_stands_on_a_prefix_that_was_reset_is_not_found(groups: tuple[KvGroup, ...]) -> None:
-    """Chunks of who began before the reset are not, whenever they are computed; those of who began later are, also beside it."""
+def test_requests_admitted_before_a_reset_are_not_indexed(groups: tuple[KvGroup, ...]) -> None:
+    """Their chunks are never found; chunks of requests admitted later are."""
     rig = make_rig(groups=groups)
     prompt = list(range(20, 36))
     before = rig.submit(make_submission([*prompt, 3], request_id="before", max_tokens=30))
@@ -346,8 +243,8 @@ def test_what_stands_on_a_prefix_that_was_reset_is_not_found(groups: tuple[KvGro
     assert later.tokens == expected_tokens(prompt, 2)
 
 
-def test_a_request_as_large_as_the_memory_is_admitted_though_its_hit_would_need_a_block_more() -> None:
-    """Eight blocks, all needed: the block to copy from cannot be held beside them, so the hit ends at a whole block."""
+def test_a_sequence_as_large_as_the_memory_shortens_its_hit() -> None:
+    """All eight blocks are needed and none is left for a copy, so the hit ends at a whole block."""
     kv = make_cache(FULL, chunk=2, num_blocks=9)
     kv.release(prefill(kv, range(20, 27), chunk=2))
     request = make_sequence([*range(20, 26), *range(50, 75)])
@@ -357,7 +254,7 @@ def test_a_request_as_large_as_the_memory_is_admitted_though_its_hit_would_need_
 
 
 def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
-    """The origin's own copy stays in the list: the fork's is made of it."""
+    """The origin's own copy stays queued, because the fork copies on from it."""
     kv = make_cache(FULL, chunk=2, block_size=8)
     kv.release(prefill(kv, range(20, 28), chunk=2))
     origin, fork = make_sequence(range(20, 28)), make_sequence(range(20, 28))
@@ -372,7 +269,7 @@ def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
 
 @pytest.mark.parametrize("groups", [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)])
 def test_a_hit_runs_the_chunks_of_a_miss(groups: tuple[KvGroup, ...]) -> None:
-    """Chunks of 4 over blocks of 8: what is left of a prompt is cut at the places where a miss would cut it."""
+    """Chunks of 4 over blocks of 8: the rest of a prompt is cut where a miss would cut it."""
     rig = make_rig(make_geometry(chunk=4, block_size=8), groups=groups)
     cuts = []
     for name in "ab":

@@ -1,4 +1,4 @@
-"""The log of what a prefix cache stores and forgets."""
+"""The log of what a prefix cache stores and evicts."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ from tests.support.scheduler.factories import make_rig, make_submission
 
 
 class Cache:
-    """Keys of one group, and the log that tells of them."""
+    """Keys of one group, and the log that records their changes."""
 
     def __init__(self, *, history: int = 4096, max_remembered: int = 1_000_000, first: int = 1) -> None:
         self.keys: list[bytes] = []
@@ -27,8 +27,8 @@ class Cache:
         self.log.flush()
 
 
-def test_a_late_joiner_gets_a_snapshot_then_every_batch() -> None:
-    """Without parents and tokens, and without groups that have nothing."""
+def test_a_new_subscriber_gets_a_snapshot_then_every_batch() -> None:
+    """The snapshot has no parents, no tokens and no empty groups."""
     cache, seen = Cache(first=7), list[Batch]()
     cache.store(b"a")
     cache.log.follow(seen.append)
@@ -39,8 +39,8 @@ def test_a_late_joiner_gets_a_snapshot_then_every_batch() -> None:
     ]
 
 
-def test_sequence_numbers_grow_by_one_for_all_followers() -> None:
-    """Whoever joins later sees the numbers that the others see."""
+def test_sequence_numbers_grow_by_one_for_all_subscribers() -> None:
+    """A later subscriber sees the same numbers as the others."""
     cache, early, late = Cache(), list[Batch](), list[Batch]()
     cache.log.follow(early.append)
     cache.store(b"a")
@@ -50,8 +50,8 @@ def test_sequence_numbers_grow_by_one_for_all_followers() -> None:
     assert [(batch.sequence, batch.snapshot) for batch in late] == [(2, True), (3, False)]
 
 
-def test_who_comes_back_gets_what_was_missed() -> None:
-    """From behind the last number seen; nothing if nothing was missed."""
+def test_a_returning_subscriber_gets_the_missed_batches() -> None:
+    """Batches resume behind the last number seen."""
     cache, again = Cache(), list[Batch]()
     end = cache.log.follow(lambda _: None)
     cache.store(b"a")
@@ -65,8 +65,8 @@ def test_who_comes_back_gets_what_was_missed() -> None:
     assert again == []
 
 
-def test_a_number_that_is_not_remembered_gives_a_snapshot() -> None:
-    """Too old, or of another life of the replica."""
+def test_an_unknown_number_gives_a_snapshot() -> None:
+    """The number is too old, or belongs to an earlier life of the replica."""
     cache = Cache(history=2, first=100)
     cache.log.follow(lambda _: None)
     for key in (b"a", b"b", b"c"):
@@ -79,8 +79,8 @@ def test_a_number_that_is_not_remembered_gives_a_snapshot() -> None:
             assert seen[0].events == (Stored(0, (b"a", b"b", b"c"), None, ()), Stored(1, (), None, ()))
 
 
-def test_removals_in_a_row_are_one_event() -> None:
-    """Of one group, with nothing stored in between."""
+def test_consecutive_removals_are_one_event() -> None:
+    """They are of one group, with nothing stored in between."""
     cache, seen = Cache(), list[Batch]()
     cache.log.follow(seen.append)
     cache.log.removed(0, b"a")
@@ -97,8 +97,8 @@ def test_removals_in_a_row_are_one_event() -> None:
     )
 
 
-def test_thousands_of_removals_are_one_event() -> None:
-    """A full cache whose contents go within a step: nothing is copied for each of them."""
+def test_thousands_of_removals_take_linear_time() -> None:
+    """A full cache is evicted within a step: no removal copies the earlier ones."""
     cache, seen = Cache(), list[Batch]()
     cache.log.follow(seen.append)
     keys = tuple(number.to_bytes(4, "big") for number in range(40_000))
@@ -110,8 +110,8 @@ def test_thousands_of_removals_are_one_event() -> None:
     assert seen[1:] == [Batch(2, (Removed(0, keys),))]
 
 
-def test_what_is_remembered_is_bounded_by_its_size_too() -> None:
-    """A stored key of two tokens counts four: three batches of them are remembered, one of twenty keys is not."""
+def test_history_is_bounded_by_its_size() -> None:
+    """A stored key of two tokens counts four: three such batches are kept, one of twenty keys is not."""
     cache = Cache(max_remembered=12)
     cache.log.follow(lambda _: None)
     for key in b"abcdefgh":
@@ -134,8 +134,8 @@ def test_what_is_remembered_is_bounded_by_its_size_too() -> None:
     assert joins(10) == [False]
 
 
-def test_a_closed_log_lets_go_of_listeners_and_pools() -> None:
-    """It says that everything is gone, once; a watcher that stays keeps nothing of a lost replica alive."""
+def test_a_closed_log_drops_listeners_and_pools() -> None:
+    """It publishes once that everything is gone, and keeps nothing of a lost replica alive."""
     cache, seen = Cache(), list[Batch]()
     end = cache.log.follow(seen.append)
     cache.log.close()
@@ -154,8 +154,8 @@ def test_a_closed_log_lets_go_of_listeners_and_pools() -> None:
         assert not any(one() for one in lost)
 
 
-def test_clearing_replaces_what_was_not_told_yet() -> None:
-    """And is told at once."""
+def test_clearing_replaces_unpublished_changes() -> None:
+    """The clear is published at once."""
     cache, seen = Cache(), list[Batch]()
     cache.log.follow(seen.append)
     cache.log.removed(0, b"a")
@@ -163,8 +163,8 @@ def test_clearing_replaces_what_was_not_told_yet() -> None:
     assert seen[-1] == Batch(2, (Cleared(),))
 
 
-def test_without_followers_nothing_is_recorded() -> None:
-    """Also not the end of a batch."""
+def test_without_subscribers_nothing_is_recorded() -> None:
+    """Not even empty batches are counted."""
     cache = Cache()
     cache.log.removed(0, b"a")
     cache.log.cleared()
@@ -172,8 +172,8 @@ def test_without_followers_nothing_is_recorded() -> None:
     assert cache.log.sequence == 1
 
 
-def test_a_follower_knows_what_the_cache_has() -> None:
-    """Replaying the batches of a busy replica with little memory gives the keys of its pool, parents first."""
+def test_a_subscriber_knows_the_content_of_the_cache() -> None:
+    """Replaying the batches of a busy replica gives the keys of its pool, parents first."""
     rig = make_rig(num_blocks=7)
     log, keys = rig.scheduler.kv.events, set[bytes]()
 

@@ -1,4 +1,4 @@
-"""Prefix identity: equal keys if and only if equal history, model, adapter and salt."""
+"""Prefix identity: equal keys if and only if history, model, adapter and salt are equal."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from scheduler_svc.kv.prefix_hash import HashChain, hash_block_key, seed_key
 
 
 def test_keys_chain_over_blocks() -> None:
-    """The second block's key depends on the first block's tokens."""
+    """The second hash block's key depends on the first one's tokens."""
     seed = seed_key(model="m")
     one, two = HashChain(seed, 2), HashChain(seed, 2)
     assert one.extend([1, 2, 3, 4], 2)[1] != two.extend([9, 2, 3, 4], 2)[1]
 
 
-def test_equal_tokens_give_equal_keys_however_they_were_asked_for() -> None:
-    """Hashing block by block or all at once is the same."""
+def test_equal_tokens_give_equal_keys() -> None:
+    """Hashing one by one or all at once gives the same keys."""
     seed = seed_key(model="m")
     steps = HashChain(seed, 2)
     for count in (1, 2, 3):
@@ -21,8 +21,8 @@ def test_equal_tokens_give_equal_keys_however_they_were_asked_for() -> None:
     assert steps.keys == HashChain(seed, 2).extend([1, 2, 3, 4, 5, 6], 3)
 
 
-def test_asking_again_hashes_nothing_again() -> None:
-    """Known keys are returned as they are, even if the tokens given were wrong."""
+def test_known_keys_are_not_hashed_again() -> None:
+    """Known keys are returned even if the given tokens differ."""
     chain = HashChain(seed_key(model="m"), 2)
     first = chain.extend([1, 2], 1)
     assert chain.extend([7, 7], 1) == first
@@ -38,5 +38,5 @@ def test_model_adapter_and_salt_separate_prefixes(other: dict[str, str]) -> None
 
 
 def test_a_key_is_the_same_in_every_process() -> None:
-    """Unlike hash(), so that it can be shared and compared later."""
+    """Unlike ``hash()``, so that keys can be shared and compared later."""
     assert hash_block_key(b"", [1, 2, 3]).hex().startswith("4636993d3e1da4e9")

@@ -1,4 +1,4 @@
-"""Plans that allow several decode steps in a row: how many, and what cuts them short."""
+"""Plans that allow several decode steps in a row: how many, and what ends them early."""
 
 import pytest
 
@@ -18,20 +18,22 @@ def leases(plans: list[StepPlan]) -> list[int]:
 
 
 def test_a_lease_ends_where_a_block_or_the_request_does() -> None:
-    """One token of prompt: the first block has room for 7 more inputs, the second for 8, and the last step comes earlier."""
+    """After one prompt token, the first block has room for 7 inputs, the second for 8."""
     rig = leasing()
     sink = rig.submit(make_submission([5], max_tokens=20))
     assert leases(rig.run()) == [7, 8, 4]
     assert sink.tokens == expected_tokens([5], 20)
 
 
-def test_the_setting_is_the_most() -> None:
+def test_the_setting_limits_a_lease() -> None:
+    """No plan leases more steps than the setting allows."""
     rig = make_rig(make_geometry(max_model_len=64, block_size=BLOCK), max_lease=3)
     rig.submit(make_submission([5], max_tokens=8))
     assert leases(rig.run()) == [3, 3, 1]
 
 
 def test_nothing_is_leased_while_a_prompt_waits_for_its_turn() -> None:
+    """Decode steps and chunks take turns."""
     rig = leasing()
     rig.submit(make_submission([5], request_id="a", max_tokens=30))
     rig.step()
@@ -40,8 +42,8 @@ def test_nothing_is_leased_while_a_prompt_waits_for_its_turn() -> None:
     assert leases([plan for plan in plans if plan is not None])[:3] == [1, 1, 1]
 
 
-def test_a_request_that_comes_cuts_a_lease_short() -> None:
-    """The step that runs is the last one; the newcomer is admitted with the plan that says so, and loses nobody a token."""
+def test_a_new_request_ends_a_lease() -> None:
+    """The running step is the last; the plan that ends the lease admits the request, and no token is lost."""
     rig = leasing()
     first = rig.submit(make_submission([5], request_id="a", max_tokens=20))
     rig.step()
@@ -64,7 +66,8 @@ def test_a_request_that_comes_cuts_a_lease_short() -> None:
     assert rig.sinks["b"].tokens == expected_tokens([6, 7], 4)
 
 
-def test_a_stop_token_cuts_a_lease_short_and_frees_the_slot() -> None:
+def test_a_stop_token_ends_a_lease_and_frees_the_slot() -> None:
+    """The sequence ends with the stop token."""
     tokens = expected_tokens([5], 20)
     stop = next(token for index, token in enumerate(tokens) if index >= 2 and token not in tokens[:index])
     rig = leasing()
@@ -77,6 +80,7 @@ def test_a_stop_token_cuts_a_lease_short_and_frees_the_slot() -> None:
 
 
 def test_each_leased_step_counts() -> None:
+    """Statistics count each step of a lease."""
     rig = leasing()
     rig.submit(make_submission([5], max_tokens=20))
     rig.run()
@@ -84,7 +88,8 @@ def test_each_leased_step_counts() -> None:
     assert rig.scheduler.stats.generated_tokens >= 19
 
 
-def test_nothing_is_interrupted_without_a_reason() -> None:
+def test_a_lease_is_not_interrupted_without_a_reason() -> None:
+    """Without new work there is no plan to send."""
     rig = leasing()
     rig.submit(make_submission([5], max_tokens=20))
     rig.step()
@@ -95,7 +100,8 @@ def test_nothing_is_interrupted_without_a_reason() -> None:
     assert rig.scheduler.has_pending
 
 
-def test_a_worker_that_runs_more_than_it_may_is_found_out() -> None:
+def test_more_results_than_leased_steps_are_an_error() -> None:
+    """The replica refuses the extra result."""
     rig = make_rig(make_geometry(max_model_len=64, block_size=BLOCK), max_lease=2)
     rig.submit(make_submission([5], max_tokens=20))
     rig.step()
@@ -107,7 +113,8 @@ def test_a_worker_that_runs_more_than_it_may_is_found_out() -> None:
         rig.scheduler.update(StepResult(plan.step, (7,), last=False))
 
 
-def test_a_lost_worker_costs_no_token_of_a_lease() -> None:
+def test_a_lost_worker_loses_no_token_of_a_lease() -> None:
+    """The requests continue on another replica with the tokens they have."""
     rig = leasing()
     sink = rig.submit(make_submission([5], max_tokens=20))
     rig.step()

@@ -1,4 +1,4 @@
-"""Requests travel in full once, with what they carry: how many of them one plan admits is bounded by its bytes."""
+"""A request travels in full once, so the bytes of requests bound how many a plan admits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def heavy(request_id: str, prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, pri
 
 
 def ready(rig: Rig) -> Rig:
-    """The replica has the grammar."""
+    """Marks the grammar as compiled on the replica."""
     rig.submit(heavy("first"))
     rig.engine.grammar_compiled("replica-0", HEAVY)
     return rig
@@ -60,7 +60,7 @@ def admissions(plans: Sequence[StepPlan]) -> list[int]:
 
 
 def test_many_sequences_with_long_lists_come_in_several_plans() -> None:
-    """A megabyte of parameters for each of 32 sequences: no message is too long, and each sequence gets its tokens."""
+    """32 sequences with a megabyte of parameters each: no message is too long, and all get their tokens."""
     sampling = common_pb2.SamplingParams(
         temperature=1, max_tokens=4, allowed_token_ids=range(VOCABULARY),
         bad_words=[common_pb2.TokenSequence(token_ids=[200_000] * MAX_BAD_WORD_TOKENS)] * MAX_BAD_WORDS,
@@ -78,15 +78,15 @@ def test_many_sequences_with_long_lists_come_in_several_plans() -> None:
 
 
 def test_sequences_of_a_request_share_one_object_of_parameters() -> None:
-    """All but the first, which alone asks for the prompt's log-probabilities; so they are translated once a plan."""
+    """Only the first, which asks for prompt log-probabilities, has its own; plans translate each once."""
     rig = make_rig()
     rig.submit(make_submission(n=4, sampling=make_sampling(prompt_logprobs=0)))
     admitted = [admission for plan in rig.run() for admission in plan.admit]
     assert admitted[0].sampling.HasField("prompt_logprobs")
     assert len({id(admission.sampling) for admission in admitted[1:]}) == 1
     assert not admitted[1].sampling.HasField("prompt_logprobs")
-    told = plan_to_proto(StepPlan(1, None, admit=tuple(admitted))).admit
-    assert [one.sampling.HasField("prompt_logprobs") for one in told] == [True, False, False, False]
+    sent = plan_to_proto(StepPlan(1, None, admit=tuple(admitted))).admit
+    assert [one.sampling.HasField("prompt_logprobs") for one in sent] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_sequences_of_a_request_share_one_object_of_parameters() -> None:
         with_grammar(make_sampling(), make_grammar("é" * 5000)),
     ],
 )  # fmt: skip
-def test_a_request_weighs_at_least_its_bytes_on_the_wire(sampling: Sampling) -> None:
-    """And not many times as much."""
+def test_the_size_estimate_covers_the_bytes_on_the_wire(sampling: Sampling) -> None:
+    """It is not many times as much."""
     rig = roomy()
     submission = make_submission(range(200_000, 200_040), request_id="r" * 128, sampling=sampling)
     rig.submit(submission)
@@ -114,8 +114,8 @@ def test_a_request_weighs_at_least_its_bytes_on_the_wire(sampling: Sampling) -> 
     assert size <= weight <= 3 * size + 600
 
 
-def test_who_is_turned_away_comes_with_the_plans_after() -> None:
-    """In order, and without a result that frees anything."""
+def test_refused_requests_are_admitted_by_the_next_plans() -> None:
+    """They keep their order and need no result that frees memory."""
     rig = ready(roomy(8))
     for index in range(7):
         rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
@@ -125,8 +125,8 @@ def test_who_is_turned_away_comes_with_the_plans_after() -> None:
         assert rig.sinks[f"r{index}"].tokens == expected_tokens((5, 6, 7 + index), 8)
 
 
-def test_a_plan_takes_one_whatever_it_weighs() -> None:
-    """Else it would never run."""
+def test_a_plan_admits_one_request_of_any_size() -> None:
+    """Otherwise a large request would never run."""
     rig = roomy()
     grammar = make_grammar("x" * (MAX_ADMITTED_BYTES + 1))
     sink = rig.submit(make_submission(sampling=with_grammar(make_sampling(), grammar)))
@@ -135,8 +135,8 @@ def test_a_plan_takes_one_whatever_it_weighs() -> None:
     assert sink.tokens == expected_tokens((5, 6, 7), 8)
 
 
-def test_nobody_gives_way_to_a_request_that_the_plan_has_no_room_for() -> None:
-    """It comes with the next plan; the slot of somebody less urgent is taken only then."""
+def test_a_request_without_room_in_the_plan_preempts_nothing() -> None:
+    """The next plan admits it; only then is a less urgent request preempted."""
     rig = ready(roomy(4))
     rig.submit(make_submission(request_id="plain", priority=5, max_tokens=20))
     for index in range(4):
@@ -148,8 +148,8 @@ def test_nobody_gives_way_to_a_request_that_the_plan_has_no_room_for() -> None:
         assert rig.sinks[f"r{index}"].tokens == expected_tokens((5, 6, 7 + index), 8)
 
 
-def test_who_leaves_before_the_plan_is_sent_makes_room_in_it() -> None:
-    """An abort between two steps."""
+def test_an_abort_before_the_plan_makes_room_in_it() -> None:
+    """A request that is aborted between two steps no longer counts."""
     rig = ready(roomy(8))
     for index in range(3):
         rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))

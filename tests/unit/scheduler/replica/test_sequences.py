@@ -1,4 +1,4 @@
-"""Requests with n > 1: one prompt, several sequences, one request to the outside."""
+"""Requests with n > 1: one prompt, several sequences, one client request."""
 
 import itertools
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ GROUPS = [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)]
 
 
 def assert_whole(sink: ListSink, n: int, max_tokens: int = 8, prompt: tuple[int, ...] = PROMPT) -> None:
-    """Every sequence has exactly its tokens and ended once."""
+    """Checks that every sequence has exactly its tokens and ended once."""
     for sequence in range(n):
         assert sink.tokens_of(sequence) == expected_tokens(prompt, max_tokens, sequence)
     ends = [event.sequence for event in sink.events if event.finish_reason]
@@ -51,7 +51,7 @@ def assert_clean(rig: Rig) -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_prompt_is_prefilled_once(groups: tuple[KvGroup, ...], prefix_caching: bool) -> None:
-    """All but its last token, which each sequence decodes; with the prefix cache and without one, whatever kinds of attention there are."""
+    """Each sequence decodes the last token; the others are prefilled once, with or without a prefix cache."""
     rig = make_rig(groups=groups, prefix_caching=prefix_caching)
     sink = rig.submit(make_submission(PROMPT, n=4))
     rig.run()
@@ -62,7 +62,7 @@ def test_a_prompt_is_prefilled_once(groups: tuple[KvGroup, ...], prefix_caching:
 
 
 def test_whole_blocks_are_shared_and_the_last_one_is_copied() -> None:
-    """31 tokens over blocks of 4: seven whole ones that all four share, and two tokens of an eighth that the forks copy."""
+    """31 tokens in blocks of 4: all four sequences share seven blocks, and three copy the eighth."""
     rig = make_rig(prefix_caching=False)
     rig.submit(make_submission(PROMPT, n=4))
     while not rig.scheduler.stats.forks:
@@ -79,7 +79,7 @@ def test_whole_blocks_are_shared_and_the_last_one_is_copied() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9])
 def test_prompts_of_any_length(length: int) -> None:
-    """A single token, whole blocks, whole chunks, and one more."""
+    """A single token, whole blocks, whole chunks, and one token more."""
     for groups in GROUPS:
         for prefix_caching in (True, False):
             rig = make_rig(groups=groups, prefix_caching=prefix_caching)
@@ -92,18 +92,18 @@ def test_prompts_of_any_length(length: int) -> None:
 
 
 def test_more_sequences_than_slots() -> None:
-    """Those that find no slot wait their turn and still fork from one that runs: nothing of the prompt is computed again."""
+    """Waiting sequences still fork from a running one; no part of the prompt is computed again."""
     rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), prefix_caching=False)
     sink = rig.submit(make_submission(PROMPT, n=7, max_tokens=6))
     rig.run()
     assert_whole(sink, 7, 6)
-    # Both slots become free in the same step: then nobody is left to fork from.
+    # Both slots become free in the same step, so no sequence is left to fork from.
     assert rig.device.prefilled <= 4 * (len(PROMPT) - 1)
     assert_clean(rig)
 
 
 def test_a_cached_prefix_serves_all_sequences() -> None:
-    """The first one takes the hit; the prompt's statistics say so once."""
+    """The first one takes the hit, and the client sees it once."""
     rig = make_rig()
     rig.submit(make_submission(PROMPT, request_id="before", max_tokens=1))
     rig.run()
@@ -118,7 +118,7 @@ def test_a_cached_prefix_serves_all_sequences() -> None:
 
 
 def test_an_abort_ends_all_sequences() -> None:
-    """Wherever they are: before the prompt is computed, while some wait for it, while they decode."""
+    """It may come before the prompt is computed, while some wait for it, or while they decode."""
     for steps in range(12):
         rig = make_rig()
         sink = rig.submit(make_submission(PROMPT, n=6))
@@ -134,8 +134,8 @@ def test_an_abort_ends_all_sequences() -> None:
         assert_clean(rig)
 
 
-def test_one_sequence_is_aborted_alone() -> None:
-    """A stop string was found in it; the others go on. The request is over with the last of them."""
+def test_one_sequence_can_be_aborted_alone() -> None:
+    """The others continue; the request ends with the last of them."""
     rig = make_rig()
     sink = rig.submit(make_submission(PROMPT, n=3))
     for _ in range(10):
@@ -151,8 +151,8 @@ def test_one_sequence_is_aborted_alone() -> None:
     assert_clean(rig)
 
 
-def test_the_first_sequence_may_be_aborted_while_others_wait_for_it() -> None:
-    """One of the others takes over."""
+def test_when_the_first_sequence_is_aborted_another_computes_the_prompt() -> None:
+    """The others wait for the new one."""
     rig = make_rig()
     sink = rig.submit(make_submission(PROMPT, n=3))
     for _ in range(3):
@@ -164,8 +164,8 @@ def test_the_first_sequence_may_be_aborted_while_others_wait_for_it() -> None:
     assert_clean(rig)
 
 
-def test_a_sequence_joins_while_a_lease_is_under_way() -> None:
-    """One gives up its slot amid steps that run in a row; the one that waited is forked into it, and has room when it needs it."""
+def test_a_sequence_joins_while_a_lease_is_in_flight() -> None:
+    """A slot is released amid leased steps; the waiting sequence forks into it and has room in time."""
     forked = 0
     for moment in range(20):
         geometry = make_geometry(max_num_seqs=2, buckets=(1, 2))
@@ -186,7 +186,7 @@ def test_a_sequence_joins_while_a_lease_is_under_way() -> None:
 
 
 def test_one_failing_sequence_fails_the_request() -> None:
-    """The client hears of one error and nothing after it; other requests are not disturbed."""
+    """The client gets one error and nothing after it; other requests are not affected."""
     rig = make_rig()
     sink = rig.submit(make_submission(PROMPT, n=3))
     other = rig.submit(make_submission((60, 61, 62), request_id="other"))
@@ -220,7 +220,7 @@ def test_one_failing_sequence_fails_the_request() -> None:
 
 
 def test_sequences_survive_a_lost_replica() -> None:
-    """At any moment: no token is lost, doubled or changed."""
+    """At any moment: no token is lost, duplicated or changed."""
     for steps in range(16):
         rig = make_rig()
         sink = rig.submit(make_submission(PROMPT, n=4))
@@ -233,7 +233,7 @@ def test_sequences_survive_a_lost_replica() -> None:
 
 
 def test_sequences_survive_preemption() -> None:
-    """Memory for two of three long sequences."""
+    """Memory holds two of three long sequences."""
     rig = make_rig(num_blocks=16, prefix_caching=False)
     sink = rig.submit(make_submission(PROMPT[:10], n=3, max_tokens=30))
     rig.run()
@@ -242,8 +242,8 @@ def test_sequences_survive_preemption() -> None:
     assert_clean(rig)
 
 
-def test_what_is_resumed_goes_on_where_it_was() -> None:
-    """One sequence has ended, one goes on behind what the client has, one begins anew."""
+def test_a_resumed_request_continues_each_sequence() -> None:
+    """One sequence has ended, one continues behind its tokens, one starts from the prompt."""
     wanted = [expected_tokens(PROMPT, 8, sequence) for sequence in range(3)]
     rig = make_rig()
     resumed = (Resumed(1, tuple(wanted[1][:5])), Resumed(0, (), finished=True))
@@ -254,8 +254,8 @@ def test_what_is_resumed_goes_on_where_it_was() -> None:
     assert_clean(rig)
 
 
-def test_a_sequence_of_which_nothing_is_left_ends_at_once() -> None:
-    """The client has all its tokens and did not hear of its end; the others go on, and one of them tells of the prompt."""
+def test_a_resumed_sequence_with_all_its_tokens_ends_at_once() -> None:
+    """The others continue, and one of them reports the prompt."""
     rig = make_rig()
     resumed = (
         Resumed(0, tuple(expected_tokens(PROMPT, 8, 0))),
@@ -272,7 +272,7 @@ def test_a_sequence_of_which_nothing_is_left_ends_at_once() -> None:
     assert_clean(rig)
 
 
-def test_a_resumed_request_may_have_more_sequences_than_the_replicas_that_are_left() -> None:
+def test_a_resumed_request_may_exceed_the_sequence_limit() -> None:
     """It was accepted when there were more slots, or with fewer tokens."""
     rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=20 * len(PROMPT))
     with pytest.raises(InvalidArgument, match="n must be at most 16"):
@@ -285,8 +285,8 @@ def test_a_resumed_request_may_have_more_sequences_than_the_replicas_that_are_le
     assert_clean(rig)
 
 
-def test_ids_of_sequences_are_not_the_clients() -> None:
-    """A request whose id looks like a sequence's is told apart or refused, never mistaken."""
+def test_sequence_ids_do_not_clash_with_client_ids() -> None:
+    """A client id that looks like a sequence id is refused or kept apart."""
     rig = make_rig()
     rig.submit(make_submission(PROMPT, n=2))
     with pytest.raises(InvalidArgument, match="in use"):
@@ -303,7 +303,7 @@ def test_ids_of_sequences_are_not_the_clients() -> None:
 
 
 def test_n_is_bounded_by_slots_queue_and_tokens() -> None:
-    """Refused with the number that would do; a full queue says to come back later."""
+    """The error names the allowed number; a full queue asks to retry."""
     rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)))
     with pytest.raises(InvalidArgument, match="n must be at most 32 here, not 33"):
         rig.submit(make_submission(PROMPT, n=33))
@@ -322,8 +322,8 @@ def test_n_is_bounded_by_slots_queue_and_tokens() -> None:
     rig.submit(make_submission(PROMPT, n=3))
 
 
-def test_what_is_said_of_the_prompt_is_said_once() -> None:
-    """Only the sequence that computes the prompt is asked for its log-probabilities, and they come before its tokens."""
+def test_prompt_log_probabilities_are_computed_by_one_sequence() -> None:
+    """Only the sequence that computes the prompt is asked for them; they come before its tokens."""
     rig = make_rig()
     sink = rig.submit(make_submission(PROMPT, n=2, sampling=make_sampling(prompt_logprobs=1)))
     entries = tuple(token_logprobs(-1.0, 1, (5, -1.0)) for _ in PROMPT[1:])
@@ -347,8 +347,8 @@ def test_what_is_said_of_the_prompt_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("preempted_at", [None, 1, 2, 3])
-def test_log_probabilities_of_a_prompt_are_told_once(preempted_at: int | None) -> None:
-    """A worker tells of them with each chunk, and again after a preemption; the client hears of each of them once, before the first token."""
+def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> None:
+    """A preempted request computes them again, but the client gets each once, before the first token."""
     rig = make_rig(make_geometry(chunk=4, block_size=4))
     prompt = PROMPT[:9]
     sink = rig.submit(make_submission(prompt, sampling=make_sampling(prompt_logprobs=0), max_tokens=2))
@@ -361,8 +361,8 @@ def test_log_probabilities_of_a_prompt_are_told_once(preempted_at: int | None) -
         result = rig.device.run(plan)
         if isinstance(work := plan.work, Prefill):
             chunks += 1
-            told = entries[work.start : work.start + work.num_tokens]
-            output = SlotOutput(work.slot, tuple(result.token_ids), prompt_logprobs=told)
+            chunk = entries[work.start : work.start + work.num_tokens]
+            output = SlotOutput(work.slot, tuple(result.token_ids), prompt_logprobs=chunk)
             result = StepResult(plan.step, outputs=(output,))
         rig.scheduler.update(result)
         if chunks == preempted_at:
@@ -378,8 +378,8 @@ def test_log_probabilities_of_a_prompt_are_told_once(preempted_at: int | None) -
     assert sink.tokens == expected_tokens(prompt, 2)
 
 
-def test_an_end_token_before_min_tokens_ends_nothing() -> None:
-    """The worker does not sample it; if one comes all the same it is a token like any other."""
+def test_a_stop_token_before_min_tokens_does_not_end_a_sequence() -> None:
+    """The worker does not sample it; if it comes nevertheless, it is an ordinary token."""
     whole = expected_tokens(PROMPT, 8)
     stop = whole[3]
     for least, length in ((0, 4), (4, 4), (5, 8), (8, 8)):

@@ -1,4 +1,4 @@
-"""Requests that share a prefix which is still being computed."""
+"""Requests that share a prefix while it is being computed."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def state(rig: Rig, name: str) -> RequestState:
 
 @pytest.mark.parametrize("groups", KINDS)
 def test_the_second_of_two_waits_and_computes_only_the_rest(groups: tuple[KvGroup, ...]) -> None:
-    """Both come at once: 16 shared tokens are prefilled once, and both get their tokens."""
+    """16 shared tokens of two requests are prefilled once, and both get their tokens."""
     rig = make_rig(groups=groups)
     prompts = {"a": [*SHARED, 50], "b": [*SHARED, 60]}
     for name, prompt in prompts.items():
@@ -44,8 +44,8 @@ def test_the_second_of_two_waits_and_computes_only_the_rest(groups: tuple[KvGrou
         assert rig.sinks[name].tokens == expected_tokens(prompt, 8)
 
 
-def test_a_request_waits_only_for_what_it_shares() -> None:
-    """It goes on as soon as its last shared boundary is computed, while the first one's prompt still is."""
+def test_a_request_waits_only_for_its_shared_prefix() -> None:
+    """It resumes at its last shared boundary, while the first prompt is still being computed."""
     rig = make_rig()
     rig.submit(make_submission([*SHARED, *range(40, 60)], request_id="long"))
     rig.submit(make_submission([*SHARED[:4], 60], request_id="short"))
@@ -57,7 +57,7 @@ def test_a_request_waits_only_for_what_it_shares() -> None:
 
 
 def test_waiting_for_a_prefix_needs_no_slot() -> None:
-    """One runs, six wait for it; then all of them find it."""
+    """One runs and six wait for it; then all of them hit the cache."""
     rig = make_rig()
     for index in range(7):
         rig.submit(make_submission([*SHARED, 50 + index], request_id=f"r{index}", max_tokens=2))
@@ -67,8 +67,8 @@ def test_waiting_for_a_prefix_needs_no_slot() -> None:
 
 
 @pytest.mark.parametrize("groups", KINDS)
-def test_when_the_first_is_aborted_the_next_one_computes(groups: tuple[KvGroup, ...]) -> None:
-    """Nobody waits for what nobody computes; what was computed by then is used, but for a window whose copy is not made yet."""
+def test_when_the_first_request_is_aborted_the_next_one_computes(groups: tuple[KvGroup, ...]) -> None:
+    """It uses the tokens computed so far, except a window with a pending copy."""
     rig = make_rig(groups=groups)
     for name in "abc":
         rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
@@ -81,8 +81,8 @@ def test_when_the_first_is_aborted_the_next_one_computes(groups: tuple[KvGroup, 
         assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
 
 
-def test_who_waits_for_a_prefix_can_be_aborted() -> None:
-    """Before and after the prefix was computed; the others do not notice."""
+def test_a_deferred_request_can_be_aborted() -> None:
+    """Before or after the prefix is computed, the other requests are not affected."""
     rig = make_rig()
     for name in "abc":
         rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
@@ -93,8 +93,8 @@ def test_who_waits_for_a_prefix_can_be_aborted() -> None:
     assert rig.sinks["c"].tokens == expected_tokens([*SHARED, ord("c") - 50], 3)
 
 
-def test_a_lost_replica_gives_back_those_that_wait_for_a_prefix() -> None:
-    """All three start again elsewhere, and share there."""
+def test_a_lost_replica_returns_its_deferred_requests() -> None:
+    """All three start again on another replica and share the prefix there."""
     rig = make_rig()
     for name in "abc":
         rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
@@ -106,8 +106,8 @@ def test_a_lost_replica_gives_back_those_that_wait_for_a_prefix() -> None:
         assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
 
 
-def test_nobody_waits_for_what_is_less_urgent() -> None:
-    """Its prefix is being computed, behind two prompts that may go first: it computes it itself, and ends before all of them."""
+def test_a_request_does_not_wait_behind_a_less_urgent_one() -> None:
+    """It computes the prefix itself and ends first."""
     rig = make_rig(num_blocks=200)
     owner = list(range(5, 45))
     rig.submit(make_submission(owner, request_id="owner", max_tokens=1, priority=5))
@@ -124,24 +124,24 @@ def test_nobody_waits_for_what_is_less_urgent() -> None:
     assert rig.sinks["owner"].tokens == expected_tokens(owner, 1)
 
 
-def test_other_salts_do_not_wait_for_one_another() -> None:
-    """They share nothing."""
+def test_requests_with_different_salts_do_not_wait() -> None:
+    """They share no prefix."""
     rig = make_rig()
     for name in "ab":
         rig.submit(make_submission([*SHARED, 50], request_id=name, cache_salt=name))
     assert rig.engine.num_running == 2
 
 
-def test_without_caching_nobody_waits() -> None:
-    """There would be nothing to find."""
+def test_without_prefix_caching_no_request_waits() -> None:
+    """No prefix could be found."""
     rig = make_rig(prefix_caching=False)
     for name in "ab":
         rig.submit(make_submission([*SHARED, 50], request_id=name))
     assert rig.engine.num_running == 2
 
 
-def test_a_window_in_place_is_waited_for_until_its_copy_is_made() -> None:
-    """The copy travels a step behind the chunk: released at once, the second request would miss and compute it all."""
+def test_a_deferred_request_waits_for_the_copy_of_an_in_place_window() -> None:
+    """The copy runs a step after the chunk; before it, the second request would miss."""
     rig = make_rig(make_geometry(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),))
     for name in "ab":
         rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))

@@ -1,4 +1,4 @@
-"""Nobody's stream stands still for longer than one chunk and one step, whatever arrives."""
+"""Bounded stall: no stream waits longer than one chunk and one step, whatever arrives."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def _takes(plan: StepPlan) -> float:
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 def test_a_long_prompt_stalls_running_requests_by_one_chunk_at_a_time(ratio: int) -> None:
-    """Sixteen decode, 4,000 tokens arrive: the longest gap between two tokens of any of them is a chunk and a step."""
+    """Sixteen decode when 4,000 tokens arrive: the longest gap between tokens is one chunk and a step."""
     rig = _rig(ratio)
     rig.submit(make_submission([7] * LONG, request_id="long", max_tokens=1))
     came: dict[str, list[float]] = {name: [] for name in rig.sinks}
@@ -54,8 +54,8 @@ def test_a_long_prompt_stalls_running_requests_by_one_chunk_at_a_time(ratio: int
     assert max(gaps) == pytest.approx(CHUNK_S + DECODE_S)
 
 
-def test_prefill_first_stalls_them_for_the_whole_prompt() -> None:
-    """What 0 means, and what NPUs are run with elsewhere: no token between the chunks."""
+def test_prefill_first_stalls_running_requests_for_the_whole_prompt() -> None:
+    """With a ratio of 0, no token comes between the chunks."""
     rig = _rig(0)
     rig.submit(make_submission([7] * LONG, request_id="long", max_tokens=1))
     plans = list(itertools.takewhile(lambda plan: plan is not None, (rig.step() for _ in range(40))))
@@ -65,7 +65,7 @@ def test_prefill_first_stalls_them_for_the_whole_prompt() -> None:
 
 
 def test_leased_steps_count_between_chunks() -> None:
-    """Who arrives after twenty leased steps has waited for four decode steps already: its chunk is the next one."""
+    """A request that arrives after twenty leased steps gets its chunk next."""
     geometry = make_geometry(max_model_len=256, block_size=64, chunk=64)
     rig = make_rig(geometry, max_lease=32, decode_steps_per_chunk=4)
     rig.submit(make_submission([5], request_id="a", max_tokens=100))
@@ -89,7 +89,7 @@ def test_leased_steps_count_between_chunks() -> None:
 
 
 def test_when_nothing_decodes_chunks_follow_one_another() -> None:
-    """The ratio holds only while both kinds of work exist."""
+    """The ratio applies only while both kinds of work exist."""
     rig = make_rig(make_geometry(max_model_len=64, chunk=4), decode_steps_per_chunk=4)
     rig.submit(make_submission([7] * 30, request_id="alone", max_tokens=1))
     assert [type(plan.work) for plan in rig.run() if plan.work is not None] == [Prefill] * 8

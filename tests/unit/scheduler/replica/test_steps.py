@@ -1,4 +1,4 @@
-"""What one replica's scheduler does, step by step, on a simulated device that checks every plan."""
+"""One replica's scheduler, step by step, on a simulated device that checks every plan."""
 
 import pytest
 
@@ -17,12 +17,12 @@ from tests.support.scheduler.factories import (
 
 
 def kinds(plans: list[StepPlan]) -> str:
-    """P for a chunk, d for a decode step, - for neither."""
+    """Returns P for a chunk, d for a decode step, - for neither."""
     return "".join({Prefill: "p", Decode: "d"}.get(type(plan.work), "-") for plan in plans)
 
 
 def test_a_prompt_is_prefilled_in_chunks_and_then_decoded() -> None:
-    """10 tokens in chunks of 4, then one token per step; the first token comes with the last chunk."""
+    """10 tokens run in chunks of 4; the last chunk gives the first token, each step one more."""
     rig = make_rig()
     sink = rig.submit(make_submission(range(10, 20), max_tokens=3))
     assert kinds(rig.run()) == "pppdd-"
@@ -31,7 +31,7 @@ def test_a_prompt_is_prefilled_in_chunks_and_then_decoded() -> None:
 
 
 def test_chunks_and_decode_steps_take_turns() -> None:
-    """While a long prompt is prefilled, a running request gets a token between any two chunks."""
+    """While a long prompt is prefilled, a running request gets a token between two chunks."""
     rig = make_rig()
     rig.submit(make_submission([5], request_id="a", max_tokens=8))
     rig.step()
@@ -40,7 +40,7 @@ def test_chunks_and_decode_steps_take_turns() -> None:
 
 
 def test_the_ratio_of_decode_steps_to_chunks_is_a_setting() -> None:
-    """Three decode steps between two chunks."""
+    """Three decode steps run between two chunks."""
     rig = make_rig(decode_steps_per_chunk=3)
     rig.submit(make_submission([5], request_id="a", max_tokens=30))
     rig.step()
@@ -49,7 +49,7 @@ def test_the_ratio_of_decode_steps_to_chunks_is_a_setting() -> None:
 
 
 def test_decode_runs_at_the_smallest_bucket_that_holds_the_batch() -> None:
-    """Three running requests run at bucket 4, and only compiled shapes are ever asked for."""
+    """Three running requests run at bucket 4, and every shape is a compiled one."""
     rig = make_rig()
     for name in "abc":
         rig.submit(make_submission([ord(name) - 90], request_id=name, max_tokens=4))
@@ -61,7 +61,7 @@ def test_decode_runs_at_the_smallest_bucket_that_holds_the_batch() -> None:
 
 
 def test_more_requests_than_slots_wait_and_all_get_their_tokens() -> None:
-    """Ten requests on four slots."""
+    """Ten requests share four slots."""
     rig = make_rig()
     prompts = {f"r{i}": [3 + i, 4 + i, 5] for i in range(10)}
     for name, prompt in prompts.items():
@@ -74,7 +74,7 @@ def test_more_requests_than_slots_wait_and_all_get_their_tokens() -> None:
 
 
 def test_a_stop_token_ends_the_sequence_and_is_part_of_it() -> None:
-    """The event names the token that stopped it."""
+    """The event names the stop token."""
     rig = make_rig()
     stop = expected_tokens([5, 6, 7], 8)[3]
     sink = rig.submit(make_submission(stop_token_ids=[stop]))
@@ -84,8 +84,8 @@ def test_a_stop_token_ends_the_sequence_and_is_part_of_it() -> None:
     assert sink.events[-1].stop_token_id == stop
 
 
-def test_the_context_s_end_ends_the_sequence() -> None:
-    """Without max_tokens a request runs up to max_model_len and reports length."""
+def test_the_end_of_the_context_ends_the_sequence() -> None:
+    """Without max_tokens, a request runs up to max_model_len and reports length."""
     rig = make_rig(make_geometry(max_model_len=12))
     sink = rig.submit(make_submission([5] * 9, max_tokens=None))
     rig.run()
@@ -94,7 +94,7 @@ def test_the_context_s_end_ends_the_sequence() -> None:
 
 
 def test_a_second_request_with_the_same_prefix_prefills_only_the_rest() -> None:
-    """12 of 14 prompt tokens are in full blocks of the cache, and the output is the same as without."""
+    """12 of 14 prompt tokens are cached, and the output is the same as after a miss."""
     rig = make_rig()
     prompt = list(range(20, 34))
     rig.submit(make_submission(prompt, request_id="a"))
@@ -108,7 +108,7 @@ def test_a_second_request_with_the_same_prefix_prefills_only_the_rest() -> None:
 
 
 def test_the_last_prompt_token_is_always_recomputed() -> None:
-    """A prompt that is cached entirely still runs its last chunk: its logits are wanted."""
+    """A fully cached prompt still runs its last chunk, for its logits."""
     rig = make_rig()
     prompt = list(range(20, 32))
     rig.submit(make_submission(prompt, request_id="a", max_tokens=1))
@@ -129,7 +129,7 @@ def test_hits_end_at_chunk_boundaries() -> None:
 
 
 def test_another_salt_shares_nothing() -> None:
-    """Tenants with different salts never see one another's prefixes."""
+    """Tenants with different salts never share prefixes."""
     rig = make_rig()
     prompt = list(range(20, 34))
     rig.submit(make_submission(prompt, request_id="a", cache_salt="one"))
@@ -140,7 +140,7 @@ def test_another_salt_shares_nothing() -> None:
 
 
 def test_prefix_caching_can_be_switched_off() -> None:
-    """Then every prompt is prefilled in full."""
+    """Every prompt is then prefilled in full."""
     rig = make_rig(prefix_caching=False)
     for name in "ab":
         rig.submit(make_submission(range(20, 34), request_id=name))
@@ -149,7 +149,7 @@ def test_prefix_caching_can_be_switched_off() -> None:
 
 
 def test_generated_tokens_are_not_indexed() -> None:
-    """Their KV came from decode graphs, so a hit on them would not be bit-exact with a miss."""
+    """Decode graphs computed their KV, so a hit on them would not be bit-exact with a miss."""
     rig = make_rig()
     sink = rig.submit(make_submission([5, 6, 7, 8], request_id="a", max_tokens=20))
     rig.run()
@@ -158,8 +158,8 @@ def test_generated_tokens_are_not_indexed() -> None:
     assert follow_up.events[0].num_cached_tokens == 4
 
 
-def test_out_of_blocks_the_latest_request_gives_way_and_loses_nothing() -> None:
-    """Memory for about one and a half requests: one is preempted, recomputed, and both get their exact tokens."""
+def test_out_of_blocks_the_latest_request_is_preempted() -> None:
+    """Memory holds about one and a half requests; both get exactly their tokens."""
     rig = make_rig(num_blocks=9)
     for name, first in (("a", 20), ("b", 50)):
         rig.submit(make_submission(range(first, first + 8), request_id=name, max_tokens=20))
@@ -172,7 +172,7 @@ def test_out_of_blocks_the_latest_request_gives_way_and_loses_nothing() -> None:
 
 
 def test_an_abort_while_the_step_runs_gives_no_more_tokens() -> None:
-    """The result of the step that was under way is ignored, the slot is released by the next plan."""
+    """The outstanding result is ignored, and the next plan releases the slot."""
     rig = make_rig()
     sink = rig.submit(make_submission())
     rig.step()
@@ -190,7 +190,7 @@ def test_an_abort_while_the_step_runs_gives_no_more_tokens() -> None:
 
 
 def test_an_abort_of_a_waiting_request_never_reaches_the_device() -> None:
-    """It ends at once."""
+    """The request ends at once."""
     rig = make_rig()
     sink = rig.submit(make_submission())
     assert rig.engine.abort("r")
@@ -207,8 +207,8 @@ def test_abort_is_idempotent() -> None:
     assert not rig.engine.abort("never seen")
 
 
-def test_a_slot_s_fault_fails_that_request_alone() -> None:
-    """The other rows of the same step go on."""
+def test_a_fault_in_a_slot_fails_only_its_request() -> None:
+    """The other rows of the step continue."""
     rig = make_rig()
     for name in "ab":
         rig.submit(make_submission([ord(name) - 90], request_id=name, max_tokens=6))
@@ -227,7 +227,7 @@ def test_a_slot_s_fault_fails_that_request_alone() -> None:
 
 
 def test_a_failed_step_fails_its_requests_and_frees_their_blocks() -> None:
-    """The replica itself goes on serving."""
+    """The replica keeps serving."""
     rig = make_rig()
     sink = rig.submit(make_submission())
     plan = rig.scheduler.step()
@@ -242,8 +242,8 @@ def test_a_failed_step_fails_its_requests_and_frees_their_blocks() -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_who_was_admitted_with_a_failed_step_begins_anew(reached: bool) -> None:
-    """The step was another one's, which fails; nobody knows whether the worker admitted them before it went wrong."""
+def test_requests_admitted_by_a_failed_plan_restart(reached: bool) -> None:
+    """The plan's step fails, so it is unknown whether the worker admitted them."""
     rig = make_rig()
     for first in (5, 15, 25):
         rig.submit(make_submission(range(first, first + 9), request_id=str(first)))
@@ -262,8 +262,8 @@ def test_who_was_admitted_with_a_failed_step_begins_anew(reached: bool) -> None:
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_what_was_to_be_copied_with_a_failed_step_is_not_relied_on(reached: bool) -> None:
-    """A window that was to be kept is not found, and who was to resume in a copied block computes it."""
+def test_copies_of_a_failed_plan_are_not_used(reached: bool) -> None:
+    """A window to keep is not found, and a request that was to resume from a copy computes its prompt."""
     rig = make_rig(make_geometry(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
     rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
     rig.run()
@@ -282,7 +282,7 @@ def test_what_was_to_be_copied_with_a_failed_step_is_not_relied_on(reached: bool
 
 
 def test_a_result_for_another_step_is_refused() -> None:
-    """Plans and results must match: otherwise tokens would go to the wrong requests."""
+    """Otherwise tokens would go to the wrong requests."""
     rig = make_rig()
     rig.submit(make_submission())
     rig.scheduler.step()
@@ -291,7 +291,7 @@ def test_a_result_for_another_step_is_refused() -> None:
 
 
 def test_a_missing_token_fails_the_request_instead_of_hanging_it() -> None:
-    """A worker that forgets a row is a fault of that row."""
+    """Only the request of the missing row fails."""
     rig = make_rig()
     sink = rig.submit(make_submission())
     plan = rig.scheduler.step()
@@ -300,23 +300,23 @@ def test_a_missing_token_fails_the_request_instead_of_hanging_it() -> None:
     assert sink.events[-1].error is not None
 
 
-def test_a_lost_replica_s_requests_go_on_elsewhere_without_a_lost_or_doubled_token() -> None:
-    """Running, waiting and prefilling requests alike."""
+def test_requests_of_a_lost_replica_continue_on_another() -> None:
+    """Running, waiting and prefilling requests lose and repeat no token."""
     rig = make_rig()
     prompts = {f"r{i}": list(range(10 * i + 3, 10 * i + 12)) for i in range(6)}
     for name, prompt in prompts.items():
         rig.submit(make_submission(prompt, request_id=name, max_tokens=9))
     for _ in range(9):
         rig.step()
-    rig.scheduler.step()  # a step is under way when the worker dies
+    rig.scheduler.step()  # a step is in flight when the worker dies
     assert rig.replace_replica() == 4
     rig.run()
     for name, prompt in prompts.items():
         assert rig.sinks[name].tokens == expected_tokens(prompt, 9)
 
 
-def test_a_resumed_request_continues_behind_what_the_client_has() -> None:
-    """Resubmission after a lost scheduler: the tokens received count, and are not sent again."""
+def test_a_resumed_request_continues_behind_its_tokens() -> None:
+    """The tokens that the client has received count and are not sent again."""
     rig = make_rig()
     whole = expected_tokens([5, 6, 7], 8)
     sink = rig.submit(make_submission(resumed=whole[:5]))
@@ -325,7 +325,7 @@ def test_a_resumed_request_continues_behind_what_the_client_has() -> None:
 
 
 def test_two_groups_hit_only_what_both_have() -> None:
-    """One pool evicted a block that the other still has: the hit shrinks."""
+    """One pool evicted a block that the other still has, so the hit shrinks."""
     rig = make_rig(groups=(FULL, FULL))
     prompt = list(range(20, 34))
     rig.submit(make_submission(prompt, request_id="a"))
@@ -344,8 +344,8 @@ def test_two_groups_hit_only_what_both_have() -> None:
     assert sink.tokens == expected_tokens(prompt, 8)
 
 
-def test_priority_decides_who_gets_the_next_slot() -> None:
-    """Among waiting requests, lower numbers first."""
+def test_priority_decides_which_request_gets_the_next_slot() -> None:
+    """Among waiting requests, the lowest number is next."""
     rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
     order: list[str] = []
 

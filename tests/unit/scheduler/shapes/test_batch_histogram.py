@@ -1,4 +1,4 @@
-"""The batch-size histogram: counted, logged, kept over restarts; trouble with its file stops nothing."""
+"""The histogram of batch sizes is counted, logged and kept; a broken file stops nothing."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from scheduler_svc.shapes.batch_histogram import (
 
 
 class Rig:
-    """A histogram with a clock that is set by hand and a log that is kept."""
+    """A histogram with a clock set by hand and a captured log."""
 
     def __init__(self, path: Path | None, interval_s: float | None = 10.0) -> None:
         self.now = 0.0
@@ -43,8 +43,8 @@ def path(tmp_path: Path) -> Path:
     return histogram_path(tmp_path / "state")
 
 
-def test_an_interval_is_one_line_about_what_ran_in_it() -> None:
-    """Counts by rows, steps, mean and padding; none before its time and none about nothing."""
+def test_each_interval_logs_one_line() -> None:
+    """The line has counts by rows, steps, mean and padding; an interval without steps has none."""
     rig = Rig(None)
     rig.histogram.describe("m", (1, 4, 8))
     rig.run({1: 2, 3: 6})
@@ -64,10 +64,8 @@ def test_an_interval_is_one_line_about_what_ran_in_it() -> None:
 
 
 @pytest.mark.parametrize("interval", [None, 0.0, -1.0])
-def test_without_an_interval_nothing_is_logged_and_the_file_is_kept(
-    path: Path, interval: float | None
-) -> None:
-    """Once a minute."""
+def test_without_an_interval_the_file_is_saved_every_minute(path: Path, interval: float | None) -> None:
+    """Nothing is logged."""
     rig = Rig(path, interval)
     rig.run({2: 1})
     rig.tick(59.0)
@@ -78,7 +76,7 @@ def test_without_an_interval_nothing_is_logged_and_the_file_is_kept(
 
 
 def test_the_counts_survive_restarts(path: Path) -> None:
-    """Each process adds to what those before it have counted, once, however often it saves."""
+    """Each process adds its own counts once, however often it saves."""
     rigs = []
     for _ in range(3):
         rigs.append(rig := Rig(path))
@@ -92,7 +90,7 @@ def test_the_counts_survive_restarts(path: Path) -> None:
 
 
 def test_a_process_that_ran_nothing_changes_nothing(path: Path) -> None:
-    """It does not even make the folder."""
+    """It does not even create the folder."""
     Rig(path).histogram.save()
     assert not path.parent.exists()
     RecordedBatches("m", (4,), {3: 1}).write(path)
@@ -101,8 +99,8 @@ def test_a_process_that_ran_nothing_changes_nothing(path: Path) -> None:
     assert RecordedBatches.read(path) == RecordedBatches("m", (4,), {3: 1})
 
 
-def test_the_batches_of_another_model_are_put_aside(path: Path) -> None:
-    """They say nothing about this one."""
+def test_the_file_of_another_model_is_renamed(path: Path) -> None:
+    """Its counts do not apply to this model."""
     RecordedBatches("old", (4,), {3: 1}).write(path)
     rig = Rig(path)
     rig.histogram.describe("new", (2,))
@@ -128,8 +126,8 @@ GOOD = {"version": 1, "model": "m", "buckets": [1, 2], "counts": {"1": 5}}
         json.dumps({**GOOD, "buckets": ["1"]}), json.dumps({**GOOD, "buckets": [True]}),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_put_aside(path: Path, text: str) -> None:
-    """With one warning; counting begins anew and is kept."""
+def test_a_damaged_file_is_renamed(path: Path, text: str) -> None:
+    """It causes one warning, and counting starts again."""
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(DamagedHistogram):
@@ -142,8 +140,8 @@ def test_a_damaged_file_is_put_aside(path: Path, text: str) -> None:
     assert RecordedBatches.read(path).counts == {1: 1}
 
 
-def test_a_place_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
-    """However often it is tried; once it can be written, it is."""
+def test_an_unwritable_folder_causes_one_warning(tmp_path: Path) -> None:
+    """Later attempts are silent; once the folder is writable, the file is saved."""
     blocked = tmp_path / "state"
     blocked.touch()
     rig = Rig(histogram_path(blocked))

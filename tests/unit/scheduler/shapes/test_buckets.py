@@ -1,4 +1,4 @@
-"""Decode buckets: the semantics of the VLLM_RBLN_DECODE_BATCH_BUCKET settings."""
+"""Decode buckets follow the semantics of the VLLM_RBLN_DECODE_BATCH_BUCKET settings."""
 
 import pytest
 from hypothesis import given
@@ -24,12 +24,12 @@ from scheduler_svc.shapes.buckets import BucketStrategy, bucket_for, decode_buck
 def test_buckets_go_down_from_the_largest_batch(
     strategy: BucketStrategy, max_batch: int, minimum: int, step: int, limit: int, expected: tuple[int, ...]
 ) -> None:
-    """Division or subtraction by the step until the minimum or the limit stops it."""
+    """Each is divided or reduced by the step, down to the minimum or the limit of buckets."""
     assert decode_buckets(strategy, max_batch=max_batch, minimum=minimum, step=step, limit=limit) == expected
 
 
-def test_manual_buckets_are_taken_as_they_are() -> None:
-    """No rounding, no additions."""
+def test_manual_buckets_are_used_as_given() -> None:
+    """They are neither rounded nor extended."""
     assert decode_buckets("manual", max_batch=7, manual=(1, 3, 7)) == (1, 3, 7)
 
 
@@ -56,7 +56,7 @@ def test_manual_buckets_may_come_in_any_order_with_the_largest_last() -> None:
     ],
 )
 def test_a_bad_setting_is_refused_with_its_rule(arguments: dict[str, object], message: str) -> None:
-    """The message names the rule that was broken."""
+    """The message names the broken rule."""
     with pytest.raises(ValueError, match=message):
         decode_buckets(**arguments)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def test_a_bad_setting_is_refused_with_its_rule(arguments: dict[str, object], me
 def test_every_batch_maps_to_the_smallest_bucket_that_holds_it(
     strategy: BucketStrategy, max_batch: int, step: int, limit: int
 ) -> None:
-    """For all sizes from 1 to the largest batch."""
+    """This holds for all sizes from 1 to the largest batch."""
     buckets = decode_buckets(strategy, max_batch=max_batch, step=step, limit=limit)
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-1] == max_batch
@@ -76,6 +76,6 @@ def test_every_batch_maps_to_the_smallest_bucket_that_holds_it(
 
 
 def test_a_batch_beyond_the_largest_bucket_is_an_error() -> None:
-    """It never silently runs at a smaller one."""
+    """It never silently runs at a smaller bucket."""
     with pytest.raises(ValueError, match="no bucket holds 9 rows"):
         bucket_for(9, (1, 8))

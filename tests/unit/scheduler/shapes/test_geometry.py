@@ -14,7 +14,7 @@ GOOD = Geometry(max_model_len=2048, max_num_seqs=8, chunk=128, block_size=128, b
 
 @pytest.mark.parametrize(("chunk", "block_size"), [(128, 128), (128, 512), (256, 64), (32, 32)])
 def test_chunk_and_block_may_divide_one_another_either_way(chunk: int, block_size: int) -> None:
-    """Large blocks hold several chunks, large chunks fill several blocks."""
+    """Large blocks hold several chunks; large chunks fill several blocks."""
     dataclasses.replace(GOOD, chunk=chunk, block_size=block_size).check(LIMITS, [FULL])
 
 
@@ -30,7 +30,7 @@ def test_chunk_and_block_may_divide_one_another_either_way(chunk: int, block_siz
     ],
 )
 def test_a_broken_rule_is_named_with_the_setting(change: dict[str, object], message: str) -> None:
-    """One line that says what to change."""
+    """The message is one line that says what to change."""
     with pytest.raises(ConfigurationRefused, match=message):
         dataclasses.replace(GOOD, **change).check(LIMITS, [FULL])  # type: ignore[arg-type]
 
@@ -58,11 +58,11 @@ def test_an_impossible_window_is_refused_with_its_group(group: KvGroup, message:
 @pytest.mark.parametrize("kind", [GroupKind.IN_PLACE_WINDOW, GroupKind.PAGED_WINDOW])
 @pytest.mark.parametrize("window", [32, 64, 128])
 def test_a_window_may_be_smaller_than_a_block(kind: GroupKind, window: int) -> None:
-    """Document 004 left that open."""
+    """A block may hold several windows, if the window divides the block."""
     GOOD.check(LIMITS, [KvGroup(kind, window)])
 
 
 def test_a_model_without_groups_is_refused() -> None:
-    """There would be nothing to manage."""
+    """It has no KV memory to manage."""
     with pytest.raises(ConfigurationRefused, match="describes no KV groups"):
         GOOD.check(LIMITS, [])
