@@ -1,4 +1,8 @@
-"""The scheduler's settings: flags (``--block-size``), then ``TRIPTYCH_*`` variables, then the reference documents' own names."""
+"""The scheduler's settings.
+
+A flag (`--block-size`) comes before a `TRIPTYCH_*` variable, and that before the variable of a vLLM-RBLN or vLLM-Spyre
+deployment.
+"""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +21,7 @@ _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
 
 
 class Settings(ServiceSettings):
-    """Everything that can be set about a scheduler. 0 or unset means: what the worker's device usually runs with."""
+    """The settings of a scheduler. An unset size takes the default of the worker's device."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych scheduler", use_attribute_docstrings=True)
 
@@ -68,68 +72,68 @@ class Settings(ServiceSettings):
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
     served_model_name: str | None = Field(None, min_length=1)
-    """Name that requests use. Default: the worker's model id or folder name."""
+    """Model name that requests use. Default: the worker's model id or folder name."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence (prompt plus output), tokens. Default: the model's context."""
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
-    """Requests that run at once on a replica."""
+    """Sequences that a replica runs at once. Default: the worker's."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Tokens of one prefill chunk: the static query length of the prefill graph."""
+    """Tokens of one prefill chunk, the static query length of the prefill graph. Default: the worker's."""
     block_size: int | None = Field(None, ge=1)
-    """Tokens of one KV block. Chunk and block size divide one another."""
+    """Tokens of one KV block. Must divide the prefill chunk or be a multiple of it. Default: the worker's."""
     num_blocks: int | None = Field(None, ge=2)
     """KV blocks per group and replica, the null block included. Default: as many as the worker's memory allows."""
     enable_prefix_caching: bool = Field(True)
-    """Reuse the KV of equal prompt prefixes."""
+    """Reuse the KV cache of prompt prefixes that were computed before."""
     sub_block_cache: bool = Field(True)
-    """Let a prefix hit end inside a block, whose beginning is then copied; otherwise hits end at blocks."""
+    """Let a prefix hit end inside a block, whose start is then copied. Otherwise hits end at block boundaries."""
     cache_generated_tokens: bool = Field(False)
-    """Also reuse what decode steps wrote. A hit on generated tokens is then no longer bit-exact with a miss."""
+    """Also cache generated tokens. A hit on them is not bit-exact with a miss."""
     keep_windows: Literal["junctions", "ends"] = "junctions"
-    """In-place sliding windows: keep every chunk boundary while there is room, the valuable ones longest (junctions), or only the
-    ends of prompts and the places where prompts diverge (ends)."""
+    """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest (junctions), or only those at
+    the ends of prompts and where prompts diverge (ends)."""
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
-    """Sliding windows: how many kept ones a worker makes room for beside those in use, per slot."""
+    """Cached sliding windows that a worker allocates per slot, besides those in use."""
     max_pinned_share: float = Field(0.5, gt=0, le=0.9)
-    """Share of a replica's KV blocks that pinned prefixes may hold."""
+    """Share of a replica's KV blocks that pinned prefixes may hold together."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
-    """Decode steps between two prefill chunks while both kinds of work exist; 0 for all prefill first, which stalls what runs."""
+    """Decode steps between two prefill chunks when both are due; 0 runs all prefill first, which stalls decoding."""
     lease_steps: int = Field(32, ge=1, le=1000)
-    """Decode steps that a worker may run in a row, as long as there is nothing else to do, before it asks for more; 1 for one at a time."""
+    """Longest lease: decode steps that a worker may run before its next plan while there is no other work; 1 for no leases."""
     decode_bucket_strategy: BucketStrategy = "exponential"
-    """How decode batch sizes are chosen: exponential (exp), linear or manual."""
+    """How the compiled decode batch sizes (buckets) are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)
-    """No bucket is smaller."""
+    """Smallest bucket."""
     decode_bucket_step: int = Field(2, ge=1)
-    """Divisor (exponential) or difference (linear) between buckets."""
+    """Divisor (exponential) or difference (linear) between neighbouring buckets."""
     decode_bucket_limit: int = Field(16, ge=1)
-    """At most that many buckets."""
+    """Largest number of buckets."""
     decode_buckets: Annotated[tuple[int, ...], NoDecode] = ()
-    """Manual buckets, for example 1,2,4,8."""
+    """Buckets of the manual strategy, for example 1,2,4,8."""
     pool_batch_sizes: Annotated[tuple[int, ...], NoDecode] = ()
-    """Rows of the static shapes of a pooling model, for example 1,4. Default: shapes for any prompt up to the model's context."""
+    """Rows of each static shape of a pooling model, for example 1,4. Default: shapes for every prompt up to the model's context."""
     pool_prompt_lens: Annotated[tuple[int, ...], NoDecode] = Field((), validate_default=True)
-    """Tokens per row of the same shapes, in the same order, for example 4096,1024."""
+    """Tokens per row of each of these shapes, in the same order, for example 4096,1024."""
     order: Literal["priority-fair", "arrival"] = "priority-fair"
-    """Whose turn it is: by priority, then fair between tenants, then arrival; or by arrival alone."""
+    """Order of the queue: by priority, then fairly between tenants, then by arrival (priority-fair), or by arrival alone."""
     ageing_s: float = Field(30.0, ge=0)
-    """Waiting that long raises a request by one level of priority, seconds; 0 for never."""
+    """Seconds of waiting that raise a request by one priority level; 0 for never."""
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)
-    """Shares of tenants that have another one than 1, for example paid=4,trial=0.5."""
+    """Weights of tenants, for example paid=4,trial=0.5. All other tenants have weight 1."""
     max_waiting_requests: int = Field(1024, ge=1)
-    """Requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED."""
+    """Requests that may wait for a slot. Further requests are refused with RESOURCE_EXHAUSTED."""
     max_waiting_tokens: int = Field(1_000_000, ge=1)
-    """Prompt tokens that may wait for a slot."""
+    """Prompt tokens of all requests that may wait for a slot."""
     step_timeout_s: float = Field(120.0, gt=0)
-    """A worker that needs longer for one step counts as lost, seconds."""
+    """Seconds after which a worker that has not finished a step counts as lost."""
     replica_wait_s: float = Field(120.0, ge=0)
-    """How long accepted requests wait for a worker when none is left, seconds."""
+    """Seconds that accepted requests wait for a worker when none is left."""
     state_dir: Path | None = None
-    """Folder for what is kept over restarts: the histogram of batch sizes that triptych plan reads. Default: nothing is kept."""
+    """Folder for the batch size histogram, which survives restarts and which triptych plan reads. Default: none is kept."""
     batchsize_log_interval_s: float = Field(0.0)
-    """Log the distribution of decode batch sizes every that many seconds; 0 and below for never."""
+    """Seconds between two log entries of the decode batch sizes; 0 or below for none."""
     drain_s: float = Field(30.0, ge=0)
-    """On SIGTERM, how long running requests may go on, seconds."""
+    """Seconds that live requests may continue after SIGTERM."""
     log_level: LogLevel = Field("info")
     """Least severe level that is logged."""
     log_format: LogFormat = Field("json")
@@ -185,22 +189,22 @@ class Settings(ServiceSettings):
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
-        """What can be told before a worker says what its device wants."""
+        """Checks the sizes, as far as that is possible without knowing the worker."""
         chunk, block = self.max_num_batched_tokens, self.block_size
         if chunk and block and chunk % block and block % chunk:
             raise ValueError(
                 f"max_num_batched_tokens {chunk} (the prefill chunk) and block_size {block} must divide one another"
             )
         if self.max_num_seqs or self.decode_bucket_strategy == "manual":
-            # Without max_num_seqs the manual list says what the largest batch has to be.
+            # Without max_num_seqs, the largest manual bucket is the largest batch.
             self.buckets(self.max_num_seqs or max(self.decode_buckets, default=1))
         return self
 
     def buckets(self, max_batch: int) -> tuple[int, ...]:
-        """The decode buckets for batches of up to ``max_batch`` rows.
+        """Returns the decode buckets for batches of up to `max_batch` rows.
 
         Raises:
-            ValueError: naming the setting that breaks a rule, and the rule.
+            ValueError: a setting breaks a rule; the text names both.
         """
         return decode_buckets(
             self.decode_bucket_strategy,
