@@ -1,4 +1,4 @@
-"""``GetMetrics`` over real gRPC, while workers come and go."""
+"""The GetMetrics call over real gRPC, while workers join and leave."""
 
 import asyncio
 
@@ -8,10 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.settings import Settings
-from tests.support.scheduler.pooling_worker import ScriptedPoolWorker, pool_request
+from tests.support.scheduler.fake_pool_worker import FakePoolWorker, pool_request
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    ScriptedWorker,
     generate_request,
     joined,
     run_scheduler,
@@ -24,7 +24,7 @@ Labels = frozenset[tuple[str, str]]
 
 
 async def scrape(scheduler: RunningScheduler) -> dict[tuple[str, Labels], float]:
-    """All samples; families are unique, or Prometheus would refuse them."""
+    """Returns all samples; asserts that family names are unique, as Prometheus requires."""
     answer = await scheduler.inference.GetMetrics(inference_pb2.GetMetricsRequest())
     assert answer.content_type == CONTENT_TYPE_LATEST
     families = list(text_string_to_metric_families(answer.text.decode()))
@@ -41,8 +41,8 @@ def is_counter(name: str) -> bool:
     return name.endswith(("_total", "_bucket", "_count", "_sum"))
 
 
-async def test_before_a_worker_there_is_an_answer() -> None:
-    """No replicas, and nothing of a model."""
+async def test_before_a_worker_is_ready_only_the_replica_gauge_is_served() -> None:
+    """GetMetrics answers before any worker is ready, without metrics of a model."""
     async with run_scheduler() as scheduler:
         samples = await scrape(scheduler)
     assert {name for name, _ in samples} == {"triptych:replicas"}
@@ -50,10 +50,10 @@ async def test_before_a_worker_there_is_an_answer() -> None:
 
 
 async def test_counters_do_not_fall_when_one_of_two_replicas_leaves() -> None:
-    """Both have worked; the one that stays goes on."""
+    """The counters of a replica that leaves stay, and those of the other one continue."""
     prompts = [[3 + i, 4, 5, 6, 7, 8 + i] for i in range(12)]
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "stays"):
-        async with joined(scheduler, ScriptedWorker(), "goes"):
+    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(), "stays"):
+        async with joined(scheduler, FakeWorker(), "goes"):
             await asyncio.gather(*(tokens_of(scheduler, generate_request(prompt)) for prompt in prompts))
             both = await scrape(scheduler)
         async with asyncio.timeout(10):
@@ -79,10 +79,10 @@ async def test_counters_do_not_fall_when_one_of_two_replicas_leaves() -> None:
 
 
 async def test_batches_of_a_pooling_model_are_counted_by_shape() -> None:
-    """Rows, tokens and padding, also when the replica has left."""
+    """Rows, tokens and padding of pooling batches are counted by shape and outlive the replica."""
     settings = Settings(pool_batch_sizes=(2,), pool_prompt_lens=(8,))
     async with run_scheduler(settings) as scheduler:
-        async with joined(scheduler, ScriptedPoolWorker(), "r0"):
+        async with joined(scheduler, FakePoolWorker(), "r0"):
             await scheduler.inference.Pool(pool_request([5, 6, 7]))
             here = await scrape(scheduler)
         async with asyncio.timeout(10):

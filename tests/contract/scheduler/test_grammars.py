@@ -1,4 +1,4 @@
-"""Grammars over real gRPC: a worker is asked to compile, says no, is slow, or dies."""
+"""Grammars over real gRPC: compiled, refused, slow, cancelled, and lost with their worker."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import Context
 from scheduler_svc.requests.sampling import Grammar
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
-    ScriptedWorker,
+    RunningScheduler,
     failure,
     generate_request,
     joined,
@@ -25,21 +26,17 @@ REGEX = common_pb2.StructuredOutput(regex="[a-z]+")
 
 
 @dataclass
-class Compiling(ScriptedWorker):
-    """Compiles when it is let to.
-
-    Attributes:
-        asked: what it was asked for.
-        may_compile: calls are answered while this is set.
-        cancelled: set when a call is taken back.
-        refusal: what it says then.
-        admitted: constraints of admitted requests.
-    """
+class CompilingWorker(FakeWorker):
+    """Compiles grammars when the test allows it."""
 
     asked: list[common_pb2.StructuredOutput] = field(default_factory=list)
+    """The constraints that the scheduler asked for."""
     may_compile: asyncio.Event = field(default_factory=asyncio.Event)
+    """Calls are answered while this is set."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a call is cancelled."""
     refusal: TriptychError | None = None
+    """The answer to every call, instead of success."""
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -62,23 +59,29 @@ class Compiling(ScriptedWorker):
         return worker_pb2.CompileGrammarResponse(memory_bytes=1, compile_us=1)
 
 
-async def test_a_request_runs_once_its_grammar_is_compiled() -> None:
-    """Others run before it; it gets its tokens afterwards."""
-    worker = Compiling()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        constrained = asyncio.ensure_future(
-            tokens_of(scheduler, generate_request([7, 8], structured_output=REGEX))
-        )
-        assert await tokens_of(scheduler, generate_request()) == expected_tokens((5, 6, 7), 8)
-        assert not constrained.done()
-        assert worker.asked == [REGEX]
-        worker.may_compile.set()
-        assert await constrained == expected_tokens((7, 8), 8)
+@pytest.fixture
+def worker() -> CompilingWorker:
+    """A worker that compiles grammars."""
+    return CompilingWorker()
+
+
+async def test_a_request_runs_once_its_grammar_is_compiled(
+    scheduler: RunningScheduler, worker: CompilingWorker
+) -> None:
+    """A request waits for its grammar while others run, and gets its tokens afterwards."""
+    constrained = asyncio.ensure_future(
+        tokens_of(scheduler, generate_request([7, 8], structured_output=REGEX))
+    )
+    assert await tokens_of(scheduler, generate_request()) == expected_tokens((5, 6, 7), 8)
+    assert not constrained.done()
+    assert worker.asked == [REGEX]
+    worker.may_compile.set()
+    assert await constrained == expected_tokens((7, 8), 8)
 
 
 async def test_a_refused_grammar_is_the_clients_error() -> None:
-    """With code, reason and parameter as the worker gave them; the worker stays."""
-    worker = Compiling(refusal=InvalidArgument("no such rule", param="structured_output"))
+    """The client gets the worker's error with code, reason and parameter; the worker stays."""
+    worker = CompilingWorker(refusal=InvalidArgument("no such rule", param="structured_output"))
     worker.may_compile.set()
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         error = await failure(scheduler.inference.Generate(generate_request(structured_output=REGEX)))
@@ -88,8 +91,8 @@ async def test_a_refused_grammar_is_the_clients_error() -> None:
 
 
 async def test_a_worker_lost_while_compiling_is_replaced() -> None:
-    """The request is asked again of the next one."""
-    first, second = Compiling(), Compiling()
+    """The next worker compiles the grammar when the first one is lost."""
+    first, second = CompilingWorker(), CompilingWorker()
     second.may_compile.set()
     async with run_scheduler() as scheduler:
         async with joined(scheduler, first):
@@ -102,48 +105,48 @@ async def test_a_worker_lost_while_compiling_is_replaced() -> None:
         assert second.asked == [REGEX]
 
 
-async def test_a_grammar_of_which_the_client_has_gone_is_taken_back() -> None:
-    """The worker's call ends, so that its threads are for others; the same grammar can be asked for again."""
-    worker = Compiling()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        call = scheduler.inference.Generate(generate_request(structured_output=REGEX))
-        async with asyncio.timeout(10):
-            while not worker.asked:
-                await asyncio.sleep(0.01)
-            call.cancel()
-            await worker.cancelled.wait()
-        worker.may_compile.set()
-        tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
-        assert tokens == expected_tokens((5, 6, 7), 8)
-        assert worker.asked == [REGEX, REGEX]
+async def test_cancelling_a_request_cancels_its_compilation(
+    scheduler: RunningScheduler, worker: CompilingWorker
+) -> None:
+    """Cancelling the last request of a grammar cancels the worker's call; the grammar can be compiled later."""
+    call = scheduler.inference.Generate(generate_request(structured_output=REGEX))
+    async with asyncio.timeout(10):
+        while not worker.asked:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await worker.cancelled.wait()
+    worker.may_compile.set()
+    tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
+    assert tokens == expected_tokens((5, 6, 7), 8)
+    assert worker.asked == [REGEX, REGEX]
 
 
-async def test_a_fault_in_asking_for_a_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits hears of it, and can come again."""
+async def test_an_unexpected_error_while_compiling_fails_the_request(
+    scheduler: RunningScheduler, worker: CompilingWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request fails with the error, and a second request compiles the grammar."""
 
     def broken(grammar: Grammar) -> common_pb2.StructuredOutput:
         raise ValueError("cannot be read")
 
-    worker = Compiling()
     worker.may_compile.set()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        with monkeypatch.context() as patched:
-            patched.setattr("scheduler_svc.workers.grammar_compiler.grammar_to_proto", broken)
-            async with asyncio.timeout(10):
-                error = await failure(scheduler.inference.Generate(generate_request(structured_output=REGEX)))
-        assert isinstance(error, Internal)
-        assert "ValueError: cannot be read" in error.message
-        tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
-        assert tokens == expected_tokens((5, 6, 7), 8)
+    with monkeypatch.context() as patched:
+        patched.setattr("scheduler_svc.workers.grammar_compiler.grammar_to_proto", broken)
+        async with asyncio.timeout(10):
+            error = await failure(scheduler.inference.Generate(generate_request(structured_output=REGEX)))
+    assert isinstance(error, Internal)
+    assert "ValueError: cannot be read" in error.message
+    tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
+    assert tokens == expected_tokens((5, 6, 7), 8)
 
 
-async def test_what_no_worker_can_do_is_refused_before() -> None:
-    """A worker that does not name the field gets no such request, and an empty constraint none at all."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        request = generate_request(structured_output=REGEX)
-        assert isinstance(await failure(scheduler.inference.Generate(request)), Unsupported)
-        for nothing in (common_pb2.StructuredOutput(), common_pb2.StructuredOutput(json_object=False)):
-            empty = generate_request(structured_output=nothing)
-            assert "is empty" in (await failure(scheduler.inference.Generate(empty))).message
-        large = generate_request(structured_output=common_pb2.StructuredOutput(regex="a" * MAX_GRAMMAR_BYTES))
-        assert "at most" in (await failure(scheduler.inference.Generate(large))).message
+@pytest.mark.parametrize("worker", [FakeWorker()])
+async def test_unsupported_and_invalid_constraints_are_refused_at_once(scheduler: RunningScheduler) -> None:
+    """A worker without support gets no such request; empty and oversized constraints are refused."""
+    request = generate_request(structured_output=REGEX)
+    assert isinstance(await failure(scheduler.inference.Generate(request)), Unsupported)
+    for nothing in (common_pb2.StructuredOutput(), common_pb2.StructuredOutput(json_object=False)):
+        empty = generate_request(structured_output=nothing)
+        assert "is empty" in (await failure(scheduler.inference.Generate(empty))).message
+    large = generate_request(structured_output=common_pb2.StructuredOutput(regex="a" * MAX_GRAMMAR_BYTES))
+    assert "at most" in (await failure(scheduler.inference.Generate(large))).message

@@ -1,4 +1,4 @@
-"""docs/kv-events.md holds: its example runs as it is written there, and so do snapshots, resuming, pins and resets."""
+"""The documented behaviour of KV events: docs/kv-events.md's example, snapshots, resuming, pins and resets."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from protos.triptych.v1 import inference_pb2
 from scheduler_svc.kv.prefix_hash import HashChain, seed_key
 from scheduler_svc.settings import Settings
 from tests.support.paths import ROOT
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    ScriptedWorker,
     failure,
     generate_request,
     joined,
@@ -24,6 +24,13 @@ from tests.support.scheduler.running_scheduler import (
 )
 
 pytestmark = pytest.mark.contract
+
+
+@pytest.fixture
+def replica_id() -> str:
+    """The replica id that docs/kv-events.md uses."""
+    return "r0"
+
 
 PROMPT = list(range(5, 14))
 
@@ -46,7 +53,7 @@ def example(port: int) -> str:
 async def watching(
     scheduler: RunningScheduler, *, replica_id: str = "", after: int = 0
 ) -> AsyncIterator[AsyncIterator[inference_pb2.KvEventBatch]]:
-    """A watcher within the block."""
+    """Watches the KV events within the block."""
     request = inference_pb2.WatchKvEventsRequest(replica_id=replica_id, after_sequence=after)
     call = scheduler.inference.WatchKvEvents(request)
     try:
@@ -60,38 +67,36 @@ def hashes(batch: inference_pb2.KvEventBatch) -> list[bytes]:
     return [key for event in batch.events for key in event.stored.hashes]
 
 
-async def test_the_document_s_watcher_finds_its_prompt() -> None:
-    """Nothing, then two chunks in two steps, then nothing after a reset."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", example(scheduler.server.port), cwd=ROOT, stdout=asyncio.subprocess.PIPE
-        )
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(30):
-                assert await process.stdout.readline() == b"r0 has 0 of 9 tokens\n"
-                await tokens_of(scheduler, generate_request(PROMPT))
-                assert await process.stdout.readline() == b"r0 has 4 of 9 tokens\n"
-                assert await process.stdout.readline() == b"r0 has 8 of 9 tokens\n"
-                await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
-                assert await process.stdout.readline() == b"r0 has 0 of 9 tokens\n"
-        finally:
-            process.kill()
-            await process.wait()
+async def test_the_documented_watcher_finds_its_prompt(scheduler: RunningScheduler) -> None:
+    """The example of docs/kv-events.md sees two chunks of its prompt, and none after a reset."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", example(scheduler.server.port), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            assert await process.stdout.readline() == b"r0 has 0 of 9 tokens\n"
+            await tokens_of(scheduler, generate_request(PROMPT))
+            assert await process.stdout.readline() == b"r0 has 4 of 9 tokens\n"
+            assert await process.stdout.readline() == b"r0 has 8 of 9 tokens\n"
+            await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
+            assert await process.stdout.readline() == b"r0 has 0 of 9 tokens\n"
+    finally:
+        process.kill()
+        await process.wait()
 
 
-async def test_a_late_watcher_gets_a_snapshot_then_changes() -> None:
-    """The snapshot has what was stored before; salts tell tenants' prefixes apart."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
-        await tokens_of(scheduler, generate_request(PROMPT))
-        async with watching(scheduler) as batches:
-            first = await anext(batches)
-            assert first.snapshot
-            assert sorted(hashes(first)) == sorted(keys_of(PROMPT))
-            salted = generate_request(PROMPT[:5])
-            salted.cache_salt = "mine"
-            await tokens_of(scheduler, salted)
-            second = await anext(batches)
+async def test_a_late_watcher_gets_a_snapshot_then_changes(scheduler: RunningScheduler) -> None:
+    """The snapshot holds what was stored before; the keys of salted prompts differ."""
+    await tokens_of(scheduler, generate_request(PROMPT))
+    async with watching(scheduler) as batches:
+        first = await anext(batches)
+        assert first.snapshot
+        assert sorted(hashes(first)) == sorted(keys_of(PROMPT))
+        salted = generate_request(PROMPT[:5])
+        salted.cache_salt = "mine"
+        await tokens_of(scheduler, salted)
+        second = await anext(batches)
     assert (second.snapshot, second.sequence) == (False, first.sequence + 1)
     (stored,) = [event.stored for event in second.events]
     assert list(stored.hashes) == keys_of(PROMPT[:4], salt="mine")
@@ -99,28 +104,27 @@ async def test_a_late_watcher_gets_a_snapshot_then_changes() -> None:
     assert (list(stored.token_ids), stored.tokens_per_hash) == (PROMPT[:4], 4)
 
 
-async def test_a_watcher_resumes_behind_its_number() -> None:
-    """What was missed, and no snapshot; a number that nobody gave is answered with one."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
-        async with watching(scheduler) as batches:
-            seen = (await anext(batches)).sequence
-        await tokens_of(scheduler, generate_request(PROMPT))
-        async with watching(scheduler, replica_id="r0", after=seen) as batches:
-            missed = [await anext(batches), await anext(batches)]
-        async with watching(scheduler, replica_id="r0", after=seen - 1) as batches:
-            unknown = await anext(batches)
+async def test_a_watcher_resumes_after_its_sequence_number(scheduler: RunningScheduler) -> None:
+    """A watcher gets the batches it missed; an unknown number gets a snapshot."""
+    async with watching(scheduler) as batches:
+        seen = (await anext(batches)).sequence
+    await tokens_of(scheduler, generate_request(PROMPT))
+    async with watching(scheduler, replica_id="r0", after=seen) as batches:
+        missed = [await anext(batches), await anext(batches)]
+    async with watching(scheduler, replica_id="r0", after=seen - 1) as batches:
+        unknown = await anext(batches)
     assert [(batch.sequence, batch.snapshot) for batch in missed] == [(seen + 1, False), (seen + 2, False)]
     assert [key for batch in missed for key in hashes(batch)] == keys_of(PROMPT)
     assert unknown.snapshot
 
 
-async def test_replicas_that_come_and_go_are_seen() -> None:
-    """An empty snapshot when one comes, ``cleared`` when it goes, and higher numbers when it is back."""
+async def test_a_watcher_follows_replicas_that_join_and_leave() -> None:
+    """A joining replica sends an empty snapshot, a leaving one `cleared`, and a returning one higher numbers."""
     async with run_scheduler() as scheduler, watching(scheduler) as batches:
-        async with joined(scheduler, ScriptedWorker(), "r0"):
+        async with joined(scheduler, FakeWorker(), "r0"):
             came = await anext(batches)
         gone = await anext(batches)
-        async with joined(scheduler, ScriptedWorker(), "r0"):
+        async with joined(scheduler, FakeWorker(), "r0"):
             back = await anext(batches)
     assert (came.replica_id, came.snapshot) == ("r0", True)
     assert [(event.stored.group_id, list(event.stored.hashes)) for event in came.events] == [(0, [])]
@@ -129,40 +133,36 @@ async def test_replicas_that_come_and_go_are_seen() -> None:
     assert came.sequence < gone.sequence < back.sequence
 
 
-async def test_a_pin_computes_what_is_missing_and_ends_by_id() -> None:
-    """Whole chunks are kept; the second end of a pin finds nothing."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
-        request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=60)
-        pin = await scheduler.inference.PinPrefix(request)
-        assert (pin.num_tokens, pin.replica_id) == (8, "r0")
-        assert scheduler.engine.pinned.count("r0") == 1
-        for found in (True, False):
-            answer = await scheduler.inference.UnpinPrefix(
-                inference_pb2.UnpinPrefixRequest(pin_id=pin.pin_id)
-            )
-            assert answer.found is found
-        assert scheduler.engine.pinned.count("r0") == 0
+async def test_a_pin_computes_what_is_missing_and_ends_by_id(scheduler: RunningScheduler) -> None:
+    """A pin computes and holds whole chunks; unpinning twice finds it once."""
+    request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=60)
+    pin = await scheduler.inference.PinPrefix(request)
+    assert (pin.num_tokens, pin.replica_id) == (8, "r0")
+    assert scheduler.engine.pinned.count("r0") == 1
+    for found in (True, False):
+        answer = await scheduler.inference.UnpinPrefix(inference_pb2.UnpinPrefixRequest(pin_id=pin.pin_id))
+        assert answer.found is found
+    assert scheduler.engine.pinned.count("r0") == 0
 
 
-async def test_pins_end_with_their_time_and_with_a_reset() -> None:
-    """Both free what was kept."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
-        request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=0.1)
-        await scheduler.inference.PinPrefix(request)
-        async with asyncio.timeout(10):
-            while scheduler.engine.pinned.count("r0"):
-                await asyncio.sleep(0.01)
-        request.ttl_s = 60
-        await scheduler.inference.PinPrefix(request)
-        answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
-        assert answer.num_replicas == 1
-        assert scheduler.engine.pinned.count("r0") == 0
+async def test_pins_end_with_their_time_and_with_a_reset(scheduler: RunningScheduler) -> None:
+    """Both the end of its time and a reset of the cache end a pin."""
+    request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=0.1)
+    await scheduler.inference.PinPrefix(request)
+    async with asyncio.timeout(10):
+        while scheduler.engine.pinned.count("r0"):
+            await asyncio.sleep(0.01)
+    request.ttl_s = 60
+    await scheduler.inference.PinPrefix(request)
+    answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
+    assert answer.num_replicas == 1
+    assert scheduler.engine.pinned.count("r0") == 0
 
 
-async def test_pins_that_make_no_sense_are_refused() -> None:
-    """Too short, without a time, and more than pins may hold."""
+async def test_invalid_pins_are_refused() -> None:
+    """A short prefix, a missing time and too large a share are refused."""
     settings = Settings(max_pinned_share=0.02)
-    async with run_scheduler(settings) as scheduler, joined(scheduler, ScriptedWorker(), "r0"):
+    async with run_scheduler(settings) as scheduler, joined(scheduler, FakeWorker(), "r0"):
         for prompt, ttl_s, error in ((PROMPT[:3], 60, InvalidArgument), (PROMPT, 0, InvalidArgument), (PROMPT, 60, Overloaded)):  # fmt: skip
             request = inference_pb2.PinPrefixRequest(prompt_token_ids=prompt, ttl_s=ttl_s)
             assert isinstance(await failure(scheduler.inference.PinPrefix(request)), error)

@@ -1,24 +1,23 @@
-"""Leases over real gRPC: what a replica's driver does while a worker runs several steps in a row."""
+"""Leases over real gRPC: the step loop while a worker runs several steps in a row."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from protos.errors import Unavailable
 from protos.steps import Decode, Prefill, StepPlan
-from protos.triptych.v1 import inference_pb2, registry_pb2
+from protos.triptych.v1 import inference_pb2
 from scheduler_svc.workers.step_loop import StepLoop
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    ScriptedWorker,
-    announcement,
     collect,
     failure,
     generate_request,
     joined,
+    register,
     run_scheduler,
     run_worker,
     tokens_of,
@@ -26,36 +25,30 @@ from tests.support.scheduler.running_scheduler import (
 
 pytestmark = pytest.mark.contract
 
-# One token of prompt and blocks of eight: the step behind the prompt's begins a lease of seven.
+# With one prompt token and blocks of eight, the first decode step starts a lease of seven.
 SHORT = [5]
 
 
-def worker_with(**more: int) -> ScriptedWorker:
-    return ScriptedWorker(default_block_size=8, **more)  # type: ignore[arg-type]
+def worker_with(**more: int) -> FakeWorker:
+    return FakeWorker(default_block_size=8, **more)  # type: ignore[arg-type]
 
 
 def leases(plan: StepPlan) -> bool:
     return isinstance(plan.work, Decode) and plan.work.lease > 1
 
 
-async def heard(worker: ScriptedWorker) -> AsyncIterator[StepPlan]:
-    while True:
-        async with asyncio.timeout(5):
-            yield await worker.heard.get()
+async def next_plan(worker: FakeWorker) -> StepPlan:
+    async with asyncio.timeout(5):
+        return await worker.plans.get()
 
 
-async def next_plan(worker: ScriptedWorker) -> StepPlan:
-    return await anext(heard(worker))
-
-
-async def lease_begins(worker: ScriptedWorker) -> None:
-    async for plan in heard(worker):
-        if leases(plan):
-            return
+async def lease_begins(worker: FakeWorker) -> None:
+    while not leases(await next_plan(worker)):
+        pass
 
 
 async def test_leased_steps_reach_the_client_one_by_one() -> None:
-    """The worker is held in the middle of a lease; what came before is with the client."""
+    """The client has the tokens of earlier steps while the lease still runs."""
     worker = worker_with(hold_at_step=5)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         tokens: list[int] = []
@@ -68,8 +61,8 @@ async def test_leased_steps_reach_the_client_one_by_one() -> None:
     assert worker.device.passes == 20
 
 
-async def test_who_arrives_while_a_lease_runs_ends_it() -> None:
-    """The step that runs is its last; the newcomer's chunk is the next plan that has work."""
+async def test_a_new_request_ends_a_running_lease() -> None:
+    """A new request ends the lease after the current step; its chunk is the next work."""
     worker = worker_with(hold_at_step=4)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
@@ -84,8 +77,8 @@ async def test_who_arrives_while_a_lease_runs_ends_it() -> None:
         assert await second == expected_tokens([6, 7], 4)
 
 
-async def test_who_arrives_while_a_lease_is_being_written_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver hears of it although it was not waiting for results yet."""
+async def test_a_request_that_arrives_while_a_lease_is_sent_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that arrives before the step loop reads results still ends the lease."""
     worker = worker_with(hold_at_step=2)
     write = StepLoop._write
     second: asyncio.Task[list[int]] | None = None
@@ -112,7 +105,7 @@ async def test_who_arrives_while_a_lease_is_being_written_ends_it(monkeypatch: p
 
 
 async def test_an_abort_ends_a_lease_and_frees_the_slot() -> None:
-    """The other request of the lease loses no token."""
+    """An abort ends the lease, and the other request of the lease loses no token."""
     worker = worker_with(hold_at_step=5)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         worker.gate.clear()
@@ -139,16 +132,12 @@ async def test_an_abort_ends_a_lease_and_frees_the_slot() -> None:
 
 
 async def lost(scheduler: RunningScheduler, port: int) -> asyncio.Task[object]:
-    """Registers a worker; done when the scheduler has given it up."""
-    call = scheduler.registry.Register(announcement(port))
-    async for event in call:
-        if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
-            break
-    return asyncio.create_task(failure(call))
+    """Registers a worker; the task ends with its error when the scheduler gives the worker up."""
+    return asyncio.create_task(failure(await register(scheduler, port)))
 
 
 async def test_a_worker_lost_in_a_lease_costs_no_token() -> None:
-    """The scheduler knows how many of its steps were answered."""
+    """A request whose worker is lost during a lease continues elsewhere without a gap."""
     worker = worker_with(die_at_step=5)
     async with run_scheduler() as scheduler:
         async with run_worker(worker) as port:
@@ -160,10 +149,10 @@ async def test_a_worker_lost_in_a_lease_costs_no_token() -> None:
             assert await answer == expected_tokens(SHORT, 20)
 
 
-async def test_a_worker_that_goes_while_its_lease_is_being_ended_leaves_nothing_behind(
+async def test_losing_a_worker_cancels_the_plan_that_ends_its_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plan that ends the lease is never written; its writer ends with the replica."""
+    """The plan that would end the lease is never written, and its writer ends with the replica."""
     worker = worker_with(hold_at_step=4, die_at_step=4)
     write = StepLoop._write
     writing, ended = asyncio.Event(), asyncio.Event()

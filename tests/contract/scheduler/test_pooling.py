@@ -1,4 +1,4 @@
-"""A pooling deployment over real gRPC: shapes, faults, lost workers, refusals."""
+"""A pooling deployment over real gRPC: shapes, errors, lost workers and refusals."""
 
 import asyncio
 
@@ -15,16 +15,17 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from protos.triptych.v1 import common_pb2, inference_pb2, registry_pb2
+from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.settings import Settings
-from tests.support.scheduler.pooling_worker import POISON, ScriptedPoolWorker, embedding_of, pool_request
+from tests.support.scheduler.fake_pool_worker import POISON, FakePoolWorker, embedding_of, pool_request
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    ScriptedWorker,
-    announcement,
     failure,
     generate_request,
     joined,
+    register,
+    registration,
     run_scheduler,
     run_worker,
 )
@@ -32,6 +33,18 @@ from tests.support.scheduler.running_scheduler import (
 pytestmark = pytest.mark.contract
 
 SHAPES = Settings(pool_batch_sizes=(1, 4, 2), pool_prompt_lens=(4, 4, 16))
+
+
+@pytest.fixture
+def settings() -> Settings:
+    """Settings with three shapes."""
+    return SHAPES
+
+
+@pytest.fixture
+def worker() -> FakePoolWorker:
+    """A worker with a pooling model."""
+    return FakePoolWorker()
 
 
 async def values_of(scheduler: RunningScheduler, prompt: list[int]) -> list[float]:
@@ -50,59 +63,54 @@ async def until_live(scheduler: RunningScheduler, count: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_a_result_comes_back_whole() -> None:
-    """Values, shape, prompt length and id."""
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, ScriptedPoolWorker()):
-        response = await scheduler.inference.Pool(pool_request([5, 6, 7], request_id="mine"))
-        info = await scheduler.inference.GetModel(inference_pb2.GetModelRequest())
+async def test_a_result_arrives_complete(scheduler: RunningScheduler) -> None:
+    """The response has values, shape, prompt length and id."""
+    response = await scheduler.inference.Pool(pool_request([5, 6, 7], request_id="mine"))
+    info = await scheduler.inference.GetModel(inference_pb2.GetModelRequest())
     assert (response.request_id, list(response.values)) == ("mine", embedding_of([5, 6, 7]))
     assert (list(response.shape), response.num_prompt_tokens) == ([4], 3)
     assert list(info.pool_tasks) == [common_pb2.POOL_TASK_EMBED]
     assert (info.pooled_size, info.max_model_len) == (4, 16)
 
 
-async def test_who_waits_leaves_together_when_the_device_is_free() -> None:
-    """One request leaves at once and alone; those that come meanwhile leave by prompt length, in the batch they fill best."""
-    worker = ScriptedPoolWorker()
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        prompts = [[5], [1, 2, 3], [6, 7], *([n] * 9 for n in (1, 2, 3)), [9] * 4]
-        calls = [asyncio.create_task(values_of(scheduler, prompts[0]))]
-        await worker.received.wait()
-        for prompt in prompts[1:]:
-            calls.append(asyncio.create_task(values_of(scheduler, prompt)))
-            await until_waiting(scheduler, len(calls) - 1)
-        load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
-        worker.gate.set()
-        assert await asyncio.gather(*calls) == [embedding_of(prompt) for prompt in prompts]
+async def test_waiting_requests_run_as_batches_by_prompt_length(
+    scheduler: RunningScheduler, worker: FakePoolWorker
+) -> None:
+    """The first request runs alone at once; the others run by prompt length in the best-filled batches."""
+    worker.gate.clear()
+    prompts = [[5], [1, 2, 3], [6, 7], *([n] * 9 for n in (1, 2, 3)), [9] * 4]
+    calls = [asyncio.create_task(values_of(scheduler, prompts[0]))]
+    await worker.received.wait()
+    for prompt in prompts[1:]:
+        calls.append(asyncio.create_task(values_of(scheduler, prompt)))
+        await until_waiting(scheduler, len(calls) - 1)
+    load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
+    worker.gate.set()
+    assert await asyncio.gather(*calls) == [embedding_of(prompt) for prompt in prompts]
     assert (load.num_running, load.num_waiting) == (1, 6)
     assert worker.batches == [(1, 1, 4), (3, 4, 4), (2, 2, 16), (1, 2, 16)]
 
 
-async def test_the_wish_to_normalize_reaches_the_worker() -> None:
-    """Yes, no, or as the model says."""
-    worker = ScriptedPoolWorker()
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, worker):
-        for wish in (True, False, None):
-            request = pool_request()
-            if wish is not None:
-                request.normalize = wish
-            await scheduler.inference.Pool(request)
+async def test_normalize_reaches_the_worker(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
+    """The worker receives true, false or nothing."""
+    for normalize in (True, False, None):
+        request = pool_request()
+        if normalize is not None:
+            request.normalize = normalize
+        await scheduler.inference.Pool(request)
     assert worker.normalize == [True, False, None]
 
 
-async def test_one_bad_row_fails_alone() -> None:
-    """Its neighbours in the batch get their results."""
-    worker = ScriptedPoolWorker()
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        first = asyncio.create_task(values_of(scheduler, [5]))
-        await worker.received.wait()
-        calls = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, POISON, 3)]
-        await until_waiting(scheduler, 3)
-        worker.gate.set()
-        good, bad, also_good = await asyncio.gather(*calls, return_exceptions=True)
-        await first
+async def test_one_bad_row_fails_alone(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
+    """The other rows of the batch get their results."""
+    worker.gate.clear()
+    first = asyncio.create_task(values_of(scheduler, [5]))
+    await worker.received.wait()
+    calls = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, POISON, 3)]
+    await until_waiting(scheduler, 3)
+    worker.gate.set()
+    good, bad, also_good = await asyncio.gather(*calls, return_exceptions=True)
+    await first
     assert (good, also_good) == (embedding_of([1]), embedding_of([3]))
     assert isinstance(bad, Exception)
     assert worker.batches[1] == (3, 4, 4)
@@ -110,34 +118,31 @@ async def test_one_bad_row_fails_alone() -> None:
 
 async def test_a_failed_step_fails_its_requests_and_no_others() -> None:
     """The next batch runs."""
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, ScriptedPoolWorker(fail_step=1)):
+    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, FakePoolWorker(fail_step=1)):
         assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Internal)
         assert await values_of(scheduler, [5, 6]) == embedding_of([5, 6])
 
 
 async def test_a_lost_workers_requests_run_elsewhere() -> None:
-    """Those of its batch and those that wait; the clients see a pause."""
+    """Running and waiting requests of a lost worker run on the next one."""
     async with run_scheduler(SHAPES) as scheduler:
-        dying = ScriptedPoolWorker(die_at_step=1)
+        dying = FakePoolWorker(die_at_step=1)
         dying.gate.clear()
         async with run_worker(dying) as port:
-            call = scheduler.registry.Register(announcement(port))
-            async for event in call:
-                if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
-                    break
+            call = await register(scheduler, port)
             calls = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, 2, 3)]
             await until_live(scheduler, 3)
             dying.gate.set()
             assert isinstance(await failure(call), Unavailable)
-        async with joined(scheduler, ScriptedPoolWorker(), "w2"):
+        async with joined(scheduler, FakePoolWorker(), "w2"):
             assert await asyncio.gather(*calls) == [embedding_of([n]) for n in (1, 2, 3)]
 
 
-async def test_when_no_worker_comes_back_waiting_requests_get_the_reason() -> None:
-    """After replica_wait_s; new ones are refused at once from then on."""
+async def test_waiting_requests_fail_when_no_worker_returns() -> None:
+    """After replica_wait_s, waiting requests fail and new ones are refused at once."""
     settings = SHAPES.model_copy(update={"replica_wait_s": 0.05})
     async with run_scheduler(settings) as scheduler:
-        worker = ScriptedPoolWorker()
+        worker = FakePoolWorker()
         worker.gate.clear()
         async with joined(scheduler, worker):
             call = asyncio.create_task(failure(scheduler.inference.Pool(pool_request())))
@@ -147,9 +152,9 @@ async def test_when_no_worker_comes_back_waiting_requests_get_the_reason() -> No
 
 
 async def test_two_workers_share_the_queue() -> None:
-    """With one worker's device held up, the other one serves everything else."""
+    """While one worker's device is blocked, the other worker serves all other requests."""
     async with run_scheduler(SHAPES) as scheduler:
-        held, free = ScriptedPoolWorker(), ScriptedPoolWorker()
+        held, free = FakePoolWorker(), FakePoolWorker()
         held.gate.clear()
         async with joined(scheduler, held, "held"), joined(scheduler, free, "free"):
             calls = [asyncio.create_task(values_of(scheduler, [3 + n])) for n in range(12)]
@@ -163,32 +168,32 @@ async def test_two_workers_share_the_queue() -> None:
     assert free.steps > 0
 
 
-async def test_a_cancelled_call_and_an_abort_end_a_request() -> None:
-    """While it waits and while its batch runs; the slots are free for others."""
-    worker = ScriptedPoolWorker()
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        running = scheduler.inference.Pool(pool_request(request_id="running"))
-        aborted = asyncio.create_task(failure(running))
-        await worker.received.wait()
-        waiting = scheduler.inference.Pool(pool_request(request_id="waiting"))
-        await until_waiting(scheduler, 1)
-        waiting.cancel()
-        while scheduler.deployment.load().num_waiting:
-            await asyncio.sleep(0.005)
-        answer = await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))
-        assert answer.found
-        assert isinstance(await aborted, Aborted)
-        worker.gate.set()
-        assert await values_of(scheduler, [8]) == embedding_of([8])
-        assert not (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))).found
+async def test_a_cancelled_call_and_an_abort_end_a_request(
+    scheduler: RunningScheduler, worker: FakePoolWorker
+) -> None:
+    """Both end waiting and running requests and free their slots."""
+    worker.gate.clear()
+    running = scheduler.inference.Pool(pool_request(request_id="running"))
+    aborted = asyncio.create_task(failure(running))
+    await worker.received.wait()
+    waiting = scheduler.inference.Pool(pool_request(request_id="waiting"))
+    await until_waiting(scheduler, 1)
+    waiting.cancel()
+    while scheduler.deployment.load().num_waiting:
+        await asyncio.sleep(0.005)
+    answer = await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))
+    assert answer.found
+    assert isinstance(await aborted, Aborted)
+    worker.gate.set()
+    assert await values_of(scheduler, [8]) == embedding_of([8])
+    assert not (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))).found
     assert [rows for rows, _, _ in worker.batches] == [1, 1]
 
 
-async def test_a_full_queue_refuses_more() -> None:
-    """By requests; retryable."""
+async def test_a_full_queue_refuses_requests() -> None:
+    """A full queue refuses requests with a retryable error."""
     settings = SHAPES.model_copy(update={"max_waiting_requests": 1})
-    worker = ScriptedPoolWorker()
+    worker = FakePoolWorker()
     async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
         worker.gate.clear()
         calls = [asyncio.create_task(values_of(scheduler, [1]))]
@@ -200,25 +205,24 @@ async def test_a_full_queue_refuses_more() -> None:
         assert await asyncio.gather(*calls) == [embedding_of([1]), embedding_of([2])]
 
 
-async def test_draining_lets_running_requests_finish() -> None:
-    """New ones are refused; drained says when the last one is over."""
-    worker = ScriptedPoolWorker()
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        call = asyncio.create_task(values_of(scheduler, [1]))
-        await worker.received.wait()
-        scheduler.servicer.drain()
-        assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Unavailable)
-        assert not await scheduler.deployment.drained(0.01)
-        worker.gate.set()
-        assert await call == embedding_of([1])
-        assert await scheduler.deployment.drained(5)
+async def test_draining_lets_running_requests_finish(
+    scheduler: RunningScheduler, worker: FakePoolWorker
+) -> None:
+    """A draining scheduler refuses new requests and finishes the running one."""
+    worker.gate.clear()
+    call = asyncio.create_task(values_of(scheduler, [1]))
+    await worker.received.wait()
+    scheduler.servicer.drain()
+    assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Unavailable)
+    assert not await scheduler.deployment.drained(0.01)
+    worker.gate.set()
+    assert await call == embedding_of([1])
+    assert await scheduler.deployment.drained(5)
 
 
-async def test_a_prompt_that_fits_no_shape_is_refused_with_their_list() -> None:
-    """At once, whatever waits."""
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, ScriptedPoolWorker()):
-        error = await failure(scheduler.inference.Pool(pool_request([1] * 17)))
+async def test_a_prompt_that_fits_no_shape_is_refused_with_the_shapes(scheduler: RunningScheduler) -> None:
+    """The error lists the shapes and the longest prompt."""
+    error = await failure(scheduler.inference.Pool(pool_request([1] * 17)))
     assert isinstance(error, ContextExceeded)
     assert error.message == (
         "the prompt has 17 tokens and fits none of the shapes 1x4, 4x4, 2x16 (rows x tokens); shorten it to at most 16 tokens"
@@ -236,25 +240,24 @@ async def test_a_prompt_that_fits_no_shape_is_refused_with_their_list() -> None:
         (pool_request(request_id="x" * 129), InvalidArgument, "longer than 128"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_served_is_refused(
-    request_: inference_pb2.PoolRequest, error: type[Exception], text: str
+async def test_an_invalid_request_is_refused(
+    scheduler: RunningScheduler, request_: inference_pb2.PoolRequest, error: type[Exception], text: str
 ) -> None:
-    """With a typed error that says what was wrong."""
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, ScriptedPoolWorker()):
-        caught = await failure(scheduler.inference.Pool(request_))
+    """An invalid request gets a typed error that names the problem."""
+    caught = await failure(scheduler.inference.Pool(request_))
     assert type(caught) is error
     assert text in caught.message
 
 
-async def test_each_kind_of_deployment_says_which_call_it_serves() -> None:
-    """Generate on a pooling model, Pool on a generating one."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedPoolWorker()):
+async def test_each_kind_of_model_refuses_the_calls_of_the_other() -> None:
+    """The error names the call to use: Pool on a pooling model, Generate on a generating one."""
+    async with run_scheduler() as scheduler, joined(scheduler, FakePoolWorker()):
         error = await failure(scheduler.inference.Generate(generate_request()))
         assert isinstance(error, Unsupported)
         assert "call Pool" in error.message
         pin = scheduler.inference.PinPrefix(inference_pb2.PinPrefixRequest(prompt_token_ids=[1], ttl_s=1))
         assert isinstance(await failure(pin), Unsupported)
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
+    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker()):
         error = await failure(scheduler.inference.Pool(pool_request()))
         assert isinstance(error, Unsupported)
         assert "call Generate" in error.message
@@ -270,9 +273,9 @@ async def test_each_kind_of_deployment_says_which_call_it_serves() -> None:
     ],
 )
 async def test_shapes_that_cannot_run_are_refused(settings: Settings, text: str) -> None:
-    """The worker is told why."""
-    async with run_scheduler(settings) as scheduler, run_worker(ScriptedPoolWorker()) as port:
-        error = await failure(scheduler.registry.Register(announcement(port)))
+    """The worker gets the reason."""
+    async with run_scheduler(settings) as scheduler, run_worker(FakePoolWorker()) as port:
+        error = await failure(scheduler.registry.Register(registration(port)))
     assert isinstance(error, ConfigurationRefused)
     assert text in error.message
 
@@ -281,20 +284,20 @@ async def test_generating_and_pooling_workers_do_not_mix() -> None:
     """All replicas of a deployment run one model."""
     async with (
         run_scheduler() as scheduler,
-        joined(scheduler, ScriptedPoolWorker()),
-        run_worker(ScriptedWorker()) as port,
+        joined(scheduler, FakePoolWorker()),
+        run_worker(FakeWorker()) as port,
     ):
-        error = await failure(scheduler.registry.Register(announcement(port, "w2")))
+        error = await failure(scheduler.registry.Register(registration(port, "w2")))
     assert isinstance(error, ConfigurationRefused)
     assert "all workers must run one model" in error.message
 
 
 async def test_a_later_worker_gets_the_shapes_of_the_first() -> None:
-    """Or is refused, if it cannot run them."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedPoolWorker()):
-        like, smaller = ScriptedPoolWorker(max_batch=4096), ScriptedPoolWorker(max_batch=2)
+    """A later worker runs the same shapes, or is refused if it cannot."""
+    async with run_scheduler() as scheduler, joined(scheduler, FakePoolWorker()):
+        like, smaller = FakePoolWorker(max_batch=4096), FakePoolWorker(max_batch=2)
         async with joined(scheduler, like, "like"), run_worker(smaller) as port:
-            error = await failure(scheduler.registry.Register(announcement(port, "smaller")))
+            error = await failure(scheduler.registry.Register(registration(port, "smaller")))
     assert like.configured is not None
     assert [(shape.batch, shape.query_len) for shape in like.configured.pool_shapes] == [(1, 64), (4, 64)]
     assert isinstance(error, ConfigurationRefused)
@@ -302,8 +305,8 @@ async def test_a_later_worker_gets_the_shapes_of_the_first() -> None:
 
 
 async def test_a_result_of_another_size_is_an_error() -> None:
-    """Clients never get half a vector."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedPoolWorker(pooled_size=5)):
+    """A result with the wrong number of values is an error."""
+    async with run_scheduler() as scheduler, joined(scheduler, FakePoolWorker(pooled_size=5)):
         error = await failure(scheduler.inference.Pool(pool_request()))
     assert isinstance(error, Internal)
     assert "4 values" in error.message

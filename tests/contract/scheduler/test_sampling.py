@@ -1,4 +1,4 @@
-"""Sampling parameters and sequences over real gRPC: what a worker is told, what a client gets, and what hostile clients are told."""
+"""Sampling parameters and sequences over real gRPC: delivery to the worker, results, and refusal of hostile values."""
 
 import asyncio
 import time
@@ -11,9 +11,9 @@ from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from protos.wire import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION, Context
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    ScriptedWorker,
     collect,
     failure,
     generate_request,
@@ -28,12 +28,12 @@ SERVED = (
 )  # fmt: skip
 
 
-class ListeningWorker(ScriptedWorker):
-    """Serves every parameter, and keeps what it was told of each request."""
+class RecordingWorker(FakeWorker):
+    """Supports every parameter and records each admitted request."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.told: list[worker_pb2.SlotRequest] = []
+        self.admitted: list[worker_pb2.SlotRequest] = []
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -45,17 +45,23 @@ class ListeningWorker(ScriptedWorker):
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
-        async def listening() -> AsyncIterator[worker_pb2.StepPlan]:
+        async def recorded() -> AsyncIterator[worker_pb2.StepPlan]:
             async for message in request_iterator:
-                self.told += message.admit
+                self.admitted += message.admit
                 yield message
 
-        async for result in super().Execute(listening(), context):
+        async for result in super().Execute(recorded(), context):
             yield result
 
 
-class TellingWorker(ListeningWorker):
-    """A long context, and something to say of each token of a prompt: with each chunk, of the tokens that its own are followed by."""
+@pytest.fixture
+def worker() -> RecordingWorker:
+    """A worker that supports every parameter."""
+    return RecordingWorker()
+
+
+class PromptLogprobsWorker(RecordingWorker):
+    """Has a long context and returns prompt log-probabilities with each chunk."""
 
     NUM_TOP = 20
 
@@ -80,7 +86,7 @@ class TellingWorker(ListeningWorker):
         async for result in super().Execute(noted(), context):
             plan = plans[result.step]
             if plan.HasField("prefill"):
-                request = next(told for told in reversed(self.told) if told.slot == plan.prefill.slot)
+                request = next(one for one in reversed(self.admitted) if one.slot == plan.prefill.slot)
                 end = min(plan.prefill.start + plan.prefill.num_tokens + 1, request.num_prompt_tokens)
                 entries = [self.entry(position) for position in range(plan.prefill.start + 1, end)]
                 output = result.outputs.add(
@@ -91,22 +97,23 @@ class TellingWorker(ListeningWorker):
             yield result
 
     def entry(self, position: int) -> common_pb2.TokenLogprobs:
-        """As long as one can be with a large vocabulary."""
+        """Returns an entry as large as a large vocabulary makes it."""
         ids = range(100_000, 100_000 + self.NUM_TOP)
         return common_pb2.TokenLogprobs(
             logprob=-1.0, rank=position, top_token_ids=ids, top_logprobs=[-2.0] * self.NUM_TOP
         )
 
 
-def several(n: int, **more: object) -> inference_pb2.GenerateRequest:
+def request_for(n: int, **more: object) -> inference_pb2.GenerateRequest:
     request = generate_request(PROMPT, **more)  # type: ignore[arg-type]
     request.n = n
     return request
 
 
-async def test_every_parameter_reaches_the_worker_as_it_was_sent() -> None:
-    """With defaults filled in where the client said nothing."""
-    worker = ListeningWorker()
+async def test_every_parameter_reaches_the_worker_as_it_was_sent(
+    scheduler: RunningScheduler, worker: RecordingWorker
+) -> None:
+    """Every parameter reaches the worker unchanged; absent ones arrive as their defaults."""
     sampling = common_pb2.SamplingParams(
         temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=11, max_tokens=3, min_tokens=2, stop_token_ids=[3, 4],
         ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.25,
@@ -114,19 +121,18 @@ async def test_every_parameter_reaches_the_worker_as_it_was_sent() -> None:
         bad_words=[common_pb2.TokenSequence(token_ids=[7]), common_pb2.TokenSequence(token_ids=[8, 9])],
         logprobs=2, prompt_logprobs=1,
     )  # fmt: skip
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        request = inference_pb2.GenerateRequest(prompt_token_ids=PROMPT, sampling=sampling)
-        await collect(scheduler.inference.Generate(request))
-        await collect(scheduler.inference.Generate(generate_request(PROMPT, temperature=0)))
-    assert worker.told[0].sampling == sampling
-    plain = worker.told[1].sampling
+    request = inference_pb2.GenerateRequest(prompt_token_ids=PROMPT, sampling=sampling)
+    await collect(scheduler.inference.Generate(request))
+    await collect(scheduler.inference.Generate(generate_request(PROMPT, temperature=0)))
+    assert worker.admitted[0].sampling == sampling
+    plain = worker.admitted[1].sampling
     assert not plain.HasField("repetition_penalty")
     assert (plain.min_tokens, plain.presence_penalty, len(plain.logit_bias)) == (0, 0, 0)
 
 
-async def test_log_probabilities_of_a_prompt_may_be_more_than_a_message_holds() -> None:
-    """They come chunk by chunk, before the first token, in messages that any client takes; whoever runs beside is not lost with them."""
-    worker = TellingWorker(default_chunk=1 << 13, default_block_size=1 << 13)
+async def test_prompt_log_probabilities_may_exceed_one_message() -> None:
+    """They arrive before the first token, in messages that every client accepts, without losing the worker."""
+    worker = PromptLogprobsWorker(default_chunk=1 << 13, default_block_size=1 << 13)
     prompt = [5 + position % 90 for position in range(112_000)]
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         request = generate_request(prompt, request_id="a", prompt_logprobs=20, max_tokens=2)
@@ -141,7 +147,7 @@ async def test_log_probabilities_of_a_prompt_may_be_more_than_a_message_holds() 
                 ranks += [entry.rank for entry in event.prompt_logprobs]
                 firsts.append(event.HasField("prompt"))
                 tokens += event.token_ids
-        assert len(worker.told) == 1
+        assert len(worker.admitted) == 1
     assert ranks == list(range(1, len(prompt)))
     assert sum(sizes) > MAX_MESSAGE_BYTES
     assert max(sizes) < 2 * FULL_MESSAGE_BYTES
@@ -150,26 +156,26 @@ async def test_log_probabilities_of_a_prompt_may_be_more_than_a_message_holds() 
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_log_probabilities_of_a_prompt_come_once_over_a_call_of_its_own(n: int) -> None:
-    """Several chunks, one or two sequences: each of the prompt's tokens but the first one is told of once, in order."""
-    worker, prompt = TellingWorker(), list(range(5, 16))
+async def test_prompt_log_probabilities_arrive_once_per_request(n: int) -> None:
+    """Every prompt token but the first has one entry, in order, for one and for several sequences."""
+    worker, prompt = PromptLogprobsWorker(), list(range(5, 16))
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         request = generate_request(prompt, prompt_logprobs=1, max_tokens=3)
         request.n = n
         events = await collect(scheduler.inference.Generate(request))
-    told = [entry.rank for event in events for entry in event.prompt_logprobs]
-    assert told == list(range(1, len(prompt)))
+    ranks = [entry.rank for event in events for entry in event.prompt_logprobs]
+    assert ranks == list(range(1, len(prompt)))
     assert {event.sequence for event in events if event.prompt_logprobs} == {0}
     assert [event.HasField("prompt") for event in events] == [True] + [False] * (len(events) - 1)
 
 
-async def test_sequences_come_with_their_numbers_and_one_seed() -> None:
-    """The worker mixes the number into the random numbers; the client gets it with every event."""
-    worker = ListeningWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        events = await collect(scheduler.inference.Generate(several(3, temperature=1)))
-    assert sorted(told.sequence for told in worker.told) == [0, 1, 2]
-    assert len({told.sampling.seed for told in worker.told}) == 1
+async def test_sequences_have_their_numbers_and_share_one_seed(
+    scheduler: RunningScheduler, worker: RecordingWorker
+) -> None:
+    """The prompt is computed once, and each sequence samples with the shared seed and its own number."""
+    events = await collect(scheduler.inference.Generate(request_for(3, temperature=1)))
+    assert sorted(one.sequence for one in worker.admitted) == [0, 1, 2]
+    assert len({one.sampling.seed for one in worker.admitted}) == 1
     assert worker.device is not None
     assert worker.device.prefilled == len(PROMPT) - 1
     for sequence in range(3):
@@ -186,60 +192,59 @@ async def connect(scheduler: RunningScheduler, request: inference_pb2.GenerateRe
     return call
 
 
-async def test_one_sequence_is_aborted_and_the_others_end_by_themselves() -> None:
-    """On Connect, as a gateway does that found a stop string; the stream's end then waits for the others."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        call = await connect(scheduler, several(3, request_id="a", max_tokens=20))
-        events = list((await call.read()).events)
-        worker.gate.clear()
-        abort = inference_pb2.AbortRequest(request_id="a", sequence=1)
-        await call.write(inference_pb2.ConnectRequest(abort=abort))
-        await call.done_writing()
-        while not events[-1].finish_reason:
-            events += (await call.read()).events
-        worker.gate.set()
-        while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
-            events += response.events
+async def test_aborting_one_sequence_lets_the_others_finish(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """After an abort of one sequence, the stream stays open until the other sequences end."""
+    call = await connect(scheduler, request_for(3, request_id="a", max_tokens=20))
+    events = list((await call.read()).events)
+    worker.gate.clear()
+    abort = inference_pb2.AbortRequest(request_id="a", sequence=1)
+    await call.write(inference_pb2.ConnectRequest(abort=abort))
+    await call.done_writing()
+    while not events[-1].finish_reason:
+        events += (await call.read()).events
+    worker.gate.set()
+    while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
+        events += response.events
     ends = {event.sequence: event.finish_reason for event in events if event.finish_reason}
     length, aborted = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT
     assert ends == {0: length, 1: aborted, 2: length}
     assert [t for e in events if e.sequence == 2 for t in e.token_ids] == expected_tokens(PROMPT, 20, 2)
 
 
-async def test_the_end_of_the_call_ends_all_sequences() -> None:
-    """A client that goes away leaves nothing behind."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        call = scheduler.inference.Generate(several(4, max_tokens=40))
-        await call.read()
-        call.cancel()
-        assert await scheduler.engine.drained(5)
+async def test_the_end_of_the_call_ends_all_sequences(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """Cancelling the call aborts all sequences."""
+    call = scheduler.inference.Generate(request_for(4, max_tokens=40))
+    await call.read()
+    call.cancel()
+    assert await scheduler.engine.drained(5)
 
 
-async def test_resumed_sequences_go_on_behind_what_the_client_has() -> None:
-    """One has ended, one goes on, one begins anew."""
+async def test_resumed_sequences_continue_after_the_received_tokens(scheduler: RunningScheduler) -> None:
+    """Of three sequences, a finished one stays ended, one continues and one starts."""
     wanted = [expected_tokens(PROMPT, 8, sequence) for sequence in range(3)]
-    request = several(3)
+    request = request_for(3)
     request.resumed.add(sequence=0, finished=True)
     request.resumed.add(sequence=2, token_ids=wanted[2][:3])
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        events = await collect(scheduler.inference.Generate(request))
+    events = await collect(scheduler.inference.Generate(request))
     for sequence, tokens in ((0, []), (1, wanted[1]), (2, wanted[2][3:])):
         assert [t for e in events if e.sequence == sequence for t in e.token_ids] == tokens
 
 
 def resumed(n: int, *sequences: inference_pb2.ResumedSequence) -> inference_pb2.GenerateRequest:
-    request = several(n)
+    request = request_for(n)
     request.resumed.extend(sequences)
     return request
 
 
 Part = inference_pb2.ResumedSequence
 HOSTILE = [
-    (several(0), "n must be between 1 and 128, not 0"),
-    (several(10**9), "n must be between 1 and 128, not 1000000000"),
-    (several(65), "n must be at most 64 here, not 65"),
+    (request_for(0), "n must be between 1 and 128, not 0"),
+    (request_for(10**9), "n must be between 1 and 128, not 1000000000"),
+    (request_for(65), "n must be at most 64 here, not 65"),
     (generate_request(PROMPT, presence_penalty=2.5), "presence_penalty must be between -2 and 2, not 2.5"),
     (generate_request(PROMPT, frequency_penalty=float("nan")), "frequency_penalty must be between -2 and 2"),
     (generate_request(PROMPT, repetition_penalty=0.0), "repetition_penalty must be above 0"),
@@ -270,30 +275,29 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-async def test_hostile_parameters_are_refused_by_name_and_disturb_nobody() -> None:
-    """Each gets one line; a request beside them gets its tokens; none takes much longer than an honest one."""
-    async with run_scheduler() as scheduler, joined(scheduler, ListeningWorker()):
+async def test_hostile_parameters_are_refused_quickly_and_by_name(scheduler: RunningScheduler) -> None:
+    """Each gets one line in bounded time, and a concurrent request gets its tokens."""
+    began = time.perf_counter()
+    await collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=40)))
+    honest = time.perf_counter() - began
+    for request, text in HOSTILE:
+        beside = asyncio.create_task(
+            collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=8)))
+        )
         began = time.perf_counter()
-        await collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=40)))
-        honest = time.perf_counter() - began
-        for request, text in HOSTILE:
-            beside = asyncio.create_task(
-                collect(scheduler.inference.Generate(generate_request(PROMPT, max_tokens=8)))
-            )
-            began = time.perf_counter()
-            error: TriptychError = await failure(scheduler.inference.Generate(request))
-            took = time.perf_counter() - began
-            assert type(error) is InvalidArgument, text
-            assert text in error.message
-            assert "\n" not in error.message
-            assert len(error.message) < 200
-            # Reading three million numbers off the wire is most of it.
-            assert took < 20 * honest + 1.0, (text, took, honest)
-            tokens = [token for event in await beside for token in event.token_ids]
-            assert tokens == expected_tokens(PROMPT, 8)
+        error: TriptychError = await failure(scheduler.inference.Generate(request))
+        took = time.perf_counter() - began
+        assert type(error) is InvalidArgument, text
+        assert text in error.message
+        assert "\n" not in error.message
+        assert len(error.message) < 200
+        # Most of the time goes into parsing three million numbers.
+        assert took < 20 * honest + 1.0, (text, took, honest)
+        tokens = [token for event in await beside for token in event.token_ids]
+        assert tokens == expected_tokens(PROMPT, 8)
 
 
-class LargeWorker(ListeningWorker):
+class LargeWorker(RecordingWorker):
     """Has a large vocabulary and many slots."""
 
     async def Describe(
@@ -306,9 +310,9 @@ class LargeWorker(ListeningWorker):
 
 
 async def test_a_long_request_for_many_sequences_costs_no_worker() -> None:
-    """What they carry is more than one message may have; it comes in several, and nobody else hears of it."""
+    """A request whose sequences exceed one plan message is split over plans; the worker stays."""
     worker = LargeWorker(num_blocks=200)
-    request = several(32, max_tokens=4, allowed_token_ids=range(262_144))
+    request = request_for(32, max_tokens=4, allowed_token_ids=range(262_144))
     async with run_scheduler(Settings(max_num_seqs=32)) as scheduler, joined(scheduler, worker):
         beside = asyncio.create_task(
             collect(scheduler.inference.Generate(generate_request([7, 8], max_tokens=30)))
@@ -317,27 +321,27 @@ async def test_a_long_request_for_many_sequences_costs_no_worker() -> None:
         tokens = [token for event in await beside for token in event.token_ids]
         assert tokens == expected_tokens([7, 8], 30)
         assert list(scheduler.engine.replicas) == ["w"]
-    assert sum(told.ByteSize() for told in worker.told) > MAX_MESSAGE_BYTES
-    assert len(worker.told) == 33, "each of them was admitted once"
+    assert sum(one.ByteSize() for one in worker.admitted) > MAX_MESSAGE_BYTES
+    assert len(worker.admitted) == 33, "every sequence was admitted once"
     for sequence in range(32):
         mine = [token for event in events if event.sequence == sequence for token in event.token_ids]
         assert mine == expected_tokens(PROMPT, 4, sequence)
 
 
 @pytest.mark.parametrize("n", [1, 4])
-async def test_n_sequences_of_a_request_that_waits_count_as_many(n: int) -> None:
-    """The load tells what will have to run."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        calls = [await connect(scheduler, several(n, request_id=f"r{i}")) for i in range(6)]
-        async with asyncio.timeout(5):
-            watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())
-            async for load in watch:
-                if load.num_running + load.num_waiting == 6 * n:
-                    break
-            watch.cancel()
-        for call in calls:
-            call.cancel()
-        worker.gate.set()
-        assert await scheduler.engine.drained(5)
+async def test_every_sequence_counts_as_a_request_in_the_load(
+    scheduler: RunningScheduler, worker: FakeWorker, n: int
+) -> None:
+    """A request for n sequences counts n times in the load."""
+    worker.gate.clear()
+    calls = [await connect(scheduler, request_for(n, request_id=f"r{i}")) for i in range(6)]
+    async with asyncio.timeout(5):
+        watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())
+        async for load in watch:
+            if load.num_running + load.num_waiting == 6 * n:
+                break
+        watch.cancel()
+    for call in calls:
+        call.cancel()
+    worker.gate.set()
+    assert await scheduler.engine.drained(5)

@@ -1,4 +1,4 @@
-"""The scheduler's services over real gRPC, with a worker whose device is simulated."""
+"""The Inference service over real gRPC, with a simulated worker."""
 
 import asyncio
 from typing import Any, cast
@@ -27,9 +27,9 @@ from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.requests.request import Event
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FILES, FakeWorker
 from tests.support.scheduler.running_scheduler import (
-    FILES,
-    ScriptedWorker,
+    RunningScheduler,
     failure,
     generate_request,
     joined,
@@ -40,10 +40,9 @@ from tests.support.scheduler.running_scheduler import (
 pytestmark = pytest.mark.contract
 
 
-async def test_generate_streams_each_token_and_ends_with_a_reason() -> None:
-    """Eight tokens, prompt statistics in the first event, LENGTH in the last."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        events = [event async for event in scheduler.inference.Generate(generate_request(request_id="mine"))]
+async def test_generate_streams_each_token_and_ends_with_a_reason(scheduler: RunningScheduler) -> None:
+    """Generate streams eight tokens, with prompt statistics in the first event and the finish reason in the last."""
+    events = [event async for event in scheduler.inference.Generate(generate_request(request_id="mine"))]
     assert [token for event in events for token in event.token_ids] == expected_tokens([5, 6, 7], 8)
     assert {event.request_id for event in events} == {"mine"}
     assert events[0].prompt.num_tokens == 3
@@ -54,87 +53,80 @@ async def test_generate_streams_each_token_and_ends_with_a_reason() -> None:
     assert events[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-async def test_many_requests_at_once_each_get_their_own_tokens() -> None:
-    """Twenty requests on four slots over one channel."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        prompts = [[3 + i, 4, 5 + i] for i in range(20)]
-        answers = await asyncio.gather(
-            *(tokens_of(scheduler, generate_request(prompt)) for prompt in prompts)
-        )
+async def test_many_requests_at_once_each_get_their_own_tokens(scheduler: RunningScheduler) -> None:
+    """Twenty requests on four slots over one channel all get their tokens."""
+    prompts = [[3 + i, 4, 5 + i] for i in range(20)]
+    answers = await asyncio.gather(*(tokens_of(scheduler, generate_request(prompt)) for prompt in prompts))
     assert answers == [expected_tokens(prompt, 8) for prompt in prompts]
 
 
-async def test_connect_multiplexes_and_keeps_faults_inline() -> None:
-    """A refused request is an event of its own; its neighbours and the stream go on."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        messages = [
-            inference_pb2.ConnectRequest(
-                schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="a")
-            ),
-            inference_pb2.ConnectRequest(generate=generate_request([500], request_id="bad")),
-            inference_pb2.ConnectRequest(generate=generate_request([9], request_id="b")),
-        ]
-        received: dict[str, list[int]] = {}
-        errors = {}
-        async for response in scheduler.inference.Connect(iter(messages)):
-            for event in response.events:
-                received.setdefault(event.request_id, []).extend(event.token_ids)
-                if event.HasField("error"):
-                    errors[event.request_id] = from_proto(event.error)
+async def test_connect_multiplexes_and_keeps_faults_inline(scheduler: RunningScheduler) -> None:
+    """On Connect, a refused request gets an error event, and the other requests and the stream continue."""
+    messages = [
+        inference_pb2.ConnectRequest(
+            schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="a")
+        ),
+        inference_pb2.ConnectRequest(generate=generate_request([500], request_id="bad")),
+        inference_pb2.ConnectRequest(generate=generate_request([9], request_id="b")),
+    ]
+    received: dict[str, list[int]] = {}
+    errors = {}
+    async for response in scheduler.inference.Connect(iter(messages)):
+        for event in response.events:
+            received.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.HasField("error"):
+                errors[event.request_id] = from_proto(event.error)
     assert received["a"] == expected_tokens([5, 6, 7], 8)
     assert received["b"] == expected_tokens([9], 8)
     assert list(errors) == ["bad"]
     assert isinstance(errors["bad"], InvalidArgument)
 
 
-async def test_connect_aborts_by_id() -> None:
-    """An abort on the stream ends the request with ABORT."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        call = scheduler.inference.Connect()
-        await call.write(
-            inference_pb2.ConnectRequest(
-                schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="a")
-            )
+async def test_connect_aborts_by_id(scheduler: RunningScheduler, worker: FakeWorker) -> None:
+    """An abort message on the stream ends its request with ABORT."""
+    worker.gate.clear()
+    call = scheduler.inference.Connect()
+    await call.write(
+        inference_pb2.ConnectRequest(
+            schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="a")
         )
-        await call.write(inference_pb2.ConnectRequest(abort=inference_pb2.AbortRequest(request_id="a")))
-        response = await call.read()
-        assert isinstance(response, inference_pb2.ConnectResponse)
-        assert response.events[0].finish_reason == common_pb2.FINISH_REASON_ABORT
-        call.cancel()
+    )
+    await call.write(inference_pb2.ConnectRequest(abort=inference_pb2.AbortRequest(request_id="a")))
+    response = await call.read()
+    assert isinstance(response, inference_pb2.ConnectResponse)
+    assert response.events[0].finish_reason == common_pb2.FINISH_REASON_ABORT
+    call.cancel()
 
 
-async def test_another_schema_revision_is_refused_at_connect() -> None:
-    """Before anything is run."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        message = inference_pb2.ConnectRequest(schema_revision=99, generate=generate_request())
-        error = await failure(scheduler.inference.Connect(iter([message])))
+async def test_another_schema_revision_is_refused_at_connect(scheduler: RunningScheduler) -> None:
+    """Connect ends with a schema mismatch before any request runs."""
+    message = inference_pb2.ConnectRequest(schema_revision=99, generate=generate_request())
+    error = await failure(scheduler.inference.Connect(iter([message])))
     assert isinstance(error, SchemaMismatch)
     assert "99" in error.message
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-async def test_the_end_of_a_call_and_an_abort_both_free_the_request(how: str) -> None:
-    """Slot and blocks are free afterwards, and the second abort finds nothing."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        call = scheduler.inference.Generate(generate_request(request_id="x", max_tokens=60))
-        await call.read()
-        if how == "cancel":
-            call.cancel()
-        else:
-            answer = await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="x"))
-            assert answer.found
-            last = None
-            while isinstance(event := await call.read(), inference_pb2.GenerateEvent):
-                last = event
-            assert last is not None
-            assert last.finish_reason == common_pb2.FINISH_REASON_ABORT
-        assert await scheduler.engine.drained(5)
-        assert not (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="x"))).found
-        load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
-        assert (load.num_running, load.kv_usage) == (0, 0)
+async def test_the_end_of_a_call_and_an_abort_both_free_the_request(
+    scheduler: RunningScheduler, worker: FakeWorker, how: str
+) -> None:
+    """A cancelled call and an Abort both free slot and blocks; a second Abort finds nothing."""
+    call = scheduler.inference.Generate(generate_request(request_id="x", max_tokens=60))
+    await call.read()
+    if how == "cancel":
+        call.cancel()
+    else:
+        answer = await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="x"))
+        assert answer.found
+        last = None
+        while isinstance(event := await call.read(), inference_pb2.GenerateEvent):
+            last = event
+        assert last is not None
+        assert last.finish_reason == common_pb2.FINISH_REASON_ABORT
+    assert await scheduler.engine.drained(5)
+    assert not (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="x"))).found
+    load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
+    assert (load.num_running, load.kv_usage) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +160,29 @@ async def test_the_end_of_a_call_and_an_abort_both_free_the_request(how: str) ->
     ],
 )
 async def test_a_bad_request_gets_a_typed_error_that_names_what_to_change(
-    request_: inference_pb2.GenerateRequest, error: type[TriptychError], text: str
+    scheduler: RunningScheduler,
+    request_: inference_pb2.GenerateRequest,
+    error: type[TriptychError],
+    text: str,
 ) -> None:
-    """Over the wire, with the code that programs act on."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        caught = await failure(scheduler.inference.Generate(request_))
+    """A bad request ends with a typed error that names the parameter."""
+    caught = await failure(scheduler.inference.Generate(request_))
     assert type(caught) is error
     assert text in caught.message
 
 
-async def test_parameters_at_their_neutral_value_are_no_demand_on_the_worker() -> None:
-    """repetition_penalty 1 and top_k 0 ask for nothing."""
-    async with run_scheduler() as scheduler, joined(scheduler, ScriptedWorker()):
-        request = generate_request(repetition_penalty=1.0, top_k=0, presence_penalty=0.0)
-        assert await tokens_of(scheduler, request) == expected_tokens([5, 6, 7], 8)
+async def test_neutral_parameters_need_no_support_by_the_worker(
+    scheduler: RunningScheduler,
+) -> None:
+    """Parameters at their neutral values are accepted by a worker that does not support them."""
+    request = generate_request(repetition_penalty=1.0, top_k=0, presence_penalty=0.0)
+    assert await tokens_of(scheduler, request) == expected_tokens([5, 6, 7], 8)
 
 
 async def test_the_model_and_its_files_arrive_as_the_worker_sent_them() -> None:
-    """The name and context are the deployment's, the rest the worker's; files byte for byte."""
+    """GetModel returns the deployment's name and context and the worker's other facts; files arrive byte for byte."""
     settings = Settings(served_model_name="demo", max_model_len=32)
-    async with run_scheduler(settings) as scheduler, joined(scheduler, ScriptedWorker()):
+    async with run_scheduler(settings) as scheduler, joined(scheduler, FakeWorker()):
         info = await scheduler.inference.GetModel(inference_pb2.GetModelRequest())
         files: dict[str, bytes] = {}
         async for chunk in scheduler.inference.GetTokenizer(inference_pb2.GetTokenizerRequest()):
@@ -203,7 +198,7 @@ async def test_the_model_and_its_files_arrive_as_the_worker_sent_them() -> None:
 
 
 async def test_before_a_worker_is_ready_calls_are_unavailable_and_health_says_so() -> None:
-    """NOT_SERVING for Inference, SERVING for the registry that workers need, then SERVING for both."""
+    """Calls are UNAVAILABLE until a worker is ready, and health follows the worker."""
     async with run_scheduler() as scheduler:
         assert isinstance(
             await failure(scheduler.inference.GetModel(inference_pb2.GetModelRequest())), Unavailable
@@ -211,13 +206,13 @@ async def test_before_a_worker_is_ready_calls_are_unavailable_and_health_says_so
         error = await failure(scheduler.inference.Generate(generate_request()))
         assert isinstance(error, Unavailable)
         assert error.retry_after_ms > 0
-        async with joined(scheduler, ScriptedWorker()):
+        async with joined(scheduler, FakeWorker()):
             assert await scheduler.serving.get() is True
         assert await scheduler.serving.get() is False
 
 
 async def test_health_and_reflection_are_served() -> None:
-    """The standard services, for probes and for people with grpcurl."""
+    """The server offers the standard health and reflection services."""
     async with run_scheduler() as scheduler:
         health: Any = health_pb2_grpc.HealthStub(scheduler.channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(service="triptych.v1.Inference"))
@@ -234,8 +229,8 @@ async def test_health_and_reflection_are_served() -> None:
 
 
 @pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras"])
-async def test_methods_of_later_releases_say_that_they_are_not_served(method: str) -> None:
-    """UNIMPLEMENTED with a sentence, not a traceback."""
+async def test_methods_of_later_releases_are_unimplemented(method: str) -> None:
+    """Methods of later releases end with UNIMPLEMENTED and a sentence."""
     async with run_scheduler() as scheduler:
         name = f"{method}Request"
         error = await failure(getattr(scheduler.inference, method)(getattr(inference_pb2, name)()))
@@ -244,8 +239,8 @@ async def test_methods_of_later_releases_say_that_they_are_not_served(method: st
 
 
 async def test_a_full_queue_is_overloaded_with_a_time_to_retry() -> None:
-    """RESOURCE_EXHAUSTED on the wire."""
-    worker = ScriptedWorker()
+    """A full queue refuses requests with a retryable error and a delay."""
+    worker = FakeWorker()
     async with (
         run_scheduler(Settings(max_num_seqs=1, max_waiting_requests=1)) as scheduler,
         joined(scheduler, worker),
@@ -261,71 +256,67 @@ async def test_a_full_queue_is_overloaded_with_a_time_to_retry() -> None:
     assert error.retry_after_ms > 0
 
 
-async def test_while_draining_new_requests_are_refused_and_running_ones_finish() -> None:
-    """What SIGTERM does."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        running = asyncio.create_task(tokens_of(scheduler, generate_request()))
-        while scheduler.engine.num_running == 0:
-            await asyncio.sleep(0)
-        scheduler.servicer.drain()
-        assert isinstance(await failure(scheduler.inference.Generate(generate_request())), Unavailable)
-        worker.gate.set()
-        assert await scheduler.engine.drained(5)
-        assert await running == expected_tokens([5, 6, 7], 8)
+async def test_while_draining_new_requests_are_refused_and_running_ones_finish(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """A draining scheduler refuses new requests and finishes running ones."""
+    worker.gate.clear()
+    running = asyncio.create_task(tokens_of(scheduler, generate_request()))
+    while scheduler.engine.num_running == 0:
+        await asyncio.sleep(0)
+    scheduler.servicer.drain()
+    assert isinstance(await failure(scheduler.inference.Generate(generate_request())), Unavailable)
+    worker.gate.set()
+    assert await scheduler.engine.drained(5)
+    assert await running == expected_tokens([5, 6, 7], 8)
 
 
-async def test_watch_load_reports_changes() -> None:
-    """The idle load first, then the running request."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())
-        first = await watch.read()
-        assert isinstance(first, inference_pb2.Load)
-        assert first.replicas[0].state == inference_pb2.REPLICA_STATE_READY
-        worker.gate.clear()
-        call = scheduler.inference.Generate(generate_request())
-        second = await watch.read()
-        assert isinstance(second, inference_pb2.Load)
-        assert second.num_running + second.num_waiting == 1
-        call.cancel()
-        watch.cancel()
+async def test_watch_load_reports_changes(scheduler: RunningScheduler, worker: FakeWorker) -> None:
+    """WatchLoad sends the idle load first, then the load with the running request."""
+    watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())
+    first = await watch.read()
+    assert isinstance(first, inference_pb2.Load)
+    assert first.replicas[0].state == inference_pb2.REPLICA_STATE_READY
+    worker.gate.clear()
+    call = scheduler.inference.Generate(generate_request())
+    second = await watch.read()
+    assert isinstance(second, inference_pb2.Load)
+    assert second.num_running + second.num_waiting == 1
+    call.cancel()
+    watch.cancel()
 
 
-async def test_a_deadline_ends_the_request() -> None:
+async def test_a_deadline_ends_the_request(scheduler: RunningScheduler, worker: FakeWorker) -> None:
     """The client's deadline frees the slot as an abort does."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        error = await failure(scheduler.inference.Generate(generate_request(), timeout=0.1))
-        worker.gate.set()
-        assert isinstance(error, Unavailable | Aborted)
-        assert await scheduler.engine.drained(5)
+    worker.gate.clear()
+    error = await failure(scheduler.inference.Generate(generate_request(), timeout=0.1))
+    worker.gate.set()
+    assert isinstance(error, Unavailable | Aborted)
+    assert await scheduler.engine.drained(5)
 
 
-async def test_a_refused_duplicate_does_not_orphan_the_live_request() -> None:
-    """When the stream ends, the first request of that id is aborted like any other."""
-    worker = ScriptedWorker()
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        call = scheduler.inference.Connect()
-        for _ in range(2):
-            message = inference_pb2.ConnectRequest(
-                schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="twin")
-            )
-            await call.write(message)
-        response = await call.read()
-        assert isinstance(response, inference_pb2.ConnectResponse)
-        assert "in use" in response.events[0].error.message
-        assert scheduler.engine.find("twin") is not None
-        call.cancel()
-        worker.gate.set()
-        assert await scheduler.engine.drained(5)
+async def test_a_refused_duplicate_does_not_orphan_the_live_request(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """The end of the stream aborts a request whose duplicate was refused."""
+    worker.gate.clear()
+    call = scheduler.inference.Connect()
+    for _ in range(2):
+        message = inference_pb2.ConnectRequest(
+            schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="twin")
+        )
+        await call.write(message)
+    response = await call.read()
+    assert isinstance(response, inference_pb2.ConnectResponse)
+    assert "in use" in response.events[0].error.message
+    assert scheduler.engine.find("twin") is not None
+    call.cancel()
+    worker.gate.set()
+    assert await scheduler.engine.drained(5)
 
 
 async def test_a_client_that_floods_and_does_not_read_is_held_back() -> None:
-    """Refusals gather up to a bound; then the stream is not read any further until the client reads."""
+    """Beyond a bound of unread events, the stream accepts no more messages until the client reads."""
     buffer = EventBuffer()
     for index in range(10_000):
         buffer.push(Event(str(index)))

@@ -1,4 +1,4 @@
-"""Workers that join, fail, hang, lie and leave, as the scheduler sees them over real gRPC."""
+"""Workers that join, fail, hang, send invalid data and leave, over real gRPC."""
 
 import asyncio
 
@@ -18,13 +18,14 @@ from protos.errors import (
 from protos.triptych.v1 import common_pb2, registry_pb2
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
-    ScriptedWorker,
-    announcement,
     collect,
     failure,
     generate_request,
     joined,
+    register,
+    registration,
     run_scheduler,
     run_worker,
     tokens_of,
@@ -33,27 +34,24 @@ from tests.support.scheduler.running_scheduler import (
 pytestmark = pytest.mark.contract
 
 
-async def test_a_worker_lost_in_mid_stream_costs_no_token() -> None:
-    """Another worker joins; the client's stream goes on behind what it has."""
+async def test_a_worker_lost_mid_stream_costs_no_token() -> None:
+    """When a worker is lost, another one continues the stream where it stopped."""
     async with run_scheduler() as scheduler:
-        dying = ScriptedWorker(die_at_step=5)
+        dying = FakeWorker(die_at_step=5)
         async with run_worker(dying) as port:
-            call = scheduler.registry.Register(announcement(port))
-            async for event in call:
-                if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
-                    break
+            call = await register(scheduler, port)
             stream = scheduler.inference.Generate(generate_request(max_tokens=20))
             answer = asyncio.create_task(collect(stream))
             assert isinstance(await failure(call), Unavailable)
-        async with joined(scheduler, ScriptedWorker(), "w2"):
+        async with joined(scheduler, FakeWorker(), "w2"):
             events = await answer
     assert [token for event in events for token in event.token_ids] == expected_tokens([5, 6, 7], 20)
 
 
-async def test_when_no_worker_comes_back_waiting_requests_get_the_reason() -> None:
-    """After replica_wait_s, with a retryable error."""
+async def test_waiting_requests_fail_when_no_worker_returns() -> None:
+    """After replica_wait_s without a worker, waiting requests fail with a retryable error."""
     async with run_scheduler(Settings(replica_wait_s=0.05)) as scheduler:
-        worker = ScriptedWorker()
+        worker = FakeWorker()
         worker.gate.clear()
         async with joined(scheduler, worker):
             answer = asyncio.create_task(collect(scheduler.inference.Generate(generate_request())))
@@ -65,15 +63,12 @@ async def test_when_no_worker_comes_back_waiting_requests_get_the_reason() -> No
 
 
 async def test_a_worker_that_hangs_counts_as_lost() -> None:
-    """A step without an answer within step_timeout_s ends the registration with the reason."""
+    """A worker that exceeds step_timeout_s loses its registration, with the reason."""
     async with run_scheduler(Settings(step_timeout_s=0.1)) as scheduler:
-        worker = ScriptedWorker()
+        worker = FakeWorker()
         worker.gate.clear()
         async with run_worker(worker) as port:
-            call = scheduler.registry.Register(announcement(port))
-            async for event in call:
-                if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
-                    break
+            call = await register(scheduler, port)
             stream = scheduler.inference.Generate(generate_request())
             error = await failure(call)
             stream.cancel()
@@ -82,9 +77,9 @@ async def test_a_worker_that_hangs_counts_as_lost() -> None:
 
 
 async def test_two_workers_share_the_queue() -> None:
-    """With one worker's device held up, the other one serves everything else."""
+    """While one worker's device is blocked, the other worker serves all other requests."""
     async with run_scheduler(Settings(max_num_seqs=1)) as scheduler:
-        held, free = ScriptedWorker(), ScriptedWorker()
+        held, free = FakeWorker(), FakeWorker()
         async with joined(scheduler, held, "held"), joined(scheduler, free, "free"):
             held.gate.clear()
             calls = [asyncio.create_task(tokens_of(scheduler, generate_request([3 + i]))) for i in range(6)]
@@ -101,24 +96,24 @@ async def test_two_workers_share_the_queue() -> None:
 @pytest.mark.parametrize(
     ("worker", "settings", "error", "text"),
     [
-        (ScriptedWorker(schema_revision=99), Settings(), SchemaMismatch, "schema revision 99"),
-        (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_UNSPECIFIED), Settings(), ConfigurationRefused, "does not know"),
-        (ScriptedWorker(kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW, window=6), Settings(block_size=8, max_num_batched_tokens=8), ConfigurationRefused, "must be a multiple of the window"),
-        (ScriptedWorker(), Settings(max_model_len=65), ConfigurationRefused, "exceeds the model's context of 64"),
-        (ScriptedWorker(), Settings(block_size=6), ConfigurationRefused, "block_size 6 must be a multiple of 4"),
-        (ScriptedWorker(), Settings(max_num_seqs=9), ConfigurationRefused, "max_num_seqs 9"),
-        (ScriptedWorker(), Settings(decode_bucket_strategy="manual", decode_buckets=(1, 9)), ConfigurationRefused,
+        (FakeWorker(schema_revision=99), Settings(), SchemaMismatch, "schema revision 99"),
+        (FakeWorker(kind=common_pb2.KV_GROUP_KIND_UNSPECIFIED), Settings(), ConfigurationRefused, "does not know"),
+        (FakeWorker(kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW, window=6), Settings(block_size=8, max_num_batched_tokens=8), ConfigurationRefused, "must be a multiple of the window"),
+        (FakeWorker(), Settings(max_model_len=65), ConfigurationRefused, "exceeds the model's context of 64"),
+        (FakeWorker(), Settings(block_size=6), ConfigurationRefused, "block_size 6 must be a multiple of 4"),
+        (FakeWorker(), Settings(max_num_seqs=9), ConfigurationRefused, "max_num_seqs 9"),
+        (FakeWorker(), Settings(decode_bucket_strategy="manual", decode_buckets=(1, 9)), ConfigurationRefused,
          "max_num_seqs 9 exceeds this device's limit of 8"),
-        (ScriptedWorker(refuse_configure=ConfigurationRefused("too much memory")), Settings(), ConfigurationRefused,
+        (FakeWorker(refuse_configure=ConfigurationRefused("too much memory")), Settings(), ConfigurationRefused,
          "too much memory"),
     ],
 )  # fmt: skip
-async def test_a_worker_that_cannot_be_used_is_told_why(
-    worker: ScriptedWorker, settings: Settings, error: type[TriptychError], text: str
+async def test_an_unusable_worker_is_refused_with_the_reason(
+    worker: FakeWorker, settings: Settings, error: type[TriptychError], text: str
 ) -> None:
-    """The registration ends with the reason, which the worker can print."""
+    """The registration of an unusable worker ends with the reason."""
     async with run_scheduler(settings) as scheduler, run_worker(worker) as port:
-        caught = await failure(scheduler.registry.Register(announcement(port)))
+        caught = await failure(scheduler.registry.Register(registration(port)))
     assert type(caught) is error
     assert text in caught.message
 
@@ -127,30 +122,30 @@ async def test_a_worker_with_another_model_is_refused() -> None:
     """All replicas of a deployment run one model."""
     async with (
         run_scheduler() as scheduler,
-        joined(scheduler, ScriptedWorker()),
-        run_worker(ScriptedWorker(source="other")) as port,
+        joined(scheduler, FakeWorker()),
+        run_worker(FakeWorker(source="other")) as port,
     ):
-        caught = await failure(scheduler.registry.Register(announcement(port, "w2")))
+        caught = await failure(scheduler.registry.Register(registration(port, "w2")))
     assert isinstance(caught, ConfigurationRefused)
     assert "all workers must run one model" in caught.message
 
 
 @pytest.mark.parametrize("other", [{"default_chunk": 8}, {"default_block_size": 8}])
-async def test_a_worker_of_another_grid_is_told_what_to_set(other: dict[str, int]) -> None:
-    """Prefixes are told apart in one way for all replicas; with the two settings both workers join."""
+async def test_a_worker_with_other_chunks_or_blocks_is_refused(other: dict[str, int]) -> None:
+    """A worker with other default sizes is refused with the settings to use, and joins once they are set."""
     async with (
         run_scheduler() as scheduler,
-        joined(scheduler, ScriptedWorker()),
-        run_worker(ScriptedWorker(**other)) as port,  # type: ignore[arg-type]
+        joined(scheduler, FakeWorker()),
+        run_worker(FakeWorker(**other)) as port,  # type: ignore[arg-type]
     ):
-        caught = await failure(scheduler.registry.Register(announcement(port, "w2")))
+        caught = await failure(scheduler.registry.Register(registration(port, "w2")))
         assert len(scheduler.engine.replicas) == 1
     assert isinstance(caught, ConfigurationRefused)
     assert "set --max-num-batched-tokens and --block-size" in caught.message
     async with (
         run_scheduler(Settings(max_num_batched_tokens=4, block_size=4)) as scheduler,
-        joined(scheduler, ScriptedWorker()),
-        joined(scheduler, ScriptedWorker(**other), "w2"),  # type: ignore[arg-type]
+        joined(scheduler, FakeWorker()),
+        joined(scheduler, FakeWorker(**other), "w2"),  # type: ignore[arg-type]
     ):
         assert len(scheduler.engine.replicas) == 2
 
@@ -165,11 +160,11 @@ async def test_a_worker_of_another_grid_is_told_what_to_set(other: dict[str, int
         ({"worker_id": ""}, InvalidArgument),
     ],
 )
-async def test_an_announcement_that_cannot_be_used_is_refused(
+async def test_an_invalid_registration_is_refused(
     change: dict[str, object], error: type[TriptychError]
 ) -> None:
-    """Before anything is dialled."""
-    request = announcement(1)
+    """An invalid registration is refused before the scheduler dials back."""
+    request = registration(1)
     request.MergeFrom(registry_pb2.RegisterRequest(**change))  # type: ignore[arg-type]
     for name, value in change.items():
         setattr(request, name, value)
@@ -177,10 +172,10 @@ async def test_an_announcement_that_cannot_be_used_is_refused(
         assert type(await failure(scheduler.registry.Register(request))) is error
 
 
-async def test_a_worker_that_answers_nonsense_can_come_back() -> None:
-    """Whatever it sent costs it its registration, not the scheduler, and not its next attempt."""
-    async with run_scheduler() as scheduler, run_worker(ScriptedWorker(num_blocks=0)) as port:
+async def test_a_worker_with_invalid_answers_may_register_again() -> None:
+    """An invalid answer costs a worker its registration but not its next attempt."""
+    async with run_scheduler() as scheduler, run_worker(FakeWorker(num_blocks=0)) as port:
         for _ in range(2):
-            error = await failure(scheduler.registry.Register(announcement(port)))
+            error = await failure(scheduler.registry.Register(registration(port)))
             assert isinstance(error, Internal)
             assert "a pool needs at least 2 blocks" in error.message

@@ -11,9 +11,9 @@ from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    ScriptedWorker,
     run_scheduler,
     run_worker,
 )
@@ -30,7 +30,7 @@ async def serving(scheduler: RunningScheduler, wanted: bool) -> None:
 
 async def test_a_worker_registers_again_after_its_steps_failed() -> None:
     """When its stream breaks during a request, the worker registers again and the request continues."""
-    async with run_scheduler() as scheduler, run_worker(ScriptedWorker(die_at_step=4)) as port:
+    async with run_scheduler() as scheduler, run_worker(FakeWorker(die_at_step=4)) as port:
         address = f"127.0.0.1:{scheduler.server.port}"
         task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
         await serving(scheduler, True)
@@ -47,7 +47,7 @@ async def test_a_worker_waits_for_a_late_scheduler() -> None:
     """The registration succeeds once a scheduler listens."""
     with socket.create_server(("127.0.0.1", 0)) as placeholder:
         port_later = placeholder.getsockname()[1]
-    async with run_worker(ScriptedWorker()) as port:
+    async with run_worker(FakeWorker()) as port:
         address = f"127.0.0.1:{port_later}"
         task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
         async with open_channel(address) as channel:
@@ -61,7 +61,7 @@ async def test_a_worker_waits_for_a_late_scheduler() -> None:
 
 async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None:
     """A refusal that a retry cannot fix ends the worker."""
-    async with run_scheduler(Settings(block_size=6)) as scheduler, run_worker(ScriptedWorker()) as port:
+    async with run_scheduler(Settings(block_size=6)) as scheduler, run_worker(FakeWorker()) as port:
         address = f"127.0.0.1:{scheduler.server.port}"
         with pytest.raises(
             ConfigurationRefused, match="refuses this worker: block_size 6 must be a multiple of 4"

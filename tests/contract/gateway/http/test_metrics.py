@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.gateway.fake_scheduler import SCHEDULER_METRICS
 from tests.support.gateway.serving import Stack, running_gateway, running_stack
 from tests.support.paths import ROOT
+from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
-    ScriptedWorker,
     generate_request,
     joined,
     run_scheduler,
@@ -83,7 +83,7 @@ async def test_the_documentation_lists_all_metrics() -> None:
     }  # fmt: skip
     async with (
         run_scheduler() as scheduler,
-        joined(scheduler, ScriptedWorker()),
+        joined(scheduler, FakeWorker()),
         running_gateway(scheduler.server.port, wait=False) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=5) as http,
     ):

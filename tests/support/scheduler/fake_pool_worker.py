@@ -1,4 +1,4 @@
-"""A worker of a simulated pooling model for contract tests."""
+"""A worker with a simulated pooling model that speaks the Worker service over real gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from protos.wire import Context
-from tests.support.scheduler.running_scheduler import ScriptedWorker
+from tests.support.scheduler.fake_worker import FakeWorker
 
 POISON = 66
-"""A prompt with this token has no finite result."""
+"""The worker fails prompts that contain this token."""
 
 
 def embedding_of(prompt: Sequence[int]) -> list[float]:
-    """What the simulated model makes of a prompt."""
+    """Returns the result of the simulated model for a prompt."""
     return [float(len(prompt)), float(sum(prompt)), float(prompt[0]), float(prompt[-1])]
 
 
@@ -28,20 +28,19 @@ def pool_request(
 
 
 @dataclass
-class ScriptedPoolWorker(ScriptedWorker):
-    """Speaks the Worker service for a pooling model, and checks every plan as a device would.
-
-    Attributes:
-        batches: rows and shape of every step, in order: (requests, batch, prompt length).
-        received: set whenever a plan has come in.
-    """
+class FakePoolWorker(FakeWorker):
+    """Serves a pooling model and checks every plan as a device would."""
 
     fail_step: int | None = None
+    """Answers this step with an error."""
     max_batch: int = 8
     pooled_size: int = 4
     batches: list[tuple[int, int, int]] = field(default_factory=list)
+    """Every step in order: (requests, rows of the shape, tokens per row)."""
     received: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a plan has arrived."""
     normalize: list[bool | None] = field(default_factory=list)
+    """The `normalize` field of every admitted request, in order."""
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context

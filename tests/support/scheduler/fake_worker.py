@@ -1,0 +1,136 @@
+"""A worker on a simulated device that speaks the Worker service over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from protos.errors import TriptychError, abort
+from protos.step_messages import plan_from_proto
+from protos.steps import Decode, StepPlan
+from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from protos.wire import SCHEMA_REVISION, Context
+from scheduler_svc.convert.configuration import groups_from_proto
+from scheduler_svc.shapes.geometry import Geometry
+from tests.support.scheduler.factories import EOS, SimulatedDevice, next_leased
+
+FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
+
+
+@dataclass
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """Serves any registered scheduler; a simulated device computes the tokens."""
+
+    num_blocks: int = 65
+    die_at_step: int | None = None
+    """Ends the Execute stream instead of answering this step."""
+    hold_at_step: int | None = None
+    """Closes the gate before this step, counted over all plans."""
+    refuse_configure: TriptychError | None = None
+    schema_revision: int = SCHEMA_REVISION
+    kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
+    window: int = 0
+    source: str = "simulated"
+    default_chunk: int = 4
+    default_block_size: int = 4
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Steps run while this is set."""
+    configured: worker_pb2.ConfigureRequest | None = None
+    """The configuration that Configure received."""
+    plans: asyncio.Queue[StepPlan] = field(default_factory=asyncio.Queue)
+    """The plans that have arrived, in order."""
+    device: SimulatedDevice | None = None
+    steps: int = 0
+    """Steps that have run."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    @property
+    def group(self) -> common_pb2.KvGroup:
+        """The model's only KV group."""
+        return common_pb2.KvGroup(
+            group_id=0, kind=self.kind, window=self.window, num_layers=1, bytes_per_token=8
+        )
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: Context
+    ) -> worker_pb2.DescribeResponse:
+        return worker_pb2.DescribeResponse(
+            schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
+            model=common_pb2.ModelInfo(source=self.source, architecture="Hash", vocab_size=97, max_model_len=64,
+                                       eos_token_ids=[EOS], dtype="float32"),
+            kv_groups=[self.group],
+            block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
+            default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
+            max_lease_steps=32,
+        )  # fmt: skip
+
+    async def Configure(
+        self, request: worker_pb2.ConfigureRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
+        if self.refuse_configure is not None:
+            await abort(context, self.refuse_configure)
+        self.configured = request
+        progress = worker_pb2.ConfigureProgress(
+            phase=worker_pb2.ConfigureProgress.PHASE_LOAD, message="weights"
+        )
+        yield worker_pb2.ConfigureEvent(progress=progress)
+        yield worker_pb2.ConfigureEvent(ready=worker_pb2.ConfigureReady(num_blocks=[self.num_blocks]))
+
+    async def GetModelFiles(
+        self, request: worker_pb2.GetModelFilesRequest, context: Context
+    ) -> AsyncIterator[common_pb2.FileChunk]:
+        for name, data in FILES.items():
+            half = len(data) // 2
+            yield common_pb2.FileChunk(name=name, data=data[:half])
+            yield common_pb2.FileChunk(name=name, data=data[half:], last=True)
+
+    async def CompileGrammar(
+        self, request: worker_pb2.CompileGrammarRequest, context: Context
+    ) -> worker_pb2.CompileGrammarResponse:
+        raise AssertionError("this worker does not offer structured_output")
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        assert self.configured is not None
+        geometry = Geometry(
+            self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
+            self.configured.block_size, tuple(self.configured.decode_buckets),
+        )  # fmt: skip
+        groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
+        self.device = SimulatedDevice(geometry, groups)
+        plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
+        reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
+        try:
+            while (plan := await plans.get()) is not None:
+                lease = plan.work.lease if isinstance(plan.work, Decode) else 1
+                for index in range(lease):
+                    self.steps += 1
+                    if self.steps == self.hold_at_step:
+                        self.gate.clear()
+                    await self.gate.wait()
+                    if self.steps == self.die_at_step:
+                        return
+                    result = self.device.run(plan)
+                    # Like a real worker, look for a newer plan after each step.
+                    last = index + 1 == lease or not plans.empty()
+                    yield worker_pb2.StepResult(
+                        step=result.step, lease_index=index, last=last, token_ids=result.token_ids
+                    )
+                    if last:
+                        break
+                    plan = next_leased(plan)
+        finally:
+            reading.cancel()
+
+    async def _read_ahead(
+        self, messages: AsyncIterator[worker_pb2.StepPlan], plans: asyncio.Queue[StepPlan | None]
+    ) -> None:
+        try:
+            async for message in messages:
+                plan = plan_from_proto(message)
+                plans.put_nowait(plan)
+                self.plans.put_nowait(plan)
+        finally:
+            plans.put_nowait(None)
