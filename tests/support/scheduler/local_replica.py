@@ -1,4 +1,4 @@
-"""A scheduler and a worker's runner in one process, joined by their real messages: what a replica does, without the wire."""
+"""A scheduler and a worker's runner in one process, joined by protocol messages without gRPC."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from worker_svc.vllm_adapter.model import VllmModel
 
 
 class LocalReplica:
-    """One worker's runner driven by an engine of its own."""
+    """A worker's runner, driven by its own engine."""
 
     def __init__(
         self, model: VllmModel, *, window: GroupKind = GroupKind.PAGED_WINDOW, max_model_len: int = 2048, slots: int = 4,
@@ -69,7 +69,7 @@ class LocalReplica:
     def submit(
         self, prompt: Sequence[int], sink: Sink, *, num_tokens: int, logprobs: int | None = None
     ) -> None:
-        """Queues a greedy request for exactly ``num_tokens`` tokens."""
+        """Enqueues a greedy request for exactly `num_tokens` tokens."""
         self._count += 1
         sampling = Sampling(
             sampling_params(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
@@ -77,7 +77,7 @@ class LocalReplica:
         self.engine.submit(Submission(f"r{self._count}", tuple(prompt), sampling), sink)
 
     def step(self, ran: Callable[[StepPlan, float], None] = lambda _plan, _seconds: None) -> bool:
-        """One step; False if there was nothing to do. ``ran`` is told the plan and how long the device took, before its tokens leave."""
+        """Runs one step; returns False if there is nothing to do. `ran` receives the plan and the seconds on the device."""
         self.engine.dispatch()
         if (plan := self.scheduler.step()) is None:
             return False

@@ -1,7 +1,8 @@
-"""vLLM's own scheduler and KV cache manager, without a model: what our scheduler is measured and checked against.
+"""vLLM's own scheduler and KV cache manager without a model, as a peer for measurements and comparisons.
 
-Both are built as vLLM's engine core builds them (block hashes with SHA-256, one pool shared by all KV groups, synchronous scheduling,
-neither EAGLE nor connectors). Nothing is downloaded: the model is a ``config.json`` of a few lines in a temporary folder, and no weights.
+Both are built as vLLM's engine core builds them: block hashes with SHA-256, one pool for all KV groups, synchronous
+scheduling, neither EAGLE nor connectors. The model is a `config.json` of a few lines in a temporary folder, without
+weights.
 """
 
 import json
@@ -34,7 +35,7 @@ _CONFIG: Final = {
 
 @cache
 def prepare() -> None:
-    """Imports vLLM with our platform in place, once per process, and seeds its block hashes."""
+    """Imports vLLM with our platform, once per process, and seeds its block hashes."""
     startup.prepare(open_device("cpu"))
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -49,7 +50,7 @@ def _full_attention(block_size: int) -> Any:
 
 
 def _kv_cache_config(windows: Sequence[int | None], num_blocks: int, block_size: int) -> Any:
-    """One KV group per entry: full attention for None, else a sliding window of that many tokens."""
+    """Returns one KV group per entry: full attention for None, else a sliding window of that many tokens."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
     specs = [
@@ -83,26 +84,22 @@ def _request(
 
 
 class SchedulerPeer:
-    """vLLM's ``Scheduler``, synchronous, on one full-attention KV group.
-
-    Attributes:
-        scheduler: vLLM's object; timed code calls its ``schedule`` and ``update_from_output`` without anything in between.
-    """
+    """vLLM's `Scheduler`, synchronous, on one full-attention KV group."""
 
     def __init__(
         self, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_blocks: int,
         max_model_len: int, prefix_caching: bool = True, log_stats: bool = True,
     ) -> None:  # fmt: skip
-        """Builds it.
+        """Builds the scheduler.
 
         Args:
             max_num_seqs: requests that may run at once.
-            max_num_batched_tokens: tokens of one step, of all requests together.
+            max_num_batched_tokens: tokens of one step over all requests.
             block_size: tokens of a KV block.
-            num_blocks: of the pool, including the null block.
+            num_blocks: blocks of the pool, including the null block.
             max_model_len: longest sequence, tokens.
             prefix_caching: whether blocks are hashed, indexed and looked up.
-            log_stats: whether statistics are gathered in each step, as vLLM's servers do unless told otherwise.
+            log_stats: whether each step gathers statistics, which is the default of vLLM's servers.
         """
         prepare()
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -114,6 +111,8 @@ class SchedulerPeer:
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = num_blocks
         self._block_size = block_size
+        # Timed code calls `schedule` and `update_from_output` of vLLM's object directly.
+        # Timed code calls `schedule` and `update_from_output` of vLLM's object directly.
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=_kv_cache_config([None], num_blocks, block_size),
@@ -124,7 +123,7 @@ class SchedulerPeer:
         )
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Queues a request that generates ``max_tokens`` tokens, whatever they are."""
+        """Enqueues a request that generates `max_tokens` tokens."""
         self.scheduler.add_request(_request(request_id, prompt, max_tokens, self._block_size))
 
     @property
@@ -133,13 +132,13 @@ class SchedulerPeer:
         return len(self.scheduler.running)
 
     def result(self, plan: Any, token: int = 7) -> Any:
-        """What a model would answer to a plan: ``token`` for each request whose known tokens end in this step, nothing else."""
+        """Returns a model's answer to a plan: `token` for each request whose known tokens end in this step."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         request_ids = list(plan.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [
-            # schedule() has counted this step's tokens as computed already.
+            # schedule() has already counted this step's tokens as computed.
             [token] if requests[name].num_computed_tokens >= requests[name].num_tokens else []
             for name in request_ids
         ]
@@ -150,7 +149,7 @@ class SchedulerPeer:
         )
 
     def step(self) -> int:
-        """Schedules, pretends to run the model, takes in; returns the number of tokens scheduled."""
+        """Schedules, simulates the model and updates; returns the number of scheduled tokens."""
         plan = self.scheduler.schedule()
         self.scheduler.update_from_output(plan, self.result(plan))
         return int(plan.total_num_scheduled_tokens)
@@ -170,22 +169,18 @@ def _engine_config(**arguments: object) -> Any:
 
 
 class KvCachePeer:
-    """vLLM's ``KVCacheManager``, driven as its scheduler drives it.
-
-    Attributes:
-        manager: vLLM's object.
-    """
+    """vLLM's `KVCacheManager`, driven as its scheduler drives it."""
 
     def __init__(
         self, windows: Sequence[int | None], *, num_blocks: int, block_size: int, max_model_len: int,
         chunk: int | None = None,
     ) -> None:  # fmt: skip
-        """Builds it.
+        """Builds the manager.
 
         Args:
-            windows: one KV group each: None for full attention, else a sliding window in tokens.
-            num_blocks: of the one pool that all groups share, including the null block.
-            block_size: tokens of a block, and of what a hash covers.
+            windows: one KV group per entry: None for full attention, else a sliding window in tokens.
+            num_blocks: blocks of the pool that all groups share, including the null block.
+            block_size: tokens of a block and of a hash.
             max_model_len: longest sequence, tokens.
             chunk: tokens of a prefill step; whole prompts if None.
         """
@@ -205,7 +200,7 @@ class KvCachePeer:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses, cached ones included."""
+        """Blocks that no request uses, cached ones included."""
         return int(self.manager.block_pool.get_num_free_blocks())
 
     @property
@@ -214,22 +209,22 @@ class KvCachePeer:
         return sum(block.block_hash is not None for block in self.manager.block_pool.blocks)
 
     def hit_length(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
-        """Tokens that a request with these tokens would find cached. Changes nothing."""
+        """Returns the cached tokens that a request with these tokens would find. Changes nothing."""
         request = _request("peek", token_ids, 1, self._block_size, cache_salt)
         return int(self.manager.get_computed_blocks(request)[1])
 
     def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str = "") -> int | None:
-        """Takes a request in and "computes" all of its tokens, chunk by chunk.
+        """Admits a request and "computes" all of its tokens, chunk by chunk.
 
         Returns:
-            Tokens found cached, or None, and nothing is held, if the rest does not fit.
+            The cached tokens, or None if the rest does not fit; nothing is held then.
         """
         request = _request(request_id, token_ids, 1 << 20, self._block_size, cache_salt)
         blocks, found, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         hit = int(found)
         end = hit
         while end < len(token_ids):
-            # A hit ends before the last token, so there is a first round, which takes the hit blocks.
+            # A hit ends before the last token, so the first round always runs and takes the hit blocks.
             first = end == hit
             count = min(self._chunk, len(token_ids) - end)
             given = self.manager.allocate_slots(
@@ -244,7 +239,7 @@ class KvCachePeer:
         return hit
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Generates these tokens one by one; each is computed but the last, whose turn would be the next step.
+        """Generates these tokens one by one and computes all but the last.
 
         Returns:
             False if blocks ran out; the request is freed then.
@@ -260,5 +255,5 @@ class KvCachePeer:
         return True
 
     def free(self, request_id: str) -> None:
-        """Ends a request; what it cached stays until its blocks are needed."""
+        """Ends a request; its cached blocks stay until they are needed."""
         self.manager.free(self._requests.pop(request_id))

@@ -1,4 +1,4 @@
-"""Requests as the waiting queue sees them: of a tenant, with a priority and a time of arrival."""
+"""Requests and queues for tests of the waiting queue."""
 
 import itertools
 
@@ -23,7 +23,7 @@ class _NoSink:
 def waiting_request(
     *, tenant: str = "", priority: int = 0, arrival_s: float = 0.0, num_tokens: int = 3
 ) -> Request:
-    """The next request to arrive."""
+    """Returns a request that arrives after all earlier ones."""
     arrival = next(_ARRIVALS)
     return Request(
         request_id=f"w{arrival}", token_ids=[5] * num_tokens, num_prompt_tokens=num_tokens, sampling=_SAMPLING,
@@ -32,7 +32,7 @@ def waiting_request(
 
 
 def queue_of(*requests: Request, order: OrderPolicy | None = None) -> WaitingQueue:
-    """A queue that these requests were added to, in that order."""
+    """Returns a queue to which the requests were added in this order."""
     queue = WaitingQueue(order or PriorityFairOrder())
     for request in requests:
         queue.add(request)
@@ -40,7 +40,7 @@ def queue_of(*requests: Request, order: OrderPolicy | None = None) -> WaitingQue
 
 
 def take_all(queue: WaitingQueue, now: float = 0.0) -> list[Request]:
-    """Takes the head until nothing is left."""
+    """Removes the head until the queue is empty; returns the requests in order."""
     order = []
     while (head := queue.peek(now)) is not None:
         assert queue.remove(head)

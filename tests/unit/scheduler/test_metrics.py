@@ -1,4 +1,4 @@
-"""What the scheduler measures, as Prometheus sees it."""
+"""The scheduler's metrics as Prometheus reads them."""
 
 import pytest
 from prometheus_client import generate_latest
@@ -18,7 +18,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Scrape:
-    """Samples by name and labels; the label of the model is left out."""
+    """Samples by name and labels, without the model label."""
 
     def __init__(self, text: bytes) -> None:
         families = list(text_string_to_metric_families(text.decode()))
@@ -39,8 +39,8 @@ class Scrape:
         return sum(value for (found, _), value in self.samples.items() if found == name)
 
 
-class Bench:
-    """A rig with the deployment around it."""
+class MeasuredRig:
+    """A rig within a deployment."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -54,9 +54,9 @@ class Bench:
 
 
 def test_work_is_counted_once_under_its_replica() -> None:
-    """Two requests of which the second finds two chunks of the first: tokens, padding, hits and phases add up."""
+    """For two requests that share two chunks, tokens, padding, hits and phases add up."""
     rig = make_rig(make_geometry(buckets=(1, 4)))
-    bench = Bench(rig)
+    bench = MeasuredRig(rig)
     rig.submit(make_submission(list(range(3, 13)), request_id="a", max_tokens=4))
     rig.now = 2.0
     rig.step()
@@ -80,15 +80,15 @@ def test_work_is_counted_once_under_its_replica() -> None:
     assert scrape.value("vllm:request_prefill_time_seconds_bucket", le="2.5", **engine) == 1
     assert scrape.value("vllm:request_prefill_time_seconds_bucket", le="5.0", **engine) == 2
     assert scrape.value("vllm:request_decode_time_seconds_count", **engine) == 2
-    # Chunks of 4, 4, 2 and 2 tokens; the rig's decode steps do not go through the deployment.
+    # Chunks of 4, 4, 2 and 2 tokens; the deployment does not see the decode steps of the rig.
     assert scrape.value("vllm:iteration_tokens_total_count") == 4
     assert scrape.value("vllm:iteration_tokens_total_sum") == 12
 
 
-def test_who_runs_and_who_waits() -> None:
-    """Two slots for three requests, and memory as it is used: two chunks of the first, one of the second."""
+def test_load_and_memory_are_gauges() -> None:
+    """Running and waiting requests and used blocks are reported for three requests on two slots."""
     rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)))
-    bench = Bench(rig)
+    bench = MeasuredRig(rig)
     for name in ("a", "b", "c"):
         first = ord(name)
         rig.submit(make_submission([first % 90 + 3] * 9, request_id=name, max_tokens=20))
@@ -108,9 +108,9 @@ def test_who_runs_and_who_waits() -> None:
 
 
 def test_preemptions_have_a_reason() -> None:
-    """Out of blocks: the total is the sum of the reasons."""
+    """The preemptions by reason add up to the total."""
     rig = make_rig(num_blocks=9)
-    bench = Bench(rig)
+    bench = MeasuredRig(rig)
     for name in "ab":
         rig.submit(make_submission([3, 4, 5, 6], request_id=name, max_tokens=20))
     rig.run()
@@ -119,9 +119,9 @@ def test_preemptions_have_a_reason() -> None:
     assert scrape.total("triptych:preemptions_total") == scrape.total("vllm:num_preemptions_total")
 
 
-def test_batches_of_this_process_are_a_histogram() -> None:
-    """Rows before padding, in powers of two."""
-    bench = Bench(make_rig())
+def test_decode_batch_sizes_are_a_histogram() -> None:
+    """Rows before padding are counted in powers of two."""
+    bench = MeasuredRig(make_rig())
     for rows in (1, 3, 3, 4096):
         bench.deployment.histogram.observe(rows)
     scrape = bench.scrape()
@@ -131,10 +131,10 @@ def test_batches_of_this_process_are_a_histogram() -> None:
     assert scrape.value("triptych:batch_size_sum") == 4103
 
 
-async def test_counters_outlive_their_replica_and_go_on_when_it_is_back() -> None:
-    """Nothing falls when a replica leaves; gauges of it are gone."""
+async def test_counters_outlive_their_replica_and_continue_when_it_returns() -> None:
+    """No counter falls when a replica leaves; its gauges disappear."""
     rig = make_rig()
-    bench = Bench(rig)
+    bench = MeasuredRig(rig)
     rig.submit(make_submission(request_id="a"))
     rig.run()
     before = bench.scrape()
@@ -155,10 +155,10 @@ async def test_counters_outlive_their_replica_and_go_on_when_it_is_back() -> Non
     bench.deployment.detach("replica-0")
 
 
-async def test_many_replicas_that_came_and_went_share_a_series() -> None:
-    """The last ones keep their counters, those before are added up, and the sum never falls."""
+async def test_old_lost_replicas_share_one_series() -> None:
+    """The last lost replicas keep their counters, older ones are summed, and the total never falls."""
     rig = make_rig()
-    bench = Bench(rig)
+    bench = MeasuredRig(rig)
     bench.deployment.detach("replica-0")
     for index in range(30):
         rig.start()
@@ -174,26 +174,26 @@ async def test_many_replicas_that_came_and_went_share_a_series() -> None:
     assert scrape.value("triptych:generated_tokens_total", engine=RETIRED) == 8 * 14
 
 
-def test_before_a_model_is_served_there_are_the_replicas_alone() -> None:
-    """Nothing is labelled with a model that nobody knows."""
-    bench = Bench(make_rig())
+def test_before_a_model_is_served_only_replicas_are_reported() -> None:
+    """No metric with a model label appears."""
+    bench = MeasuredRig(make_rig())
     bench.deployment.served = None
     bench.deployment.starting["w"] = "weights"
     assert bench.scrape().names == ["triptych:replicas"]
     assert bench.scrape().value("triptych:replicas", state="configuring") == 1
 
 
-def test_a_replica_s_name_cannot_break_the_text() -> None:
-    """Workers choose their names."""
+def test_replica_names_are_escaped() -> None:
+    """Workers choose their names, so any text must survive the format."""
     rig = make_rig()
-    bench = Bench(rig)
+    bench = MeasuredRig(rig)
     name = 'a"} 1\nevil{x="\\'
     rig.engine.replicas[name] = rig.engine.replicas.pop("replica-0")
     assert bench.scrape().value("vllm:num_requests_running", engine=name) == 0
 
 
-def test_a_distribution_counts_bounds_as_inside() -> None:
-    """As Prometheus' buckets do: less than or equal."""
+def test_bucket_bounds_are_inclusive() -> None:
+    """Values equal to a bound count as inside it, as in Prometheus' buckets."""
     values = Distribution((1, 2))
     for value in (0.5, 1, 1.5, 2, 2.5):
         values.observe(value)

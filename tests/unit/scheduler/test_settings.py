@@ -1,4 +1,4 @@
-"""The scheduler's settings: what cannot work is refused before anything starts, with the rule that it breaks."""
+"""The scheduler's settings: validation and the variables of other stacks."""
 
 import pytest
 
@@ -34,8 +34,8 @@ from scheduler_svc.workers.generating import geometry_for
         ("--decode-steps-per-chunk -1", "greater than or equal to 0"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(flags: str, message: str) -> None:
-    """The line names the setting or the two that do not go together."""
+def test_invalid_settings_are_refused_in_one_line(flags: str, message: str) -> None:
+    """The line names the setting, or the two settings that contradict each other."""
     with pytest.raises(ConfigurationRefused, match=message) as caught:
         load(Settings, flags.split())
     assert "\n" not in str(caught.value)
@@ -51,10 +51,10 @@ def test_what_cannot_work_is_refused_in_one_line(flags: str, message: str) -> No
         ("VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS", "1,2,8", "decode_buckets", (1, 2, 8)),
     ],
 )
-def test_an_environment_that_was_made_for_vllm_rbln_means_the_same_here(
+def test_variables_of_vllm_rbln_are_read(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str, expected: object
 ) -> None:
-    """The reference names are read as they are."""
+    """Reference variables set the fields that correspond to them."""
     monkeypatch.setenv(variable, value)
     assert getattr(load(Settings, []), field) == expected
 
@@ -67,10 +67,10 @@ def test_an_environment_that_was_made_for_vllm_rbln_means_the_same_here(
         ("--decode-buckets 1,2,8", 32, (2, 4, 8, 16, 32)),
     ],
 )
-def test_manual_buckets_say_how_many_sequences_run(
+def test_the_largest_manual_bucket_sets_max_num_seqs(
     flags: str, max_num_seqs: int, buckets: tuple[int, ...]
 ) -> None:
-    """Whatever the worker's default is; a list that is not used says nothing."""
+    """The manual list overrides the worker's default; without the manual strategy it has no effect."""
     settings = load(Settings, [*flags.split(), "--decode-bucket-min", "2", "--decode-bucket-limit", "5"])
     description = worker_pb2.DescribeResponse(
         default_max_num_seqs=32, default_chunk=16, default_block_size=16
@@ -90,15 +90,15 @@ def test_manual_buckets_say_how_many_sequences_run(
         (["--pool-batch-sizes", "x", "--pool-prompt-lens", "64"], "valid integer"),
     ],
 )
-def test_bad_settings_are_refused(flags: list[str], text: str) -> None:
-    """With the flag's name."""
+def test_invalid_pool_shapes_are_refused(flags: list[str], text: str) -> None:
+    """The error names the flag."""
     with pytest.raises(ConfigurationRefused, match="--pool-") as caught:
         load(Settings, flags)
     assert text in caught.value.message
 
 
-def test_the_reference_names_set_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a vLLM-Spyre deployment has them in its environment."""
+def test_variables_of_vllm_spyre_set_the_pool_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a vLLM-Spyre deployment sets the shapes."""
     monkeypatch.setenv("VLLM_SPYRE_WARMUP_BATCH_SIZES", "1,4")
     monkeypatch.setenv("VLLM_SPYRE_WARMUP_PROMPT_LENS", "4096,1024")
     settings = load(Settings, [])

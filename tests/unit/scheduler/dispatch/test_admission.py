@@ -1,4 +1,4 @@
-"""What the engine refuses, with which error and which words."""
+"""Requests that the engine refuses, with the error and its text."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ from tests.support.scheduler.factories import (
 def test_a_request_that_cannot_be_served_is_refused(
     submission: Submission, error: type[TriptychError], message: str
 ) -> None:
-    """At once, with a message that says what to change."""
+    """It is refused at submission, with a message that says what to change."""
     rig = make_rig()
     assert rig.engine.model is not None
     rig.engine.model = replace(rig.engine.model, sampling_fields=frozenset({"temperature"}))
@@ -49,14 +49,14 @@ def test_a_request_that_cannot_be_served_is_refused(
 
 
 def test_a_request_that_never_fits_the_memory_is_refused_with_the_numbers() -> None:
-    """8 blocks of 4 tokens hold 32 tokens; the context would allow 64."""
+    """A request that fits the context but not the KV memory is refused with the size of the memory."""
     rig = make_rig(num_blocks=9)
     with pytest.raises(ContextExceeded, match="never fit this deployment's KV memory of 32 tokens"):
         rig.submit(make_submission([5] * 30, max_tokens=10))
 
 
-def test_without_max_tokens_a_request_is_cut_to_what_the_memory_holds() -> None:
-    """The client asked for nothing in particular, so it gets what there is."""
+def test_without_max_tokens_a_request_runs_as_long_as_memory_allows() -> None:
+    """Its length is limited to the KV memory."""
     rig = make_rig(num_blocks=9)
     sink = rig.submit(make_submission([5] * 30, max_tokens=None))
     rig.run()
@@ -75,7 +75,7 @@ def test_ids_are_unique_among_live_requests_only() -> None:
 
 
 def test_the_queue_is_bounded_by_requests() -> None:
-    """Running requests do not count."""
+    """Running requests do not count towards the limit."""
     rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting=2)
     rig.submit(make_submission(request_id="running"))
     rig.step()
@@ -86,8 +86,8 @@ def test_the_queue_is_bounded_by_requests() -> None:
     assert caught.value.retry_after_ms > 0
 
 
-def test_the_queue_is_bounded_by_tokens_but_one_request_always_gets_in() -> None:
-    """A long prompt into an empty queue is not refused for its length alone."""
+def test_the_queue_is_bounded_by_tokens() -> None:
+    """An empty queue accepts a prompt of any length."""
     rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=10)
     rig.submit(make_submission(request_id="running"))
     rig.submit(make_submission([5] * 20, request_id="long"))
@@ -95,25 +95,29 @@ def test_the_queue_is_bounded_by_tokens_but_one_request_always_gets_in() -> None
         rig.submit(make_submission(request_id="short"))
 
 
-def test_before_the_first_replica_requests_are_told_to_come_back() -> None:
-    """Unavailable, with a time."""
+def test_before_the_first_replica_requests_are_unavailable() -> None:
+    """They are refused with a retryable error."""
     engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
     with pytest.raises(Unavailable, match="no worker is ready yet"):
         engine.submit(make_submission(), ListSink())
 
 
-def test_waiting_requests_can_be_failed_together() -> None:
-    """When no worker comes back, each client gets the reason."""
+def test_suspending_the_engine_fails_waiting_requests() -> None:
+    """Every waiting request fails, and a new one is refused until a replica attaches."""
     rig = make_rig()
     rig.engine.detach("replica-0")
     sinks = [rig.submit(make_submission(request_id=name)) for name in "ab"]
     assert rig.engine.suspend(Unavailable("gone")) == 2
     assert all(sink.events[-1].error is not None for sink in sinks)
     assert rig.step() is None
+    with pytest.raises(Unavailable, match="no worker is ready yet"):
+        rig.submit(make_submission(request_id="c"))
+    rig.start()
+    rig.submit(make_submission(request_id="d"))
 
 
 async def test_drained_waits_for_the_last_request() -> None:
-    """True as soon as nothing is live, False when time is up."""
+    """It returns True when no request is live and False when the time is over."""
     rig = make_rig()
     assert await rig.engine.drained(0)
     rig.submit(make_submission())
@@ -122,8 +126,8 @@ async def test_drained_waits_for_the_last_request() -> None:
     assert await rig.engine.drained(0)
 
 
-def test_a_request_that_fits_no_remaining_replica_ends_with_the_numbers() -> None:
-    """After a large replica was lost, a request made for it must not block the queue of a smaller one."""
+def test_a_request_that_fits_no_remaining_replica_fails() -> None:
+    """After the large replica is lost, its request fails and does not block the smaller one."""
     rig = make_rig(num_blocks=17)
     large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
     small = rig.submit(make_submission(request_id="small"))
@@ -137,7 +141,7 @@ def test_a_request_that_fits_no_remaining_replica_ends_with_the_numbers() -> Non
 
 
 def test_new_requests_are_measured_against_the_largest_replica() -> None:
-    """What fits one of them is accepted."""
+    """A request that fits the largest replica is accepted."""
     rig = make_rig(num_blocks=9)
     with pytest.raises(ContextExceeded):
         rig.submit(make_submission([5] * 40, max_tokens=10))
@@ -145,8 +149,8 @@ def test_new_requests_are_measured_against_the_largest_replica() -> None:
     rig.submit(make_submission([5] * 40, max_tokens=10))
 
 
-def test_what_was_accepted_once_is_not_refused_for_want_of_a_larger_replica() -> None:
-    """The rest of a resumed request waits for one, whether its client named a length or not; nobody else is kept waiting."""
+def test_a_resumed_request_is_retryable_while_no_replica_is_large_enough() -> None:
+    """It gets a retryable error instead of a refusal, and other requests run."""
     geometry = make_geometry(max_model_len=64)
     for max_tokens, received in ((None, 30), (None, 22), (40, 3)):
         rig = make_rig(geometry, num_blocks=9)
@@ -160,8 +164,8 @@ def test_what_was_accepted_once_is_not_refused_for_want_of_a_larger_replica() ->
         assert plain.events[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_least_lengths_beyond_the_memory_are_refused() -> None:
-    """A request that could never reach its least length is not begun."""
+def test_min_tokens_beyond_the_memory_is_refused() -> None:
+    """A request that cannot reach its min_tokens is refused at submission."""
     rig = make_rig(make_geometry(max_model_len=64), num_blocks=9)
     with pytest.raises(ContextExceeded, match="min_tokens=23 never fit"):
         rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=23)))

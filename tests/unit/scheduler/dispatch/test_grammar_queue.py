@@ -34,8 +34,8 @@ def constrained(request_id: str, grammar: Grammar = A, prompt: Sequence[int] = (
     return replace(plain, sampling=with_grammar(plain.sampling, grammar))
 
 
-def asked(rig: Rig, name: str = "replica-0") -> list[Grammar]:
-    """What a replica is asked to compile from now on."""
+def record_asked(rig: Rig, name: str = "replica-0") -> list[Grammar]:
+    """Returns a list that receives the grammars that a replica is asked to compile."""
     grammars: list[Grammar] = []
     replica = rig.engine.replicas[name]
     rig.engine.detach(name)
@@ -50,10 +50,10 @@ def second_replica(rig: Rig, ask: Callable[[Grammar], None], name: str = "replic
     return scheduler
 
 
-def test_others_go_on_while_a_request_waits_for_its_grammar() -> None:
-    """It waits as WAITING_FOR_FSM, is asked for once, and runs when the replica has it."""
+def test_other_requests_run_while_one_waits_for_its_grammar() -> None:
+    """The request waits as WAITING_FOR_FSM, its grammar is asked for once, and it runs once compiled."""
     rig = make_rig()
-    grammars = asked(rig)
+    grammars = record_asked(rig)
     first, second = rig.submit(constrained("a")), rig.submit(constrained("b"))
     plain = rig.submit(make_submission(request_id="plain"))
     request = rig.engine.find("a")
@@ -71,10 +71,10 @@ def test_others_go_on_while_a_request_waits_for_its_grammar() -> None:
     assert rig.engine.grammars.idle
 
 
-def test_a_grammar_that_is_there_costs_no_waiting() -> None:
-    """As long as somebody uses it the scheduler knows that the replica has it."""
+def test_a_compiled_grammar_costs_no_waiting() -> None:
+    """While a request uses a compiled grammar, a second one runs at once."""
     rig = make_rig()
-    grammars = asked(rig)
+    grammars = record_asked(rig)
     rig.submit(constrained("a"))
     rig.engine.grammar_compiled("replica-0", A)
     rig.submit(constrained("b"))
@@ -82,10 +82,10 @@ def test_a_grammar_that_is_there_costs_no_waiting() -> None:
     assert rig.engine.num_waiting == 0
 
 
-def test_a_wrong_grammar_ends_its_requests_alone() -> None:
-    """With the worker's reason."""
+def test_an_invalid_grammar_fails_only_its_requests() -> None:
+    """They fail with the worker's error, and other requests run."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     wrong, right = rig.submit(constrained("a")), rig.submit(constrained("b", B))
     rig.engine.grammar_refused("replica-0", A, InvalidArgument("bad", param="structured_output"))
     rig.engine.grammar_compiled("replica-0", B)
@@ -96,9 +96,9 @@ def test_a_wrong_grammar_ends_its_requests_alone() -> None:
 
 
 def test_order_of_arrival_is_kept() -> None:
-    """Whoever came first runs first, although its grammar took longer than the other's."""
+    """An earlier request runs first although its grammar took longer to compile."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     rig.submit(constrained("a"))
     rig.submit(constrained("b", B))
     blocker = [rig.submit(make_submission(request_id=f"p{n}")) for n in range(4)]
@@ -112,9 +112,9 @@ def test_order_of_arrival_is_kept() -> None:
 
 
 def test_a_waiting_request_can_be_aborted() -> None:
-    """Before its grammar is there; the answer then changes nothing."""
+    """After the abort, the replica's answers change nothing."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     sink = rig.submit(constrained("a"))
     assert rig.engine.abort("a")
     assert sink.events[-1].finish_reason is FinishReason.ABORT
@@ -124,10 +124,10 @@ def test_a_waiting_request_can_be_aborted() -> None:
     assert rig.engine.num_waiting == 0
 
 
-def test_a_lost_worker_is_replaced_in_compiling() -> None:
-    """Another replica is asked, and a request whose only replica is gone waits for its grammar again."""
+def test_the_next_replica_compiles_after_a_loss() -> None:
+    """Another replica is asked, and a request whose only replica is lost waits for its grammar again."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     sink = rig.submit(constrained("a"))
     rig.engine.detach("replica-0")
     again: list[Grammar] = []
@@ -146,19 +146,19 @@ def test_a_lost_worker_is_replaced_in_compiling() -> None:
 
 
 def test_a_request_runs_only_where_its_grammar_is() -> None:
-    """A free replica that is still compiling does not get it, and nobody there gives way for it."""
+    """A free replica that still compiles the grammar does not get the request."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     other = second_replica(rig, lambda _: None)
     rig.submit(constrained("a"))
     rig.engine.grammar_compiled("replica-0", A)
     assert (rig.scheduler.num_running, other.num_running) == (1, 0)
 
 
-def test_one_replicas_trouble_is_not_the_requests_end() -> None:
-    """As long as another one may still compile it."""
+def test_a_local_error_of_one_replica_fails_no_request() -> None:
+    """The request waits as long as another replica may still compile its grammar."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     second_replica(rig, lambda _: None)
     sink = rig.submit(constrained("a"))
     rig.engine.grammar_refused("replica-0", A, Overloaded("busy"))
@@ -167,10 +167,10 @@ def test_one_replicas_trouble_is_not_the_requests_end() -> None:
     assert isinstance(sink.events[-1].error, Overloaded)
 
 
-def test_a_grammar_that_a_worker_has_evicted_is_asked_for_again() -> None:
-    """The admission fails with an error that passes, and the request waits again."""
+def test_an_evicted_grammar_is_compiled_again() -> None:
+    """The admission fails with a retryable error, and the request waits for its grammar again."""
     rig = make_rig()
-    grammars = asked(rig)
+    grammars = record_asked(rig)
     sink = rig.submit(constrained("a"))
     rig.engine.grammar_compiled("replica-0", A)
     plan = rig.scheduler.step()
@@ -184,25 +184,25 @@ def test_a_grammar_that_a_worker_has_evicted_is_asked_for_again() -> None:
     rig.scheduler.kv.check_integrity()
 
 
-def test_waiting_requests_fail_when_no_worker_comes() -> None:
-    """Like all others that wait."""
+def test_suspending_the_engine_fails_requests_that_wait_for_grammars() -> None:
+    """They fail like all waiting requests."""
     rig = make_rig()
-    asked(rig)
+    record_asked(rig)
     sink = rig.submit(constrained("a"))
-    assert rig.engine.suspend(Unavailable("nobody")) == 1
+    assert rig.engine.suspend(Unavailable("no worker")) == 1
     assert isinstance(sink.events[-1].error, Unavailable)
 
 
 @pytest.mark.parametrize("models_own", [False, True])
-def test_a_grammar_overrules_min_tokens_for_the_models_end_tokens_alone(models_own: bool) -> None:
-    """Where it is through nothing can follow an end token; a client's stop token is one among those that it allows."""
+def test_a_finished_grammar_overrules_min_tokens_for_end_tokens_only(models_own: bool) -> None:
+    """A model's end token ends the sequence before min_tokens; a client's stop token does not."""
     whole = expected_tokens((5, 6, 7), 8)
     rig = make_rig()
     model = rig.engine.model
     assert model is not None
     if models_own:
         rig.engine.model = replace(model, eos_token_ids=frozenset({whole[3]}))
-    asked(rig)
+    record_asked(rig)
     sampling = make_sampling(stop_token_ids=[] if models_own else [whole[3]], min_tokens=6)
     sink = rig.submit(make_submission(sampling=with_grammar(sampling, A)))
     rig.engine.grammar_compiled("replica-0", A)
@@ -215,7 +215,7 @@ def test_a_grammar_overrules_min_tokens_for_the_models_end_tokens_alone(models_o
 @pytest.mark.parametrize("cache_generated", [False, True])
 @pytest.mark.parametrize("max_lease", [1, 4])
 def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, max_lease: int) -> None:
-    """The output is the same as token by token, every position's KV is computed from its own context, and there are fewer steps."""
+    """The output equals that of single steps, the KV is correct, and fewer steps run."""
     rig = make_rig(cache_generated=cache_generated, max_lease=max_lease)
     rig.device.jump = jump
     prompts = [(5, 6, 7), (9,) * 9, (5, 6, 7, 8, 1, 2)]
@@ -233,8 +233,8 @@ def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, max_lease
     rig.scheduler.kv.check_integrity()
 
 
-def test_jumps_save_steps() -> None:
-    """Alone, each jump of up to a chunk is one step instead of one a token."""
+def test_forced_tokens_save_steps() -> None:
+    """A run of forced tokens up to one chunk costs one step."""
     passes = []
     for jump in (0, 3):
         rig = make_rig()
@@ -245,8 +245,8 @@ def test_jumps_save_steps() -> None:
     assert passes[1] < passes[0] * 0.6
 
 
-def test_a_jumping_request_can_be_preempted_and_lost() -> None:
-    """Memory for one and a half requests, and a replica that goes away in the middle."""
+def test_requests_with_forced_tokens_survive_preemption_and_loss() -> None:
+    """Outputs stay exact with too little memory and a replica that is lost midway."""
     rig = make_rig(num_blocks=14)
     rig.device.jump = 6
     sinks: list[ListSink] = [

@@ -1,4 +1,4 @@
-"""What a grammar costs those who do not wait for it: nothing, wherever there is room."""
+"""Grammars and the order of the queue: a waiting grammar blocks no request that could run."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def constrained(request_id: str, grammar: Grammar = A, **fields: Any) -> Submiss
 
 
 class Compiler:
-    """One replica's: what it is asked and what is taken back."""
+    """A replica that records the grammars it is asked for and those that are withdrawn."""
 
     def __init__(self, rig: Rig, name: str, geometry: Geometry | None = None, num_blocks: int = 65) -> None:
         """Attaches the replica."""
@@ -52,7 +52,7 @@ class Compiler:
         )
 
 
-def alone(geometry: Geometry = ONE_SLOT, num_blocks: int = 65) -> tuple[Rig, Compiler]:
+def one_replica(geometry: Geometry = ONE_SLOT, num_blocks: int = 65) -> tuple[Rig, Compiler]:
     rig = make_rig(geometry, num_blocks=num_blocks)
     rig.engine.detach("replica-0")
     made = Compiler(rig, "a", num_blocks=num_blocks)
@@ -61,15 +61,15 @@ def alone(geometry: Geometry = ONE_SLOT, num_blocks: int = 65) -> tuple[Rig, Com
 
 
 def evict(rig: Rig) -> None:
-    """The worker answers the next plan's admission with an eviction."""
+    """Answers the next plan's admission with an evicted grammar."""
     plan = rig.scheduler.step()
     assert plan is not None
     rig.scheduler.update(StepResult(plan.step, outputs=(SlotOutput(0, (), error=Unavailable("evicted")),)))
 
 
-def test_an_evicted_grammar_stops_nobody_else() -> None:
-    """Who is queued for a turn with it waits for it too, and whoever comes behind runs meanwhile."""
-    rig, _ = alone()
+def test_an_evicted_grammar_does_not_block_other_requests() -> None:
+    """Queued requests of the grammar wait for it again, and a request behind them runs."""
+    rig, _ = one_replica()
     for name in ("first", "second"):
         rig.submit(constrained(name))
     rig.engine.grammar_compiled("a", A)
@@ -82,9 +82,9 @@ def test_an_evicted_grammar_stops_nobody_else() -> None:
     assert second.state is RequestState.WAITING_FOR_FSM
 
 
-def test_an_evicted_grammar_that_is_refused_ends_all_that_wait_for_it() -> None:
-    """Not only who was running with it."""
-    rig, made = alone()
+def test_refusing_an_evicted_grammar_fails_all_its_requests() -> None:
+    """Both the running and the queued request of the grammar fail."""
+    rig, made = one_replica()
     sinks = [rig.submit(constrained(name)) for name in ("first", "second")]
     rig.engine.grammar_compiled("a", A)
     evict(rig)
@@ -98,9 +98,9 @@ def test_an_evicted_grammar_that_is_refused_ends_all_that_wait_for_it() -> None:
     assert rig.engine.num_waiting == 0
 
 
-def test_who_waits_is_not_left_with_a_replica_that_has_gone() -> None:
-    """One replica refused, the other one is lost while it compiles: the first one is asked again."""
-    rig, made = alone()
+def test_a_replica_that_refused_is_asked_again_when_the_other_is_lost() -> None:
+    """After one replica refused and the other was lost, the first one compiles the grammar."""
+    rig, made = one_replica()
     Compiler(rig, "b")
     sink = rig.submit(constrained("one"))
     rig.engine.grammar_refused("a", A, Overloaded("busy"))
@@ -111,9 +111,9 @@ def test_who_waits_is_not_left_with_a_replica_that_has_gone() -> None:
     assert sink.tokens == expected_tokens((5, 6, 7), 8)
 
 
-def test_others_pass_who_has_no_room_where_its_grammar_is() -> None:
-    """The replica that still compiles runs what it can, and the constrained request keeps its place for the other one."""
-    rig, _ = alone()
+def test_other_requests_pass_one_without_room_on_its_replica() -> None:
+    """A replica without the grammar runs other requests; the skipped request keeps its place."""
+    rig, _ = one_replica()
     other = Compiler(rig, "b")
     rig.submit(constrained("first"))
     rig.submit(constrained("second"))
@@ -126,9 +126,9 @@ def test_others_pass_who_has_no_room_where_its_grammar_is() -> None:
     assert admitted == ["first", "second", "later"]
 
 
-def test_turns_between_tenants_are_kept_beside_the_queue() -> None:
-    """Of each tenant one comes back at a time, and the queue's order decides between them."""
-    rig, _ = alone()
+def test_skipped_requests_keep_the_order_between_tenants() -> None:
+    """One skipped request of each tenant is retried at a time, in the order of the queue."""
+    rig, _ = one_replica()
     Compiler(rig, "b")
     for name, tenant in (("first", "x"), ("second", "x"), ("third", "x"), ("other", "y")):
         rig.submit(constrained(name, tenant=tenant))
@@ -139,9 +139,9 @@ def test_turns_between_tenants_are_kept_beside_the_queue() -> None:
     assert admitted == ["first", "other", "second", "third"]
 
 
-def test_who_was_passed_runs_where_its_grammar_comes_next() -> None:
-    """On the second replica, as soon as that has compiled it, before what came later."""
-    rig, _ = alone()
+def test_a_skipped_request_runs_on_the_next_replica_that_compiles() -> None:
+    """It runs there before requests that arrived later."""
+    rig, _ = one_replica()
     other = Compiler(rig, "b", make_geometry(max_num_seqs=2, buckets=(1, 2)))
     for name in ("first", "second"):
         rig.submit(constrained(name))
@@ -158,10 +158,10 @@ def test_who_was_passed_runs_where_its_grammar_comes_next() -> None:
     assert not third.events
 
 
-def test_who_was_passed_is_not_starved_of_memory() -> None:
-    """Nothing behind it gets blocks of the replica that it waits for, however little would do."""
+def test_a_skipped_request_is_not_starved_of_memory() -> None:
+    """Requests behind it get no blocks of the replica that it waits for."""
     geometry = make_geometry(max_num_seqs=4)
-    rig, _ = alone(geometry, num_blocks=13)
+    rig, _ = one_replica(geometry, num_blocks=13)
     rig.submit(constrained("running", prompt=range(50, 66)))
     rig.engine.grammar_compiled("a", A)
     other = Compiler(rig, "b", geometry)
@@ -176,9 +176,9 @@ def test_who_was_passed_is_not_starved_of_memory() -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_request_too_large_for_who_has_its_grammar_is_told(first: str) -> None:
-    """In whatever order the large replica refuses and the small one has it; nobody would ever run it."""
-    rig, _ = alone(num_blocks=9)
+def test_a_request_too_large_for_every_replica_with_its_grammar_fails(first: str) -> None:
+    """It fails once the large replica has refused, before or after the small one compiled."""
+    rig, _ = one_replica(num_blocks=9)
     Compiler(rig, "b", num_blocks=65)
     large = rig.submit(constrained("large", prompt=range(3, 38), max_tokens=8))
     small = rig.submit(constrained("small"))
@@ -195,9 +195,9 @@ def test_a_request_too_large_for_who_has_its_grammar_is_told(first: str) -> None
 
 
 @pytest.mark.parametrize("answer", ["none", "refused", "compiled"])
-def test_who_fits_a_small_replica_is_not_kept_from_it_by_a_larger_request(answer: str) -> None:
-    """Of one grammar and tenant, aside together: the large one waits for the replica that still compiles, the small one does not."""
-    rig, _ = alone(num_blocks=9)
+def test_a_large_skipped_request_does_not_block_a_small_one(answer: str) -> None:
+    """Of two requests with the same grammar and tenant, the small one runs on the small replica."""
+    rig, _ = one_replica(num_blocks=9)
     other = Compiler(rig, "b", num_blocks=17)
     rig.submit(constrained("running"))
     large = rig.submit(constrained("large", max_tokens=50))
@@ -214,9 +214,9 @@ def test_who_fits_a_small_replica_is_not_kept_from_it_by_a_larger_request(answer
         assert other.scheduler.num_running == 1
 
 
-def test_a_large_request_keeps_nobody_from_a_replica_that_is_too_small_for_it() -> None:
-    """With no grammar at all: it waits for the large replica, and others run on the small one, in which it has no part."""
-    rig, _ = alone(num_blocks=9)
+def test_a_large_request_does_not_block_a_replica_too_small_for_it() -> None:
+    """Other requests run on the small replica while the large request waits for the large one."""
+    rig, _ = one_replica(num_blocks=9)
     other = Compiler(rig, "b", num_blocks=17)
     rig.submit(make_submission(request_id="running", max_tokens=50))
     large = rig.submit(make_submission(request_id="large", max_tokens=50))
@@ -232,9 +232,9 @@ def test_a_large_request_keeps_nobody_from_a_replica_that_is_too_small_for_it() 
     assert found.replica_id == "b"
 
 
-def test_groups_are_made_anew_when_replicas_change() -> None:
-    """Both fitted both replicas when they stepped aside; then the replica of that name comes back too small for the first one."""
-    rig, _ = alone(num_blocks=17)
+def test_groups_of_skipped_requests_follow_the_replicas() -> None:
+    """Skipped requests are regrouped when a replica returns with less memory."""
+    rig, _ = one_replica(num_blocks=17)
     Compiler(rig, "b", num_blocks=17)
     rig.submit(constrained("running"))
     rig.engine.grammar_compiled("a", A)
@@ -248,9 +248,9 @@ def test_groups_are_made_anew_when_replicas_change() -> None:
     assert not large.events
 
 
-def test_who_refused_is_asked_again_when_the_replica_that_a_request_waits_for_is_lost() -> None:
-    """The small one that still has the grammar is of no use to the request."""
-    rig, _ = alone(num_blocks=17)
+def test_a_refusing_replica_is_asked_again_when_a_large_one_is_lost() -> None:
+    """The small replica that has the grammar cannot run the request, so the refusing one is asked again."""
+    rig, _ = one_replica(num_blocks=17)
     Compiler(rig, "b", num_blocks=9)
     other = Compiler(rig, "c", num_blocks=17)
     for name in ("plain", "more"):
@@ -266,9 +266,9 @@ def test_who_refused_is_asked_again_when_the_replica_that_a_request_waits_for_is
     assert isinstance(large.events[-1].error, Overloaded)
 
 
-def test_a_lost_replicas_queue_is_asked_for_elsewhere() -> None:
-    """Who was passed waits for its grammar again once nobody has it."""
-    rig, _ = alone()
+def test_the_grammar_of_a_lost_replica_is_compiled_elsewhere() -> None:
+    """A skipped request waits for its grammar again when no replica has it."""
+    rig, _ = one_replica()
     other = Compiler(rig, "b")
     sinks = [rig.submit(constrained(name)) for name in ("first", "second")]
     rig.engine.grammar_compiled("a", A)
@@ -281,9 +281,9 @@ def test_a_lost_replicas_queue_is_asked_for_elsewhere() -> None:
         assert isinstance(sink.events[-1].error, InvalidArgument)
 
 
-def test_an_aborted_request_that_was_passed_makes_room() -> None:
-    """What nobody before it waits for any more is there for the next one."""
-    rig, _ = alone(make_geometry(max_num_seqs=2, buckets=(1, 2)), num_blocks=13)
+def test_aborting_a_skipped_request_frees_what_it_waited_for() -> None:
+    """The next request may use the replica that the aborted one had claimed."""
+    rig, _ = one_replica(make_geometry(max_num_seqs=2, buckets=(1, 2)), num_blocks=13)
     rig.submit(constrained("running", prompt=range(50, 66)))
     rig.engine.grammar_compiled("a", A)
     other = Compiler(rig, "b", ONE_SLOT)
@@ -295,9 +295,9 @@ def test_an_aborted_request_that_was_passed_makes_room() -> None:
     assert rig.scheduler.num_running == 2
 
 
-def test_a_grammar_that_nobody_wants_is_withdrawn() -> None:
-    """When the last of those that have it goes, whatever way."""
-    rig, made = alone()
+def test_a_grammar_without_users_is_withdrawn() -> None:
+    """The compilation is cancelled when the last request of the grammar ends."""
+    rig, made = one_replica()
     for name in ("one", "two"):
         rig.submit(constrained(name))
     rig.engine.abort("one")
@@ -311,9 +311,9 @@ def test_a_grammar_that_nobody_wants_is_withdrawn() -> None:
     assert made.withdrawn == [A]
 
 
-def test_grammars_of_one_tenant_do_not_keep_the_compiler_from_another() -> None:
-    """A few of each are asked for at once, the next ones in their order as answers come; what is aborted meanwhile never is."""
-    rig, made = alone()
+def test_compilations_are_limited_per_tenant() -> None:
+    """A few grammars of each tenant compile at once; the next ones follow in order, without aborted ones."""
+    rig, made = one_replica()
     many = [make_grammar(str(number)) for number in range(MAX_COMPILING_PER_TENANT + 4)]
     for number, grammar in enumerate(many):
         rig.submit(constrained(f"r{number}", grammar, tenant="greedy"))

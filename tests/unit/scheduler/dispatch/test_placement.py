@@ -1,4 +1,4 @@
-"""Several replicas on one engine: who gets which request."""
+"""Several replicas on one engine: placement of requests."""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ PREFIX = list(range(20, 36))
 
 @dataclass
 class Second:
-    """Another replica beside a rig's own."""
+    """A second replica of a rig's engine."""
 
     scheduler: ReplicaScheduler
     device: SimulatedDevice
@@ -49,11 +49,11 @@ def add_replica(
 
 
 def run(rig: Rig, second: Second) -> None:
-    """Steps both until neither has anything to do."""
+    """Steps both replicas until neither has work."""
     for _ in range(1000):
         if not [rig.step() is not None, second.step()].count(True):
             return
-    raise AssertionError("the replicas do not come to an end")
+    raise AssertionError("the replicas never became idle")
 
 
 def place_of(rig: Rig, name: str) -> str | None:
@@ -63,7 +63,7 @@ def place_of(rig: Rig, name: str) -> str | None:
 
 
 def test_requests_spread_over_replicas() -> None:
-    """Eight equal requests on two replicas of four slots: four each, at once."""
+    """Eight equal requests on two replicas with four slots run at once, four on each."""
     rig = make_rig()
     second = add_replica(rig)
     for index in range(8):
@@ -75,7 +75,7 @@ def test_requests_spread_over_replicas() -> None:
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
-    """Whichever replica ran it first."""
+    """A request runs on the replica that has cached its prefix."""
     rig = make_rig()
     second = add_replica(rig)
     homes = {}
@@ -92,7 +92,7 @@ def test_a_request_goes_where_its_prefix_is() -> None:
 
 
 def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
-    """The second of two waits beside the first instead of computing the same elsewhere."""
+    """A second request waits beside the first instead of computing the same prefix elsewhere."""
     rig = make_rig()
     second = add_replica(rig)
     rig.submit(make_submission([*range(20, 60), 3], request_id="a"))
@@ -116,8 +116,8 @@ def test_load_outweighs_a_short_prefix() -> None:
     assert place_of(rig, "short") == "replica-1"
 
 
-def test_a_request_is_placed_only_where_all_of_it_fits() -> None:
-    """The small replica is free and would take the prompt; the sequence's end would not fit."""
+def test_a_request_is_placed_only_where_its_full_length_fits() -> None:
+    """A small free replica does not get a request whose output would not fit."""
     rig = make_rig(num_blocks=17)
     second = add_replica(rig, num_blocks=9)
     for index in range(5):
@@ -128,8 +128,8 @@ def test_a_request_is_placed_only_where_all_of_it_fits() -> None:
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6, 7], 50)
 
 
-def test_what_a_lost_replica_ran_goes_on_at_the_others() -> None:
-    """Running and waiting for a prefix alike, with the tokens they have."""
+def test_requests_of_a_lost_replica_continue_on_the_others() -> None:
+    """Running and deferred requests continue with the tokens they have."""
     rig = make_rig()
     second = add_replica(rig)
     prompts = {f"r{index}": [*PREFIX, 40 + index] for index in range(4)}
@@ -150,8 +150,8 @@ def test_what_a_lost_replica_ran_goes_on_at_the_others() -> None:
         assert rig.sinks[name].tokens == expected_tokens(prompt, 6)
 
 
-def test_a_new_replica_takes_what_waits() -> None:
-    """At once."""
+def test_a_new_replica_takes_waiting_requests_at_once() -> None:
+    """Waiting requests run as soon as a replica attaches."""
     rig = make_rig()
     for index in range(6):
         rig.submit(make_submission([5 + index], request_id=f"r{index}"))
@@ -160,8 +160,8 @@ def test_a_new_replica_takes_what_waits() -> None:
     assert (len(rig.engine.waiting), second.scheduler.num_running) == (0, 2)
 
 
-def test_making_way_happens_where_somebody_less_urgent_runs() -> None:
-    """Two full replicas, one of them with less urgent requests."""
+def test_preemption_happens_on_the_replica_with_less_urgent_requests() -> None:
+    """Of two full replicas, the one with less urgent requests preempts."""
     rig = make_rig()
     second = add_replica(rig)
     for index in range(8):
@@ -178,7 +178,7 @@ def test_making_way_happens_where_somebody_less_urgent_runs() -> None:
 
 
 def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
-    """A slot's number on the larger one is none of the smaller one's."""
+    """The sequences of one request run on replicas with different numbers of slots."""
     rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
     second = add_replica(rig, geometry=make_geometry(max_num_seqs=4))
     rig.submit(make_submission([9], request_id="first", max_tokens=20))
@@ -194,8 +194,8 @@ def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
 
 @pytest.mark.parametrize("reached", [True, False])
 @pytest.mark.parametrize("num_slots", [1, 3])
-def test_a_failed_step_s_requests_may_run_elsewhere_by_then(num_slots: int, reached: bool) -> None:
-    """It was to copy for one that gave way and runs on another replica, in a slot of whatever number: who came after it here stays."""
+def test_a_failed_copy_does_not_restart_a_request_that_moved(num_slots: int, reached: bool) -> None:
+    """A failed step restarts neither a request that has moved to another replica nor the new owner of its slot."""
     geometry = make_geometry(chunk=4, block_size=16, max_num_seqs=1, buckets=(1,))
     rig = make_rig(geometry)
     rig.submit(make_submission(range(5, 14), request_id="warm", max_tokens=1))
@@ -224,8 +224,8 @@ def test_a_failed_step_s_requests_may_run_elsewhere_by_then(num_slots: int, reac
     assert urgent.tokens == expected_tokens([8, 8, 8], 30)
 
 
-def test_a_replica_of_another_grid_tells_prefixes_apart_by_its_own() -> None:
-    """Requests whose replica was lost bring keys of 4 tokens; under 8 they would be keys of what they share and of what they do not."""
+def test_prefix_keys_are_recomputed_for_other_hash_blocks() -> None:
+    """Requests of a lost replica get new prefix keys on a replica with larger chunks and blocks."""
     rig = make_rig()
     prompts = {name: [*range(20, 24), *range(first, first + 20)] for name, first in (("a", 40), ("b", 60))}
     for name, prompt in prompts.items():

@@ -1,4 +1,4 @@
-"""Who runs, who waits and who gives way, through an engine and its replica."""
+"""Priority, fairness and preemption, through an engine and its replica."""
 
 import itertools
 
@@ -22,15 +22,15 @@ ONE_SLOT = make_geometry(max_num_seqs=1, buckets=(1,))
 
 
 def first_tokens(rig: Rig, names: list[str]) -> list[str]:
-    """Runs to the end; the names in the order in which they were answered first."""
+    """Runs all requests; returns their names in the order of their first tokens."""
     order: list[str] = []
     while rig.step() is not None:
         order += [name for name in names if rig.sinks[name].events and name not in order]
     return order
 
 
-def test_a_more_urgent_request_takes_the_place_of_a_running_one() -> None:
-    """The one that gave way loses no token and goes on afterwards."""
+def test_a_more_urgent_request_preempts_a_running_one() -> None:
+    """The preempted request loses no token and continues afterwards."""
     rig = make_rig(ONE_SLOT)
     late = rig.submit(make_submission(request_id="later", priority=1, max_tokens=20))
     for _ in range(5):
@@ -57,8 +57,8 @@ def test_equally_urgent_requests_wait() -> None:
     assert not rig.scheduler.stats.preemptions
 
 
-def test_the_latest_of_the_least_urgent_gives_way() -> None:
-    """Of four with priorities 0, 2, 2, 1 the second 2."""
+def test_the_latest_of_the_least_urgent_is_preempted() -> None:
+    """Among priorities 0, 2, 2 and 1, the second request with priority 2 is preempted."""
     rig = make_rig()
     for name, priority in (("a", 0), ("b", 2), ("c", 2), ("d", 1)):
         rig.submit(make_submission([ord(name) - 50], request_id=name, priority=priority, max_tokens=20))
@@ -69,8 +69,8 @@ def test_the_latest_of_the_least_urgent_gives_way() -> None:
     assert waiting == ["c"]
 
 
-def test_nobody_gives_way_in_vain() -> None:
-    """Where what less urgent requests hold is not enough, they keep it."""
+def test_no_request_is_preempted_in_vain() -> None:
+    """Less urgent requests keep their blocks if those would not suffice."""
     rig = make_rig(num_blocks=13)
     rig.submit(make_submission(range(20, 50), request_id="big", max_tokens=10))
     rig.submit(make_submission([5, 6, 7], request_id="small", priority=1, max_tokens=5))
@@ -81,8 +81,8 @@ def test_nobody_gives_way_in_vain() -> None:
     assert all(sink.events[-1].finish_reason is FinishReason.LENGTH for sink in rig.sinks.values())
 
 
-def test_what_is_short_in_one_group_is_not_made_up_for_by_another() -> None:
-    """The less urgent request holds too few blocks of full attention; that windows have room for many more is no use."""
+def test_free_blocks_of_one_kv_group_do_not_help_another() -> None:
+    """A preemption that frees only window blocks does not happen when full-attention blocks are short."""
     rig = make_rig(
         groups=(FULL, KvGroup(GroupKind.PAGED_WINDOW, 4)), num_blocks=(17, 101), prefix_caching=False
     )
@@ -99,8 +99,8 @@ def test_what_is_short_in_one_group_is_not_made_up_for_by_another() -> None:
     assert rig.sinks["urgent"].tokens == expected_tokens(range(6, 46), 8)
 
 
-def test_who_gives_way_and_has_aged_does_not_take_its_place_back_for_ever() -> None:
-    """By its age the one that gave way is next at once: the more urgent one is placed first, and both end."""
+def test_an_aged_request_that_is_preempted_does_not_loop() -> None:
+    """The more urgent request is placed first although the preempted one is next by age; both finish."""
     rig = make_rig(ONE_SLOT, order=PriorityFairOrder(30.0))
     old = rig.submit(make_submission(request_id="old", priority=1, max_tokens=10))
     rig.step()
@@ -112,7 +112,7 @@ def test_who_gives_way_and_has_aged_does_not_take_its_place_back_for_ever() -> N
 
 
 def test_waiting_makes_a_request_more_urgent() -> None:
-    """Two levels lower, but two ageing times and more older: it is first; without ageing it is last."""
+    """A request that waited several ageing times overtakes a newer one; without ageing it does not."""
     for ageing, first in ((10.0, "old"), (None, "new")):
         rig = make_rig(ONE_SLOT, order=PriorityFairOrder(ageing))
         rig.submit(make_submission(request_id="running", priority=-9, max_tokens=8))
@@ -123,8 +123,8 @@ def test_waiting_makes_a_request_more_urgent() -> None:
 
 
 @pytest.mark.parametrize("length", [7, 30])
-def test_nobody_waits_for_ever_behind_what_is_more_urgent(length: int) -> None:
-    """There is always more of it, all slots run it and make way for nothing less; a second of age is worth a level."""
+def test_an_endless_urgent_load_starves_no_request(length: int) -> None:
+    """With ageing, a less urgent request runs in bounded time although urgent requests fill all slots."""
     rig = make_rig(
         make_geometry(max_num_seqs=2, buckets=(1, 2)), order=PriorityFairOrder(1.0), prefix_caching=False
     )
@@ -148,8 +148,8 @@ def test_nobody_waits_for_ever_behind_what_is_more_urgent(length: int) -> None:
     assert low.events[0].queue_s > 0.5
 
 
-def test_with_slots_to_spare_chunks_are_computed_by_age_too() -> None:
-    """Admitted at once, three chunks long, and beside it more urgent prompts come without end."""
+def test_ageing_also_orders_the_chunks_of_running_requests() -> None:
+    """A running request finishes its prefill although more urgent prompts keep arriving."""
     rig = make_rig(
         make_geometry(max_num_seqs=8, buckets=(1, 8)), num_blocks=200, order=PriorityFairOrder(1.0),
         prefix_caching=False,
@@ -173,8 +173,8 @@ def test_with_slots_to_spare_chunks_are_computed_by_age_too() -> None:
     assert low.tokens == expected_tokens(range(50, 62), 1)
 
 
-def test_tenants_are_served_in_turn() -> None:
-    """One floods, one sends two: the second one's requests do not wait behind the flood."""
+def test_tenants_alternate() -> None:
+    """A tenant with two requests does not wait behind the flood of another tenant."""
     rig = make_rig(ONE_SLOT)
     names = [f"flood{index}" for index in range(8)]
     for index, name in enumerate(names):
@@ -187,7 +187,7 @@ def test_tenants_are_served_in_turn() -> None:
 
 
 def test_a_tenant_s_weight_is_its_share_of_tokens() -> None:
-    """Of the first nine served, three times as many of the tenant that weighs three times as much."""
+    """A tenant of weight 3 gets three times the tokens of a tenant of weight 1."""
     rig = make_rig(ONE_SLOT, order=PriorityFairOrder(None, {"paid": 3.0}))
     names = [f"{tenant}{index}" for index in range(9) for tenant in ("paid", "free")]
     rig.submit(make_submission(request_id="running", tenant="other", max_tokens=2))
@@ -197,8 +197,8 @@ def test_a_tenant_s_weight_is_its_share_of_tokens() -> None:
     assert 6 <= served.count("paid") <= 7
 
 
-def test_without_room_the_queue_stands_until_something_is_released() -> None:
-    """Memory for one of two: the second is admitted in the step after the first one's end."""
+def test_a_blocked_queue_continues_after_a_release() -> None:
+    """With memory for one request, the second is admitted after the first one ends."""
     rig = make_rig(num_blocks=9)
     rig.submit(make_submission(range(20, 40), request_id="a", max_tokens=4))
     rig.submit(make_submission(range(50, 70), request_id="b", max_tokens=4))
@@ -213,7 +213,7 @@ def test_without_room_the_queue_stands_until_something_is_released() -> None:
 
 
 def test_pins_never_keep_a_request_out_of_an_idle_replica() -> None:
-    """Nothing would ever make room but the pin's end: what is kept for later gives way to what is there."""
+    """On an idle replica, pins are dropped for a request that does not fit beside them."""
     rig = make_rig(num_blocks=9)
     rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
     rig.run()
@@ -224,8 +224,8 @@ def test_pins_never_keep_a_request_out_of_an_idle_replica() -> None:
     assert not rig.engine.prefixes.unpin("pin")
 
 
-def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step() -> None:
-    """The abort frees too little, and by the time its step is back nothing is left that could free more but the pins."""
+def test_pins_are_dropped_after_the_last_request_is_aborted_mid_step() -> None:
+    """Once the step of the aborted request is answered, only dropping the pins can make room."""
     rig = make_rig(num_blocks=17)
     rig.submit(make_submission(range(5, 38), request_id="warm", max_tokens=1))
     rig.run()
@@ -244,7 +244,7 @@ def test_what_pins_keep_out_goes_on_when_the_last_one_is_aborted_within_its_step
 
 
 def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:
-    """The block that its hit would be copied from cannot be held as well."""
+    """The request does not also reserve the cached block that it would copy from."""
     rig = make_rig(make_geometry(chunk=2, block_size=4), num_blocks=9)
     rig.submit(make_submission(range(20, 27), request_id="a", max_tokens=1))
     rig.run()

@@ -1,4 +1,4 @@
-"""The waiting queue and its orders: priority, tenants, arrival, ageing; removal from anywhere."""
+"""The waiting queue and its orders: priority, tenants, arrival, ageing, and removal."""
 
 import time
 from itertools import count
@@ -13,13 +13,13 @@ from tests.support.scheduler.waiting_requests import queue_of, take_all, waiting
 
 
 def test_lower_priority_numbers_come_first_then_arrival() -> None:
-    """Two classes of urgency, each in order of arrival."""
+    """Requests are ordered by priority, then by arrival."""
     late, first, second = waiting_request(priority=1), waiting_request(), waiting_request()
     assert take_all(queue_of(late, first, second)) == [first, second, late]
 
 
-def test_the_simple_order_knows_arrival_alone() -> None:
-    """Priority, tenant and time change nothing."""
+def test_arrival_order_ignores_priority_and_tenant() -> None:
+    """Priority, tenant and time change nothing in arrival order."""
     requests = [waiting_request(priority=priority, tenant=str(priority)) for priority in (3, -1, 0, 2)]
     queue = queue_of(*requests, order=ArrivalOrder())
     queue.charge("3", 1000)
@@ -29,8 +29,8 @@ def test_the_simple_order_knows_arrival_alone() -> None:
 
 
 @pytest.mark.parametrize("order", [ArrivalOrder, PriorityFairOrder])
-def test_a_request_that_comes_back_keeps_its_place(order: type[OrderPolicy]) -> None:
-    """A preempted request runs before everything that arrived after it, also if it left the queue more than once."""
+def test_a_request_that_returns_keeps_its_place(order: type[OrderPolicy]) -> None:
+    """A preempted request stays before later arrivals, even after several preemptions."""
     old, new = waiting_request(), waiting_request()
     queue = queue_of(old, new, order=order())
     for _ in range(3):
@@ -43,15 +43,15 @@ def test_a_request_that_comes_back_keeps_its_place(order: type[OrderPolicy]) -> 
     assert len(queue) == 2
 
 
-def test_removal_of_a_stranger_is_no_error() -> None:
-    """False, and the counts stay."""
+def test_removing_an_unknown_request_returns_false() -> None:
+    """The counts do not change."""
     queue = queue_of(waiting_request())
     assert not queue.remove(waiting_request())
     assert (len(queue), queue.num_tokens) == (1, 3)
 
 
-def test_tokens_are_counted_in_and_out() -> None:
-    """The sum that admission bounds is exact."""
+def test_waiting_tokens_are_counted_exactly() -> None:
+    """The token count follows every addition and removal."""
     one, two = waiting_request(num_tokens=5), waiting_request(num_tokens=7)
     queue = queue_of(one, two)
     assert (queue.num_tokens, list(queue)) == (12, [one, two])
@@ -61,8 +61,8 @@ def test_tokens_are_counted_in_and_out() -> None:
     assert (len(queue), queue.num_tokens, queue.peek(0.0), two in queue) == (0, 0, None, False)
 
 
-def test_tenants_take_turns_by_what_they_were_served() -> None:
-    """One that came with many requests at once does not hold up one that came later with one."""
+def test_tenants_alternate_by_served_tokens() -> None:
+    """Many requests of one tenant do not hold up a single request of another."""
     flood = [waiting_request(tenant="flood") for _ in range(3)]
     late = waiting_request(tenant="late")
     queue = queue_of(*flood, late)
@@ -75,7 +75,7 @@ def test_tenants_take_turns_by_what_they_were_served() -> None:
 
 
 def test_priority_goes_before_fairness() -> None:
-    """A tenant that was served a lot is still first with something more urgent."""
+    """A tenant with a high share still comes first with a more urgent request."""
     urgent, other = waiting_request(tenant="a", priority=-1), waiting_request(tenant="b")
     queue = queue_of(urgent, other)
     queue.charge("a", 1_000_000)
@@ -84,10 +84,10 @@ def test_priority_goes_before_fairness() -> None:
 
 @pytest.mark.parametrize(("weight", "low", "high"), [(2.0, 1.8, 2.2), (1.0, 0.9, 1.1), (0.25, 0.225, 0.275)])
 def test_tokens_are_shared_by_weight_under_saturation(weight: float, low: float, high: float) -> None:
-    """Two tenants that always have requests waiting get tokens in the ratio of their weights, whatever their requests' sizes."""
+    """Two saturated tenants get tokens in the ratio of their weights, whatever the size of their requests."""
     queue = WaitingQueue(PriorityFairOrder(tenant_weights={"heavy": weight}))
     sizes = {"heavy": 30, "light": 110}
-    # The light tenant is much quicker to send.
+    # The light tenant sends much faster.
     for tenant, waiting in (("light", 50), ("heavy", 3)):
         for _ in range(waiting):
             queue.add(waiting_request(tenant=tenant, num_tokens=sizes[tenant]))
@@ -107,7 +107,7 @@ def test_tokens_are_shared_by_weight_under_saturation(weight: float, low: float,
 
 
 def test_idling_earns_no_credit() -> None:
-    """A tenant that comes back is level with the one that was served least, not ahead of it."""
+    """A tenant that returns is level with the least served tenant, not ahead of it."""
     queue = queue_of(*(busy := [waiting_request(tenant="busy") for _ in range(3)]))
     queue.charge("busy", 1000)
     back = [waiting_request(tenant="back") for _ in range(2)]
@@ -120,8 +120,8 @@ def test_idling_earns_no_credit() -> None:
     assert queue.peek(0.0) is busy[0]
 
 
-def test_a_drained_queue_keeps_what_tenants_were_served() -> None:
-    """Taking all out and putting them back in that order changes nobody's turn."""
+def test_draining_keeps_the_counters_of_tenants() -> None:
+    """Draining the queue and adding the requests again keeps their order."""
     a, b, c = (waiting_request(tenant=tenant) for tenant in "abc")
     queue = queue_of(a, b, c)
     for tenant, tokens in (("a", 20), ("b", 10), ("c", 30)):
@@ -132,8 +132,8 @@ def test_a_drained_queue_keeps_what_tenants_were_served() -> None:
     assert take_all(queue) == [b, a, c]
 
 
-def test_who_runs_while_nobody_waits_is_not_behind_for_it() -> None:
-    """What a tenant is served while no other wants anything is not held against it when one comes."""
+def test_running_alone_costs_a_tenant_nothing() -> None:
+    """Tokens served while no other tenant is active do not count against a tenant."""
     counters = TenantCounters({})
     counters.activate("alone")
     counters.deactivate("alone")
@@ -143,11 +143,11 @@ def test_who_runs_while_nobody_waits_is_not_behind_for_it() -> None:
     assert counters["new"] == counters["alone"] == 100
 
 
-def test_waiting_is_worth_a_level_per_ageing() -> None:
-    """Exactly then, and a reading of the clock that goes back changes nothing."""
+def test_each_ageing_time_raises_the_priority_by_one_level() -> None:
+    """Promotion happens exactly on time, and a clock that goes back changes nothing."""
     low, high = waiting_request(priority=2, arrival_s=100.0), waiting_request(arrival_s=115.0)
     queue = queue_of(low, high, order=PriorityFairOrder(ageing_s=10.0))
-    # Levels of both: 1 and 0; 0 and 0, where the earlier arrival counts; 0 and -1; -1 and -1.
+    # The levels of `low` and `high`: 1 and 0; 0 and 0 (the earlier arrival wins); 0 and -1; -1 and -1.
     for now, head in (
         (115.0, high),
         (119.999, high),
@@ -161,8 +161,8 @@ def test_waiting_is_worth_a_level_per_ageing() -> None:
 
 
 @pytest.mark.parametrize("ageing", [None, 0])
-def test_without_ageing_waiting_is_worth_nothing(ageing: float | None) -> None:
-    """A more urgent request is first however late it comes."""
+def test_without_ageing_waiting_changes_nothing(ageing: float | None) -> None:
+    """A more urgent request comes first however late it arrives."""
     queue = queue_of(waiting_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
     urgent = waiting_request(arrival_s=1e6)
     queue.add(urgent)
@@ -170,8 +170,8 @@ def test_without_ageing_waiting_is_worth_nothing(ageing: float | None) -> None:
 
 
 @pytest.mark.parametrize("ageing", [0.1, 0.3, 1 / 3, 1e-3, 1e9])
-def test_promotions_come_to_an_end_with_any_ageing(ageing: float) -> None:
-    """Times that a float cannot hold exactly neither loop nor lose a promotion."""
+def test_promotions_terminate_with_every_ageing_time(ageing: float) -> None:
+    """Ageing times that a float cannot represent neither loop nor lose a promotion."""
     queue = queue_of(waiting_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
     for step in range(1, 200):
         assert queue.peek(step * ageing) is not None
@@ -181,14 +181,14 @@ def test_promotions_come_to_an_end_with_any_ageing(ageing: float) -> None:
     assert head.priority == 1
 
 
-def test_nothing_starves() -> None:
-    """Behind an endless stream of urgent requests, more than can be served, an unurgent one is first after a bounded time."""
+def test_ageing_prevents_starvation() -> None:
+    """Behind an endless stream of urgent requests, a less urgent one is first after a bounded time."""
     ageing, priority, step_s = 5.0, 4, 0.5
     low = waiting_request(priority=priority, tenant="patient")
     queue = queue_of(low, order=PriorityFairOrder(ageing_s=ageing))
     for step in count():
         now = step * step_s
-        # Two come for each that is served, from tenants that were served nothing yet.
+        # Two requests arrive for each one that is served, from tenants without any service so far.
         for _ in range(2):
             queue.add(waiting_request(arrival_s=now, tenant=f"t{step}"))
         head = queue.peek(now)
@@ -196,12 +196,12 @@ def test_nothing_starves() -> None:
         queue.remove(head)
         if head is low:
             break
-        # All that came up to one level's time after the point where both would be equal may go first: two in each step.
+        # Two requests per step, from up to one ageing time after the levels meet, may come first.
         assert now <= 2 * (priority + 1) * ageing + step_s
 
 
-def test_bad_settings_are_refused_with_their_rule() -> None:
-    """One line that names the value."""
+def test_invalid_settings_are_refused() -> None:
+    """The error names the value and its rule."""
     with pytest.raises(ValueError, match="ageing_s must be 0 or at least"):
         PriorityFairOrder(ageing_s=1e-9)
     with pytest.raises(ValueError, match="ageing_s must be 0 or at least"):
@@ -211,8 +211,8 @@ def test_bad_settings_are_refused_with_their_rule() -> None:
             PriorityFairOrder(tenant_weights={"a": weight})
 
 
-def test_removed_requests_do_not_pile_up_behind_a_head_that_stays() -> None:
-    """Ten thousand come and go while one waits; what is kept stays small."""
+def test_removed_requests_leave_no_garbage() -> None:
+    """Internal structures stay small while ten thousand requests pass a waiting head."""
     order = PriorityFairOrder(ageing_s=1.0)
     queue = queue_of(head := waiting_request(priority=-1), order=order)
     for number in range(10_000):
@@ -226,8 +226,8 @@ def test_removed_requests_do_not_pile_up_behind_a_head_that_stays() -> None:
     assert queue.peek(0.0) is head
 
 
-def test_tenants_that_went_are_forgotten_but_for_the_last_ones() -> None:
-    """Ten thousand tenants come, are served and go; those charged last are remembered."""
+def test_only_recent_idle_tenants_are_remembered() -> None:
+    """Of ten thousand idle tenants, only those charged last are kept."""
     counters = TenantCounters({}, max_idle=100)
     counters.activate("waits")
     counters.activate("runs")
@@ -245,8 +245,8 @@ def test_tenants_that_went_are_forgotten_but_for_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize("tenants", [1, 5000])
-def test_a_turn_costs_the_same_with_20_000_waiting(tenants: int) -> None:
-    """Adding, peeking, charging and taking out: no more than a few times what they cost with 100 waiting."""
+def test_queue_operations_scale_to_20_000_requests(tenants: int) -> None:
+    """Operations cost at most a few times what they cost with 100 waiting requests."""
 
     def turn_s(waiting: int) -> float:
         requests = [
@@ -269,8 +269,8 @@ def test_a_turn_costs_the_same_with_20_000_waiting(tenants: int) -> None:
     assert many < 5 * few + 20e-6
 
 
-def test_a_request_is_known_by_identity() -> None:
-    """Another request of the same id is not the one that waits."""
+def test_membership_is_by_identity() -> None:
+    """Another request with the same id is not a member."""
     request = waiting_request()
     queue = queue_of(request)
     twin: Request = waiting_request()

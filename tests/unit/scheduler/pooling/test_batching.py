@@ -1,4 +1,4 @@
-"""Static pooling batches: shapes from settings, which batch is chosen, who is in it."""
+"""The queue of a pooling deployment: choice and contents of the next batch."""
 
 import pytest
 
@@ -31,13 +31,13 @@ def queue_of(*shapes: PoolShape) -> PoolQueue:
         (3, [1], 1),
     ],
 )
-def test_the_batch_that_is_filled_best(waiting: int, batches: list[int], chosen: int) -> None:
-    """All who wait if at least half of the rows are theirs, else the largest batch that they fill."""
+def test_the_best_filled_batch_is_chosen(waiting: int, batches: list[int], chosen: int) -> None:
+    """The smallest batch that all fit into, unless more than half of it would be padding."""
     assert choose_batch(waiting, batches) == chosen
 
 
-def test_a_batch_is_of_one_prompt_length() -> None:
-    """That of whoever's turn it is; a longer one in between waits for its own batch."""
+def test_a_batch_has_one_prompt_length() -> None:
+    """A longer request between shorter ones waits for its own batch."""
     queue = queue_of(shape(4, 4), shape(1, 8))
     requests = [make_request(range(3, 3 + length)) for length in (4, 5, 1, 3)]
     for request in requests:
@@ -50,7 +50,7 @@ def test_a_batch_is_of_one_prompt_length() -> None:
 
 
 def test_priority_then_arrival() -> None:
-    """As in the queue of a generating deployment."""
+    """Batches follow priority, then arrival."""
     queue = queue_of(shape(2, 4))
     late, urgent, early = make_request(), make_request(priority=-1), make_request()
     late, early = early, late
@@ -60,8 +60,8 @@ def test_priority_then_arrival() -> None:
     assert queue.take(0) == (shape(2, 4), [late])
 
 
-def test_tenants_take_turns() -> None:
-    """One tenant's flood does not hold up another's single request."""
+def test_tenants_alternate() -> None:
+    """One tenant's flood does not hold up another tenant's single request."""
     queue = queue_of(shape(1, 4))
     flood = [make_request(tenant="a") for _ in range(5)]
     single = make_request(tenant="b")
@@ -71,8 +71,8 @@ def test_tenants_take_turns() -> None:
     assert order.index(single) <= 1
 
 
-def test_who_leaves_is_in_no_batch() -> None:
-    """Removal is exact and happens once."""
+def test_a_removed_request_is_in_no_batch() -> None:
+    """Removal succeeds once."""
     queue = queue_of(shape(4, 4))
     staying, leaving = make_request(), make_request()
     queue.add(staying)
@@ -83,8 +83,8 @@ def test_who_leaves_is_in_no_batch() -> None:
     assert queue.take(0) == (shape(4, 4), [staying])
 
 
-def test_drained_in_order() -> None:
-    """Nobody is left in any of the queues."""
+def test_draining_returns_requests_in_order() -> None:
+    """No request is left in any queue."""
     queue = queue_of(shape(1, 4), shape(1, 8))
     requests = [make_request(range(3, 3 + length)) for length in (8, 2, 7)]
     for request in requests:

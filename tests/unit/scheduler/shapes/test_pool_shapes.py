@@ -8,14 +8,14 @@ def shape(batch: int, prompt_len: int) -> PoolShape:
     return PoolShape(prompt_len, batch)
 
 
-def test_default_shapes_reach_up_to_the_context() -> None:
-    """Any prompt that the model reads fits one, alone or in company."""
+def test_default_shapes_cover_every_prompt() -> None:
+    """Every prompt up to the context fits a shape, alone and in a batch."""
     assert listed(default_shapes(256, 4096)) == "1x64, 4x64, 16x64, 1x256, 4x256 (rows x tokens)"
     assert listed(default_shapes(40, 8)) == "1x40, 4x40 (rows x tokens)"
     assert default_shapes(8192, 4096)[-1] == shape(1, 8192)
 
 
-def test_shapes_from_settings_are_sorted_and_told_apart() -> None:
-    """Order and repetition mean nothing."""
+def test_shapes_from_settings_are_sorted_and_unique() -> None:
+    """Order and repetition of the settings do not matter."""
     found = shapes_of((4, 1, 4), (16, 64, 16), max_context=64, max_batch=4)
     assert found == (shape(4, 16), shape(1, 64))
