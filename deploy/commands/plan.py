@@ -1,4 +1,4 @@
-"""`triptych plan`: reads the batch sizes that a scheduler has recorded and proposes the decode buckets that pad least."""
+"""`triptych plan`: proposes the decode buckets that pad least for the batch sizes of a scheduler."""
 
 import argparse
 import json
@@ -96,7 +96,7 @@ def _read(path: Path) -> RecordedBatches:
 
 
 def _plan(recorded: RecordedBatches, graphs: int | None, max_batch: int | None) -> BucketPlan:
-    """Plans the buckets. Recorded steps with more than `max_batch` rows count as steps with `max_batch` rows."""
+    """Plans the buckets. Recorded steps with more rows than `max_batch` count as steps with `max_batch`."""
     most = max_batch or (recorded.buckets or (max(recorded.counts),))[-1]
     current = recorded.buckets or decode_buckets("exponential", max_batch=most)
     current = (*(bucket for bucket in current if bucket < most), most)

@@ -214,7 +214,10 @@ def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
 
 
 def served_model(base: str) -> dict[str, Any] | None:
-    """Returns the entry of /v1/models at the gateway `base`, or None while it serves no model. Blocks for up to 4 s."""
+    """Returns the entry of /v1/models, or None while the gateway at `base` serves no model.
+
+    Blocks for up to 4 s.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{base}/health", timeout=2), opener.open(f"{base}/v1/models", timeout=2) as answer:

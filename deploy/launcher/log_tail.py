@@ -1,4 +1,4 @@
-"""Reads the services' logs while they grow: structlog's JSON lines, and any other output that the log contains."""
+"""Reads the services' logs while they grow: structlog's JSON lines and the output of libraries."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def humanize(line: str) -> str:
-    """Returns a JSON line as `event key=value`, followed by its traceback. Other lines are returned unchanged."""
+    """Returns a JSON line as `event key=value`, followed by its traceback, and any other line unchanged."""
     entry = parse(line)
     if entry is None:
         return line
@@ -74,7 +74,7 @@ class LogTail:
         self._incomplete = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yields the complete lines that were added since the last call. An incomplete line waits for the next one."""
+        """Yields the complete lines that were added since the last call."""
         try:
             with self._path.open("rb") as log:
                 log.seek(self._offset)

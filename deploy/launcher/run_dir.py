@@ -11,7 +11,7 @@ from deploy.launcher.supervisor import BAD_SETTING, LaunchError
 
 @contextmanager
 def claim(run_dir: Path) -> Iterator[None]:
-    """Creates the run dir, locks it for this process and removes the logs and pid files of an earlier launcher.
+    """Creates and locks the run dir, and removes the logs and pid files of an earlier launcher.
 
     Raises:
         LaunchError: Another launcher uses the folder, or it cannot be written.

@@ -11,7 +11,7 @@ from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
 LOOPBACK = "127.0.0.1"
-# Running requests may continue this long after Ctrl-C. The supervisor waits longer, so the services exit in order.
+# Running requests may continue this long after Ctrl-C, which is less than the supervisor's grace period.
 _GATEWAY_DRAIN_S = 5.0
 _SCHEDULER_DRAIN_S = 2.0
 
@@ -34,7 +34,7 @@ def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
 
 
 def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
-    """Returns the flags of one worker. Several workers share the cores equally unless `cpu_threads` is set."""
+    """Returns the flags of one worker. Workers share the cores equally unless `cpu_threads` is set."""
     shared = {}
     if settings.workers > 1 and settings.cpu_threads is None:
         shared["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.workers)
@@ -52,8 +52,8 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
 def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     """Returns the variables that give the `index`-th of several workers a device of its own.
 
-    The devices are those that the launcher's own environment makes visible. Workers share them in turn if there are
-    too few.
+    The devices are those that the launcher's own environment makes visible. If there are too few, workers
+    share them.
     """
     variable = {"cuda": "CUDA_VISIBLE_DEVICES", "rbln": "RBLN_DEVICES"}.get(settings.device)
     if settings.workers == 1 or variable is None:

@@ -16,8 +16,9 @@ from worker_svc.settings import Settings as WorkerSettings
 class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     """Serves one model on this machine: starts a gateway, a scheduler and workers, and keeps them running.
 
-    Every setting of a service is inherited, with its name, type, bounds, default and variable. Where services share a
-    name, one flag sets it for all of them. `host` and `port` are the exception: here they are the gateway's.
+    The class inherits every setting of a service, with its name, type, bounds, default and variable. Where
+    services share a name, one flag sets it for all of them. `host` and `port` are the exception: here they are
+    the gateway's.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="triptych up")

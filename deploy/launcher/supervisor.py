@@ -77,7 +77,8 @@ class Supervisor:
         """Keeps the children running until cancelled, and stops all of them in any case.
 
         Raises:
-            ExceptionGroup: Holds a `LaunchError`: a child refuses its settings, or keeps dying before the stack has served.
+            ExceptionGroup: With a `LaunchError`: a child refuses its settings, or keeps dying before the
+                stack has served.
         """
         try:
             async with asyncio.TaskGroup() as group:

@@ -1,7 +1,7 @@
 """Measures the start time of the torch-free services, and their memory while the stack serves SmolLM2.
 
-``python -m tests.bench.footprint [--quick]`` starts each service several times and takes the median. Then it starts a whole stack,
-sends requests and reads the resident memory of gateway and scheduler.
+``python -m tests.bench.footprint [--quick]`` starts each service several times and takes the median. Then it
+starts a whole stack, sends requests and reads the resident memory of gateway and scheduler.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Sets up a container engine where there is none: podman from the distribution, our own base image, Compose on podman's socket.
+"""Sets up a container engine for the compose test on a machine without one.
 
-It needs Debian and root. The product does not use it.
+It takes podman from the distribution, makes a base image and runs Compose on podman's socket. It needs
+Debian and root.
 """
 
 import contextlib
@@ -170,7 +171,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def wheels_over_http() -> Iterator[dict[str, str]]:
-    """Serves the folder in this machine's `PIP_FIND_LINKS`, if it is one, and yields the build arguments for pip to find it."""
+    """Serves the folder in `PIP_FIND_LINKS`, if it is one, and yields the build arguments that name it."""
     folder = Path(os.environ.get("PIP_FIND_LINKS", ""))
     if not folder.is_absolute() or not folder.is_dir():
         yield {}

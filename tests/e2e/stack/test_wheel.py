@@ -122,7 +122,7 @@ def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Pa
 
 
 def test_compose_files_are_written_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The folder has what each image's build copies: the Dockerfile, the locks and the installed package as a wheel."""
+    """The folder has what each image's build copies: Dockerfile, locks and the installed package as a wheel."""
     binaries = environment(tmp_path, "--no-deps", wheel)
     out = tmp_path / "out"
     said = run(binaries / "triptych", "compose-files", out, cwd=tmp_path)

@@ -30,7 +30,7 @@ def test_gateway_and_scheduler_install_without_torch(lock: str) -> None:
     assert [name for name in PINS[lock] if heavy.fullmatch(name)] == []
 
 
-# Imports every module of a package, what uvicorn loads by name at its start, and prints the distributions behind it all.
+# Imports every module of a package and more modules by name, and prints the distributions of all imports.
 _IMPORT_ALL = """
 import importlib, pkgutil, sys
 from importlib.metadata import packages_distributions
@@ -54,7 +54,7 @@ for top in {name.partition(".")[0] for name in sys.modules}:
             "gateway",
             "gateway",
             ["uvicorn.loops.uvloop", "uvicorn.protocols.http.httptools_impl"],
-            # uvicorn declares h11 but parses with httptools; anyio imports idna only for international host names.
+            # uvicorn declares h11 but uses httptools; anyio imports idna for international host names only.
             {"h11", "idna"},
         ),
         ("scheduler", "scheduler_svc", [], set()),
@@ -95,7 +95,7 @@ def test_a_web_framework_before_1_0_has_an_upper_bound() -> None:
 
 
 def test_locks_are_what_the_tests_run_with() -> None:
-    """The locks are complete: they hold what the metadata of the installed packages requires, in those versions."""
+    """The locks are complete: they have all that the metadata of the installed packages requires."""
     assert {lock.name: pins for lock, pins in lockfile.compute().items()} == PINS
 
 

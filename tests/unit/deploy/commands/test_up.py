@@ -28,7 +28,7 @@ from protos.settings import load
 def test_a_bad_setting_is_one_clear_line(
     arguments: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line names the flag, nothing is started, and the exit code is 2; also where one service alone refuses."""
+    """The line names the flag and the exit code is 2, even where only one service refuses the value."""
     assert cli.main(["up", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

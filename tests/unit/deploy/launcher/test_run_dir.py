@@ -9,7 +9,7 @@ from deploy.launcher.supervisor import LaunchError
 
 
 def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:
-    """The second launcher is refused with the pid of the first. Once the first exits, the run dir is free and clean."""
+    """The second launcher is refused with the pid of the first, until the first exits."""
     with claim(tmp_path):
         (tmp_path / "worker-0.pid").write_text("1\n")
         with pytest.raises(LaunchError, match=r"in use by another .*pid \d+"), claim(tmp_path):

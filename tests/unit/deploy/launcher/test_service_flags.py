@@ -28,7 +28,7 @@ SERVICES = ((GatewaySettings, gateway), (SchedulerSettings, scheduler), (WorkerS
 
 
 def test_each_service_gets_its_own_settings() -> None:
-    """The model goes to the worker, the geometry to the scheduler, the HTTP address to the gateway, and nothing elsewhere."""
+    """The model goes to the worker, the shapes to the scheduler, the HTTP address to the gateway."""
     arguments = (
         "--model", "m", "--served-model-name", "pet", "--host", "0.0.0.0", "--max-num-seqs", "4",
         "--no-enable-prefix-caching", "--trust-remote-code", "--tool-call-parser", "hermes",

@@ -37,8 +37,8 @@ def test_a_setting_of_a_service_is_a_setting_of_up(service: type[ServiceSettings
     for attribute in ("annotation", "metadata", "description", "default", "default_factory"):
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     assert group_of(LaunchSettings, name) == group_of(service, name)
-    names = declared(LaunchSettings, "reference_names")
-    assert names.get(name) == service.reference_names.get(name)
+    for table in ("reference_names", "reference_opposites"):
+        assert declared(LaunchSettings, table).get(name) == declared(service, table).get(name)
 
 
 def test_help_lists_every_setting_but_the_fixed_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def alive(pid: int) -> bool:
 
 
 async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
-    """The report of a killed child has its signal, its log and its last lines; the child runs again with a new id."""
+    """The report of a killed child has its signal, its log and its last lines; then the child restarts."""
     child = spec(tmp_path, "worker-0", FOREVER)
     reports = Reports()
     supervisor = Supervisor([[child]], reports, policy=QUICK)
@@ -96,7 +96,7 @@ async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
 
 
 async def test_a_refused_setting_stops_everything(tmp_path: Path) -> None:
-    """Exit code 2 at the first start is final: the child's last line becomes the error and the other children stop."""
+    """Exit code 2 at the first start is final: the child's last line is the error, and all children stop."""
     other = spec(tmp_path, "scheduler", FOREVER)
     bad = spec(tmp_path, "worker-0", "import sys; print('no such model: x', file=sys.stderr); sys.exit(2)")
     with pytest.raises(ExceptionGroup) as raised:
@@ -109,7 +109,7 @@ async def test_a_refused_setting_stops_everything(tmp_path: Path) -> None:
 
 
 async def test_gives_up_on_a_child_that_keeps_dying(tmp_path: Path) -> None:
-    """Before the stack has served, the third consecutive death stops the launcher; the error has the log's last lines."""
+    """Before the stack has served, three consecutive deaths are an error that shows the log's last lines."""
     bad = spec(tmp_path, "worker-0", "raise RuntimeError('no device')")
     reports = Reports()
     with pytest.raises(ExceptionGroup) as raised:
