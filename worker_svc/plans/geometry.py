@@ -1,4 +1,4 @@
-"""Shapes: what a model needs of the KV cache, and the static sizes that a deployment runs with."""
+"""KV groups of a model, and the static sizes that a deployment runs with."""
 
 import enum
 import itertools
@@ -11,7 +11,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.steps import PoolShape
 
-# Padded rows and padded chunk tokens read and write this block of every group; it is never allocated.
+# The null block of every group: padding reads and writes it, and no sequence gets it.
 NULL_BLOCK = 0
 
 
@@ -21,9 +21,9 @@ class GroupKind(enum.Enum):
     FULL = "full"
     """Every token is kept, in paged blocks."""
     PAGED_WINDOW = "paged_window"
-    """Append-only paged blocks; those behind the window may be freed."""
+    """Append-only paged blocks; blocks behind the window may be freed."""
     IN_PLACE_WINDOW = "in_place_window"
-    """One block a request, which holds exactly a window: its last tokens, oldest first from offset 0. They slide with every step."""
+    """One block a request. It holds the tokens of one window, oldest first, which slide with every step."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class KvGroup:
     """Layers that share a block table: equal window, equal shapes."""
 
     group_id: int
-    """Index in every list of groups; 0-based and dense."""
+    """Index in every list of groups, from 0 without gaps."""
     layers: tuple[AttentionLayer, ...]
     """In the model's order; never empty."""
     window_kind: GroupKind = GroupKind.PAGED_WINDOW
-    """How memory is used if the layers have a window; meaningless without one."""
+    """How the group uses KV memory if its layers have a window; ignored otherwise."""
 
     @property
     def window(self) -> int:
@@ -78,18 +78,18 @@ class KvGroup:
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def tokens_per_block(self, block_size: int) -> int:
-        """Tokens that a block of this group holds where paged blocks hold ``block_size``."""
+        """Returns the tokens in a block of this group if paged blocks have `block_size` tokens."""
         return self.window if self.kind is GroupKind.IN_PLACE_WINDOW else block_size
 
     def table_width(self, geometry: "Geometry") -> int:
-        """Entries of a row of the group's block table."""
+        """Returns the number of entries in a row of the group's block table."""
         return 1 if self.kind is GroupKind.IN_PLACE_WINDOW else geometry.table_width
 
     def blocks_in_use(self, geometry: "Geometry") -> int:
-        """Blocks that one sequence of the longest length must hold at a time, so that it can run at all.
+        """Returns the blocks that a sequence of the longest length needs at a time in order to run.
 
-        A paged window needs those that the first query of a chunk sees and those that the chunk fills; neither ends of them need
-        lie on a block's edge.
+        A paged window needs the blocks that a chunk's first query attends to and the blocks that the chunk
+        fills. Neither end of that span needs to be a block boundary.
         """
         match self.kind:
             case GroupKind.FULL:
@@ -101,7 +101,7 @@ class KvGroup:
                 return 1
 
     def blocks_per_sequence(self, geometry: "Geometry") -> int:
-        """Blocks that a pool has for each sequence of the longest length, what is kept to resume prefixes from included."""
+        """Returns the blocks per sequence of the longest length, including windows kept for prefix hits."""
         in_use, kept = self.blocks_in_use(geometry), geometry.windows_kept_per_slot
         match self.kind:
             case GroupKind.FULL:
@@ -113,7 +113,7 @@ class KvGroup:
                 return in_use + kept
 
     def check_block_size(self, block_size: int) -> None:
-        """Refuses a size of paged blocks of which a window that slides in place cannot be a part.
+        """Refuses a block size that is not a multiple of an in-place window.
 
         Raises:
             ConfigurationRefused: naming the window.
@@ -122,12 +122,12 @@ class KvGroup:
             return
         if self.window > block_size:
             raise ConfigurationRefused(
-                f"a window of {self.window} tokens that slides in place needs a block size of at least as many, got {block_size};"
+                f"an in-place window of {self.window} tokens needs a block size of at least {self.window}, got {block_size};"
                 " raise --block-size or use --window-kv paged"
             )
         if block_size % self.window:
             raise ConfigurationRefused(
-                f"block size {block_size} is no multiple of the window of {self.window} tokens that slides in place;"
+                f"block size {block_size} is not a multiple of the in-place window of {self.window} tokens;"
                 " change --block-size or use --window-kv paged"
             )
 
@@ -135,18 +135,18 @@ class KvGroup:
 def group_layers(
     layers: Iterable[AttentionLayer], window_kind: GroupKind = GroupKind.PAGED_WINDOW
 ) -> tuple[KvGroup, ...]:
-    """Sorts layers into KV groups, full attention first, then by ascending window; layers that share a cache have none.
+    """Sorts layers into KV groups: full attention first, then by ascending window.
 
-    Layers of one window but of different head shapes get different groups, so that a block has the same number of bytes in each
-    of a group's layers.
+    A layer that shares another layer's cache is in no group. Layers with equal windows but different head
+    shapes are in different groups, so that a block has the same size in all layers of a group.
 
     Args:
-        layers: the model's.
+        layers: the model's attention layers.
         window_kind: how groups with a window use KV memory.
 
     Raises:
-        ConfigurationRefused: if a layer reads another's cache that slides in place: what the step's first tokens have to see is gone
-            from there by the time the layer runs.
+        ConfigurationRefused: if a layer reads another layer's in-place window. The tokens that the step's
+            first queries need have already slid out of it when the layer runs.
     """
     layers = list(layers)
     owners = [layer for layer in layers if layer.shares_with is None]
@@ -155,14 +155,16 @@ def group_layers(
         for layer in layers:
             if layer.shares_with in sliding:
                 raise ConfigurationRefused(
-                    f"layer {layer.name} reads the KV cache of {layer.shares_with}, which cannot slide in place then;"
+                    f"layer {layer.name} reads the KV cache of {layer.shares_with}, whose window must not slide in place;"
                     " use --window-kv paged"
                 )
 
     def key(layer: AttentionLayer) -> tuple[int, int, int, str]:
         return layer.window, layer.num_kv_heads, layer.head_size, str(layer.dtype)
 
-    grouped = itertools.groupby(sorted(owners, key=key), key)  # stable: layers keep the model's order
+    grouped = itertools.groupby(
+        sorted(owners, key=key), key
+    )  # sorted is stable: layers keep the model's order
     return tuple(
         KvGroup(group_id, tuple(members), window_kind) for group_id, (_, members) in enumerate(grouped)
     )
@@ -170,26 +172,26 @@ def group_layers(
 
 @dataclass(frozen=True)
 class Geometry:
-    """The static sizes of a deployment; every graph's shape follows from them."""
+    """The static sizes of a deployment, which determine the shape of every graph."""
 
     max_model_len: int
     """Longest sequence (prompt plus output), tokens."""
     max_num_seqs: int
-    """Slots."""
+    """Number of slots."""
     chunk: int
-    """Tokens of a prefill step."""
+    """Tokens in a prefill step."""
     block_size: int
-    """Tokens of a block in every group but those whose window slides in place."""
+    """Tokens in a paged block."""
     decode_buckets: tuple[int, ...]
-    """Rows of the decode graphs, ascending."""
+    """Rows of each decode graph, ascending."""
     num_blocks: tuple[int, ...] = ()
-    """Blocks per group including the null block; empty: as many as the memory allows."""
+    """Blocks per group, including the null block. Empty: as many as the memory allows."""
     windows_kept_per_slot: int = 0
-    """Contents of a window for which counted pools have room beside each slot's own, to resume prefixes from."""
+    """Windows per slot that counted pools can hold beside the slot's own, for prefix hits."""
 
     @property
     def table_width(self) -> int:
-        """Blocks of the longest sequence, and so entries of a row of a paged group's block table."""
+        """Blocks of the longest sequence: the entries in a row of a paged group's block table."""
         return math.ceil(self.max_model_len / self.block_size)
 
     def check(self, groups: Sequence[KvGroup], *, block_size_multiple: int, longest_context: int) -> None:
@@ -197,18 +199,18 @@ class Geometry:
 
         Args:
             groups: the model's KV groups.
-            block_size_multiple: what the device's kernels ask of a block size.
-            longest_context: tokens that the model was made for.
+            block_size_multiple: the device's block sizes are multiples of this.
+            longest_context: tokens of context that the model was trained for.
 
         Raises:
-            ConfigurationRefused: naming the first value that does not fit and what would.
+            ConfigurationRefused: naming the first value that does not fit and one that would.
         """
         sizes = (self.max_model_len, self.max_num_seqs, self.chunk, self.block_size, *self.decode_buckets)
         if min(sizes) < 1 or not self.decode_buckets:
             raise ConfigurationRefused(f"every size must be at least 1, got {self}")
         if self.block_size % block_size_multiple:
             raise ConfigurationRefused(
-                f"block size {self.block_size} does not suit this device; use a multiple of {block_size_multiple}"
+                f"this device does not support block size {self.block_size}; use a multiple of {block_size_multiple}"
             )
         if self.chunk % self.block_size and self.block_size % self.chunk:
             raise ConfigurationRefused(
@@ -228,7 +230,7 @@ class Geometry:
             )
         if self.num_blocks and len(self.num_blocks) != len(groups):
             raise ConfigurationRefused(
-                f"num_blocks names {len(self.num_blocks)} groups, the model has {len(groups)}"
+                f"num_blocks has {len(self.num_blocks)} entries, but the model has {len(groups)} KV groups"
             )
         for group, count in zip(groups, self.num_blocks, strict=False):
             least = 1 + group.blocks_in_use(self)
@@ -244,19 +246,19 @@ class PoolGeometry:
     """The static sizes of a deployment of a pooling model."""
 
     shapes: tuple[PoolShape, ...]
-    """At least one."""
+    """At least one shape."""
 
     def check(self, *, longest_context: int) -> None:
         """Refuses shapes that the model cannot run.
 
         Raises:
-            ConfigurationRefused: naming the first shape that does not fit and what would.
+            ConfigurationRefused: naming the first shape that does not fit and one that would.
         """
         if not self.shapes:
-            raise ConfigurationRefused("a pooling model needs at least one shape of so many rows and tokens")
+            raise ConfigurationRefused("a pooling model needs at least one shape; set pool_shapes")
         for shape in self.shapes:
             if shape.batch < 1 or not 1 <= shape.prompt_len <= longest_context:
                 raise ConfigurationRefused(
-                    f"a shape of {shape.batch} rows of {shape.prompt_len} tokens cannot be run;"
+                    f"the worker cannot run a shape of {shape.batch} rows of {shape.prompt_len} tokens;"
                     f" use at least 1 row of 1 to {longest_context} tokens"
                 )

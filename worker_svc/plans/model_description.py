@@ -1,4 +1,4 @@
-"""What a model is and how much memory it takes: facts that its configuration gives before any weights are read."""
+"""A model as its configuration describes it, before any weights are read: architecture, layers and sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

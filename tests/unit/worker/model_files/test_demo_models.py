@@ -117,7 +117,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(demo_models.FetchError) as caught:
         demo_models.convert(file, tmp_path / "cache")
     assert str(caught.value) == (
-        f"cannot convert {file}: gguf is not installed; run `triptych install worker`"
+        "converting a GGUF file needs gguf, which is not installed; run `triptych install worker`"
     )
     assert [path.suffix for path in (tmp_path / "cache" / "gguf").iterdir()] == [".lock"]
 

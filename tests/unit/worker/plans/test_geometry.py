@@ -1,4 +1,4 @@
-"""KV groups and the sizes that fit a model and a device."""
+"""KV groups, and the sizes that a model and a device support."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ SIZES = Geometry(1024, 8, 128, 128, (1, 4, 8))
 def make_layer(
     name: str, window: int = 0, kv_heads: int = 2, shares_with: str | None = None
 ) -> AttentionLayer:
-    """A layer of 4 heads of 32 elements in bfloat16."""
+    """A layer with 4 heads of 32 elements in bfloat16."""
     return AttentionLayer(name, 4, kv_heads, 32, window, torch.bfloat16, shares_with)
 
 
@@ -24,7 +24,7 @@ IN_PLACE = group_layers([make_layer("a", 512), make_layer("b")], GroupKind.IN_PL
 
 
 def test_groups_put_full_attention_first() -> None:
-    """Layers of equal window share a group; full attention is group 0; the model's order stays within a group."""
+    """Full attention is group 0; layers with equal windows share a group and keep the model's order."""
     assert [(g.group_id, g.kind, [layer.name for layer in g.layers]) for g in HYBRID] == [
         (0, GroupKind.FULL, ["b"]),
         (1, GroupKind.PAGED_WINDOW, ["a", "c", "d"]),
@@ -34,8 +34,8 @@ def test_groups_put_full_attention_first() -> None:
     assert HYBRID[1].bytes_per_token == 3 * 2 * 2 * 32 * 2
 
 
-def test_layers_of_other_shapes_get_groups_of_their_own() -> None:
-    """A block has one size in all layers of a group."""
+def test_layers_of_different_shapes_are_in_different_groups() -> None:
+    """A block has the same size in all layers of a group."""
     assert len(group_layers([make_layer("a"), make_layer("b", kv_heads=1)])) == 2
 
 
@@ -45,8 +45,8 @@ def test_sharing_layers_have_no_cache() -> None:
     assert [layer.name for layer in group.layers] == ["a"]
 
 
-def test_layers_that_share_what_slides_are_refused() -> None:
-    """By the time the second layer runs, the first one has dropped what early tokens of a chunk see."""
+def test_layers_that_share_an_in_place_window_are_refused() -> None:
+    """When the second layer runs, the first one has dropped tokens that the chunk's first queries need."""
     layers = [make_layer("a", 512), make_layer("b", 512, shares_with="a"), make_layer("c")]
     with pytest.raises(ConfigurationRefused, match=r"layer b reads the KV cache of a.*--window-kv paged"):
         group_layers(layers, GroupKind.IN_PLACE_WINDOW)
@@ -70,10 +70,10 @@ def test_layers_that_share_what_slides_are_refused() -> None:
         (128, 128, 64, (256, 6, 1), (256, 256, 65)),  # never more than the whole sequence
     ],
 )
-def test_a_sequence_takes_what_its_window_needs(
+def test_a_sequence_needs_blocks_for_its_window(
     chunk: int, block_size: int, kept: int, in_use: tuple[int, ...], per_sequence: tuple[int, ...]
 ) -> None:
-    """Full groups keep everything, paged windows what a chunk sees and fills, windows in place one block; and what is kept besides."""
+    """Full groups keep all tokens, paged windows a span, in-place windows a block, plus kept windows."""
     sizes = replace(
         SIZES, max_model_len=32_768, chunk=chunk, block_size=block_size, windows_kept_per_slot=kept
     )
@@ -83,21 +83,22 @@ def test_a_sequence_takes_what_its_window_needs(
 
 
 def test_a_window_needs_no_more_than_the_longest_sequence() -> None:
-    """A window longer than the context is paged like full attention."""
+    """A window longer than the context needs as many blocks as full attention."""
     assert HYBRID[1].blocks_in_use(replace(SIZES, max_model_len=256)) == 2
 
 
-def test_a_block_in_place_holds_a_window() -> None:
-    """Paged blocks have the deployment's size, whatever the window."""
+def test_an_in_place_block_holds_a_window() -> None:
+    """Paged blocks have the deployment's block size, whatever the window."""
     assert [group.tokens_per_block(1024) for group in (*HYBRID, *IN_PLACE)] == [1024, 1024, 1024, 512]
     assert [group.table_width(SIZES) for group in (*HYBRID, *IN_PLACE)] == [8, 8, 8, 1]
 
 
 @pytest.mark.parametrize(
-    ("block_size", "message"), [(256, "at least as many, got 256"), (768, "768 is no multiple of the window")]
+    ("block_size", "message"),
+    [(256, "a block size of at least 512, got 256"), (768, "768 is not a multiple of the in-place window")],
 )
-def test_windows_in_place_are_parts_of_a_block(block_size: int, message: str) -> None:
-    """A physical block holds a whole number of windows."""
+def test_a_block_must_hold_whole_windows(block_size: int, message: str) -> None:
+    """A block size that is not a multiple of an in-place window is refused."""
     sizes = replace(SIZES, chunk=128, block_size=block_size)
     with pytest.raises(ConfigurationRefused, match=message):
         sizes.check(IN_PLACE, block_size_multiple=32, longest_context=1024)
@@ -106,7 +107,7 @@ def test_windows_in_place_are_parts_of_a_block(block_size: int, message: str) ->
 
 @pytest.mark.parametrize("block_size", [512, 1024])
 def test_a_block_of_one_or_more_windows_is_accepted(block_size: int) -> None:
-    """One block a sequence and the null block are enough for a window in place."""
+    """An in-place window needs one block per sequence and the null block."""
     sizes = replace(SIZES, block_size=block_size, num_blocks=(9, 2))
     sizes.check(IN_PLACE, block_size_multiple=32, longest_context=1024)
     with pytest.raises(ConfigurationRefused, match=r"1 blocks of KV group 1 .* at least 2"):
@@ -114,7 +115,7 @@ def test_a_block_of_one_or_more_windows_is_accepted(block_size: int) -> None:
 
 
 def test_default_sizes_are_accepted() -> None:
-    """Sizes that fit raise nothing."""
+    """Sizes that fit are accepted."""
     SIZES.check(HYBRID, block_size_multiple=32, longest_context=1024)
 
 
@@ -128,27 +129,27 @@ def test_default_sizes_are_accepted() -> None:
         ({"decode_buckets": (1, 4)}, "below max_num_seqs 8"),
         ({"decode_buckets": ()}, "at least 1"),
         ({"max_num_seqs": 0}, "at least 1"),
-        ({"num_blocks": (9,)}, "names 1 groups, the model has 2"),
+        ({"num_blocks": (9,)}, "has 1 entries, but the model has 2"),
         ({"num_blocks": (8, 9)}, "at least 9"),
         ({"num_blocks": (9, 6)}, "at least 7"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
-    """The refusal names what does not fit."""
+    """The refusal names the value that does not fit."""
     with pytest.raises(ConfigurationRefused, match=message):
         replace(SIZES, **change).check(HYBRID, block_size_multiple=32, longest_context=1024)  # type: ignore[arg-type]
 
 
 def test_chunk_may_be_several_blocks_or_a_part_of_one() -> None:
-    """Either divides the other."""
+    """Chunk and block size are accepted if either divides the other."""
     for chunk, block_size in ((256, 128), (128, 256)):
         replace(SIZES, chunk=chunk, block_size=block_size).check(
             HYBRID, block_size_multiple=32, longest_context=1024
         )
 
 
-def test_memory_is_shared_in_the_ratio_of_use() -> None:
-    """Blocks of all groups suffice for the same number of longest sequences, and take no more than the budget."""
+def test_groups_share_memory_in_the_ratio_of_use() -> None:
+    """All groups have blocks for the same number of longest sequences, within the budget."""
     budget = 8 << 20
     counts = count_blocks(HYBRID, SIZES, budget)
     used = sum(count * g.bytes_per_token * SIZES.block_size for count, g in zip(counts, HYBRID, strict=True))
@@ -157,16 +158,16 @@ def test_memory_is_shared_in_the_ratio_of_use() -> None:
     assert sequences[0] == pytest.approx(sequences[1], rel=0.1)
 
 
-def test_plenty_of_memory_is_not_taken() -> None:
-    """No more blocks than every slot at full length can use, and the windows that are kept for it."""
+def test_excess_memory_stays_free() -> None:
+    """There are no more blocks than all slots at full length and their kept windows can use."""
     assert count_blocks(HYBRID, SIZES, 1 << 40) == (1 + 8 * 8, 1 + 8 * 6)
     kept = replace(SIZES, windows_kept_per_slot=3)
     assert count_blocks(HYBRID, kept, 1 << 40) == (1 + 8 * 8, 1 + 8 * 8)
     assert count_blocks(IN_PLACE, kept, 1 << 40) == (1 + 8 * 8, 1 + 8 * 4)
 
 
-def test_a_block_in_place_costs_a_window() -> None:
-    """A budget for exactly one sequence is enough, however large the paged blocks are."""
+def test_an_in_place_block_costs_one_window() -> None:
+    """Its size does not depend on the size of paged blocks."""
     sizes = replace(SIZES, block_size=1024)
     full, window = (group.bytes_per_token for group in IN_PLACE)
     budget = 2 * (1024 * full + 512 * window)
@@ -178,8 +179,8 @@ def test_a_block_in_place_costs_a_window() -> None:
 @pytest.mark.parametrize(
     ("asked", "room", "kept"), [(4, 0, 0), (1024, 0, 0), (4, 2, 2), (4, 4, 4), (4, 9, 4)]
 )
-def test_where_memory_is_short_fewer_windows_are_kept(asked: int, room: int, kept: int) -> None:
-    """A budget for one sequence and ``room`` windows is never refused for windows that are kept on the off chance."""
+def test_short_memory_keeps_fewer_windows(asked: int, room: int, kept: int) -> None:
+    """A budget for one sequence and `room` windows is accepted, however many windows should be kept."""
     sizes = replace(SIZES, max_num_seqs=1, block_size=1024, windows_kept_per_slot=asked)
     full, window = (group.bytes_per_token for group in IN_PLACE)
     budget = 2 * (1024 * full + 512 * window) + room * 512 * window
@@ -187,6 +188,6 @@ def test_where_memory_is_short_fewer_windows_are_kept(asked: int, room: int, kep
 
 
 def test_too_little_memory_is_refused() -> None:
-    """The refusal says how much one sequence needs."""
+    """The refusal names the memory that one sequence needs."""
     with pytest.raises(ConfigurationRefused, match=r"1024 tokens needs .* MiB"):
         count_blocks(HYBRID, SIZES, 1 << 19)
