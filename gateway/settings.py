@@ -38,16 +38,18 @@ class Settings(ServiceSettings):
 
     host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
-        int, Field(ge=0, le=65535, description="HTTP port; 0 takes a free one (see the log).")
+        int, Field(ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")
     ] = 8000
-    scheduler_address: Annotated[str, Field(description="Where the scheduler listens, host:port.")] = (
+    scheduler_address: Annotated[str, Field(description="Address of the scheduler, host:port.")] = (
         "127.0.0.1:50051"
     )
     log_level: Annotated[LogLevel, Field(description="Least severe level that is logged.")] = "info"
     log_format: Annotated[LogFormat, Field(description="'json' for machines, 'console' for people.")] = "json"
     max_body_bytes: Annotated[
         int,
-        Field(ge=1024, le=14 * 1024 * 1024, description="Longest request body, bytes; longer ones get 413."),
+        Field(
+            ge=1024, le=14 * 1024 * 1024, description="Largest request body, bytes; a larger one gets 413."
+        ),
     ] = 8 * 1024 * 1024
     max_prompts: Annotated[
         int, Field(ge=1, le=4096, description="Most prompts in one completions request.")
@@ -60,7 +62,7 @@ class Settings(ServiceSettings):
         Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),
     ] = 60.0
     model_poll_s: Annotated[
-        float, Field(gt=0, le=3600, description="How often the served model is looked up again, seconds.")
+        float, Field(gt=0, le=3600, description="How often to look up the served model, seconds.")
     ] = 5.0
     call_timeout_s: Annotated[
         float, Field(gt=0, le=600, description="Deadline of short calls to the scheduler, seconds.")
@@ -68,7 +70,9 @@ class Settings(ServiceSettings):
     drain_timeout_s: Annotated[
         float,
         Field(
-            ge=0, le=3600, description="How long running requests may go on after SIGTERM or SIGINT, seconds."
+            ge=0,
+            le=3600,
+            description="How long running requests may continue after SIGTERM or SIGINT, seconds.",
         ),
     ] = 30.0
     keep_alive_s: Annotated[

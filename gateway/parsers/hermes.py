@@ -7,8 +7,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Sources: Nous Research's Hermes-Function-Calling (prompt format) and the chat templates of Qwen 2.5 and Qwen 3.
-The end marker may be missing: some models stop right after the object.
+Sources: Nous Research's Hermes-Function-Calling (prompt format) and the chat templates of Qwen 2.5 and Qwen
+3. The end marker may be missing: some models stop right after the object.
 """
 
 from collections.abc import Callable

@@ -5,9 +5,9 @@
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}
 
-Source: Meta's model cards and prompt formats for Llama 3.1 to 3.3. After ``<|python_tag|>``, any name is a call.
-Without that marker, an object is a call only if the answer begins with it, it has no other members, and it names a
-tool of the request: an answer may be JSON, too.
+Source: Meta's model cards and prompt formats for Llama 3.1 to 3.3. After ``<|python_tag|>``, any name is a
+call. Without that marker, an object is a call only if the answer begins with it, it has no other members, and
+it names a tool of the request: an answer may be JSON, too.
 """
 
 from collections.abc import Callable, Collection

@@ -5,9 +5,9 @@
     [get_weather(city="Paris", days=3), get_time()]
 
 Sources: Meta's prompt formats of Llama 3.2 and 4 (which may put ``<|python_start|>`` and ``<|python_end|>``
-around it) and ToolACE. The list begins the answer, its calls name tools of the request, and arguments are keyword
-literals. ``ast`` parses the values; they are never run. A call is emitted whole, because half a Python literal has
-no JSON.
+around it) and ToolACE. The list begins the answer, its calls name tools of the request, and arguments are
+keyword literals. ``ast`` parses the values; they are never run. A call is emitted whole, because half a
+Python literal has no JSON.
 """
 
 import ast

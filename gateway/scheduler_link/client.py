@@ -136,11 +136,7 @@ class InferenceClient:
         Raises:
             TriptychError: ``Unavailable`` if no replica has been ready yet, or the scheduler is away.
         """
-        info: pb.ModelInfo = await _typed(
-            self._stub.GetModel(inference.GetModelRequest(), timeout=self._call_timeout_s)
-        )
-        self._table.eos_token_ids = frozenset(info.eos_token_ids)
-        return info
+        return await _typed(self._stub.GetModel(inference.GetModelRequest(), timeout=self._call_timeout_s))
 
     async def get_load(self) -> inference.Load:
         """Returns the deployment's load; raises as :meth:`get_model` does."""

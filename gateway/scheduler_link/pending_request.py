@@ -236,32 +236,3 @@ class RequestGroup:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def missed_end(
-    request: inference.GenerateRequest, sequence: int, received: list[int], eos_token_ids: frozenset[int]
-) -> inference.GenerateEvent | None:
-    """Returns the end of a sequence whose tokens are complete; ``None`` if it goes on.
-
-    A connection can break between a sequence's last token and its finish reason.
-    """
-    sampling = request.sampling
-    event = inference.GenerateEvent(request_id=request.request_id, sequence=sequence)
-    if received and _ends(sampling, received[-1], len(received), eos_token_ids):
-        event.finish_reason = pb.FINISH_REASON_STOP
-        event.stop_token_id = received[-1]
-        return event
-    if sampling.HasField("max_tokens") and len(received) >= sampling.max_tokens:
-        event.finish_reason = pb.FINISH_REASON_LENGTH
-        return event
-    return None
-
-
-def _ends(sampling: pb.SamplingParams, last: int, count: int, eos_token_ids: frozenset[int]) -> bool:
-    """Whether the ``count``-th token of a sequence ends it."""
-    if last in eos_token_ids and sampling.HasField("structured_output"):
-        # A completed grammar ends a sequence, whatever ignore_eos and min_tokens say.
-        return True
-    if count < sampling.min_tokens:
-        return False
-    return last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gateway.scheduler_link.outbox import Outbox
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, missed_end
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
 from protos.errors import Aborted, Overloaded, TriptychError, Unavailable, from_proto
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -24,7 +24,6 @@ class RequestTable:
             outbox: takes messages for the scheduler.
             resume_timeout_s: how long an interrupted request waits for a scheduler before it fails.
         """
-        self.eos_token_ids: frozenset[int] = frozenset()
         self._outbox = outbox
         self._resume_timeout_s = resume_timeout_s
         self._pending: dict[str, PendingRequest] = {}
@@ -99,25 +98,16 @@ class RequestTable:
             self.resubmit(pending)
 
     def resubmit(self, pending: PendingRequest) -> None:
-        """Sends a request again.
+        """Sends a request again, with the tokens received so far.
 
-        Its id is new, because a scheduler that has not noticed the loss may still know the old one.
+        Its id is new, because a scheduler that has not noticed the loss may still know the old one. The event
+        with a sequence's last token also has its finish reason, so a sequence without one has not ended.
         """
         if pending.retry is not None:
             pending.retry.cancel()
             pending.retry = None
         pending.accepted = True
-        for sequence, received in enumerate(pending.received):
-            if sequence in pending.ended:
-                continue
-            end = missed_end(pending.request, sequence, received, self.eos_token_ids)
-            if end is not None:
-                pending.ended.add(sequence)
-                pending.group.put(pending.first_index + sequence, end)
         del self._pending[pending.wire_id]
-        if pending.finished:
-            pending.stop_timers()
-            return
         pending.prepare_resume()
         self._send(pending)
 

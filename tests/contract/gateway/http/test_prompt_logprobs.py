@@ -37,8 +37,8 @@ async def streamed(stack: Stack, body: dict[str, Any]) -> list[tuple[str, list[s
     for event in (await stack.stream(PATH, body))[:-1]:
         (choice,) = event["choices"]
         text, tokens = found[choice["index"]]
-        told = choice["logprobs"]["tokens"] if choice["logprobs"] else []
-        found[choice["index"]] = (text + choice["text"], tokens + told)
+        reported = choice["logprobs"]["tokens"] if choice["logprobs"] else []
+        found[choice["index"]] = (text + choice["text"], tokens + reported)
     return found
 
 

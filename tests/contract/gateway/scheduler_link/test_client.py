@@ -191,21 +191,6 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
 
 
-async def test_a_missed_end_is_not_continued(scheduler: FakeScheduler) -> None:
-    """If the stream breaks behind the last token, the request ends instead of being sent again."""
-    scheduler.pause_after = 5
-    async with serving(scheduler) as server, connected(server.port) as client:
-        group = client.submit([request("a", max_tokens=6)])
-        while len(group.requests[0].received[0]) < 5:
-            await asyncio.sleep(0.01)
-        # All but the last event have arrived. Pretend that the last token arrived without its finish reason.
-        group.requests[0].received[0].append(REPLY[5])
-        scheduler.break_after, scheduler.pause_after = 1, 5
-        client._outbox.put(inference.ConnectRequest(generate=request("other")))
-        await asyncio.wait_for(_drained(group), 10)
-        assert [r.request_id for r in scheduler.requests] == ["a", "other"]
-
-
 async def _first_answer(client: InferenceClient) -> None:
     """Sends requests until one is accepted, and waits for its end."""
     for _ in range(500):

@@ -10,7 +10,7 @@ from protos.triptych.v1 import inference_pb2 as inference
 END = 99
 
 
-class Letters:
+class LetterDetokenizer:
     """A detokenizer for tests: token 1 is "a", 2 is "b" and so on; the end token has text, too."""
 
     def push(self, token_ids: object) -> str:
@@ -24,7 +24,7 @@ def make(
     stops: tuple[str, ...] = (), *, include: bool = False, min_tokens: int = 0, ids: tuple[int, ...] = ()
 ) -> SequenceText:
     watcher = StopStrings(stops, include_in_output=include) if stops else None
-    return SequenceText(0, 3, Letters(), watcher, min_tokens, include, frozenset(ids))
+    return SequenceText(0, 3, LetterDetokenizer(), watcher, min_tokens, include, frozenset(ids))
 
 
 def event(*tokens: int, reason: int = 0, stop: int | None = None) -> inference.GenerateEvent:

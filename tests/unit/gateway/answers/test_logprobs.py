@@ -27,9 +27,9 @@ def entry(logprob: float, rank: int, *top: tuple[int, float]) -> pb.TokenLogprob
 def test_half_a_character_is_reported_by_its_bytes() -> None:
     """Its text is U+FFFD; the bytes of both halves make the character."""
     tokens = [TokenReport(2, 0, -1.0), TokenReport(3, 0, -2.0, ((3, -2.0), (1, -3.0)))]
-    told = REPORTER.chat(tokens)
-    assert told is not None
-    first, second = told["content"]
+    found = REPORTER.chat(tokens)
+    assert found is not None
+    first, second = found["content"]
     assert {first["token"], second["token"]} == {"\ufffd"}
     assert bytes([*first["bytes"], *second["bytes"]]).decode() == "é"
     assert second["top_logprobs"] == [
@@ -39,9 +39,9 @@ def test_half_a_character_is_reported_by_its_bytes() -> None:
 
 def test_tokens_that_look_alike_do_not_hide_the_chosen_one() -> None:
     """Both halves of a character read U+FFFD; the chosen token's value wins."""
-    told = REPORTER.completion([TokenReport(2, 0, -5.0, ((3, -0.5), (1, -1.0)))])
-    assert told is not None
-    assert told["top_logprobs"] == [{"\ufffd": -5.0, "a": -1.0}]
+    found = REPORTER.completion([TokenReport(2, 0, -5.0, ((3, -0.5), (1, -1.0)))])
+    assert found is not None
+    assert found["top_logprobs"] == [{"\ufffd": -5.0, "a": -1.0}]
 
 
 def test_infinity_is_a_number() -> None:
@@ -52,12 +52,12 @@ def test_infinity_is_a_number() -> None:
 
 def test_no_more_than_was_asked_for() -> None:
     """Log-probabilities that only an echo needs are not reported elsewhere."""
-    told = entry(-1.0, 4, (4, -0.1), (2, -0.2))
-    ((token_id, logprob),) = TokenReport.of(1, 0, told, 1).top
+    found = entry(-1.0, 4, (4, -0.1), (2, -0.2))
+    ((token_id, logprob),) = TokenReport.of(1, 0, found, 1).top
     assert token_id == 4
     assert logprob == pytest.approx(-0.1)
-    assert TokenReport.of(1, 0, told, 0).top == ()
-    (first, second) = REPORTER.prompt([4, 1], [told], 1)
+    assert TokenReport.of(1, 0, found, 0).top == ()
+    (first, second) = REPORTER.prompt([4, 1], [found], 1)
     assert first is None
     assert second == {
         "1": {"logprob": -1.0, "rank": 4, "decoded_token": "a"},
@@ -73,7 +73,7 @@ def test_without_logprobs_the_field_is_null() -> None:
     assert REPORTER.chat([]) == {"content": []}
 
 
-class Letters:
+class LetterDetokenizer:
     """A detokenizer for tests: token 1 is "a", 2 is "b" and so on.
 
     Token 26 holds its text back until the next one.
@@ -105,7 +105,7 @@ def event(*tokens: int, reason: int = 0) -> inference.GenerateEvent:
 def test_offsets_follow_the_text(stops: tuple[str, ...]) -> None:
     """A token whose text is held back has the offset at which its text will appear."""
     watcher = StopStrings(stops, include_in_output=False) if stops else None
-    sequence = SequenceText(0, 3, Letters(), watcher, 0, False, frozenset(), num_logprobs=0)
+    sequence = SequenceText(0, 3, LetterDetokenizer(), watcher, 0, False, frozenset(), num_logprobs=0)
     first = sequence.push(event(1, 26))
     last = sequence.push(event(2, 3, reason=pb.FINISH_REASON_LENGTH))
     assert first.text + last.text == "azbc"
@@ -117,7 +117,7 @@ def test_offsets_follow_the_text(stops: tuple[str, ...]) -> None:
 def test_tokens_behind_a_stop_string_are_not_reported() -> None:
     """The tokens that complete the stop string count and are reported."""
     watcher = StopStrings(("cd",), include_in_output=False)
-    sequence = SequenceText(0, 3, Letters(), watcher, 0, False, frozenset(), num_logprobs=0)
+    sequence = SequenceText(0, 3, LetterDetokenizer(), watcher, 0, False, frozenset(), num_logprobs=0)
     delta = sequence.push(event(1, 2, 3, 4, 5, 6))
     assert delta[:4] == Delta(0, "ab", "stop", "cd")[:4]
     assert [token.token_id for token in delta.tokens] == [1, 2, 3, 4]

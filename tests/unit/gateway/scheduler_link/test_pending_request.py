@@ -4,12 +4,10 @@ import asyncio
 
 import pytest
 
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, missed_end
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
 from protos.errors import Internal, Overloaded
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-
-GRAMMAR = pb.StructuredOutput(json_object=True)
 
 
 def make(size: int = 1, n: int | None = None) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
@@ -228,30 +226,3 @@ async def test_sequences_are_numbered_across_requests() -> None:
         group.put(index, event(reason=pb.FINISH_REASON_STOP, sequence=index % 3))
     assert len(await group.take()) == 5
     assert await group.take() == []
-
-
-@pytest.mark.parametrize(
-    ("sampling", "received", "reason"),
-    [
-        (pb.SamplingParams(max_tokens=3), [1, 5], None),
-        (pb.SamplingParams(max_tokens=3), [1, 5, 6], pb.FINISH_REASON_LENGTH),
-        (pb.SamplingParams(), [1, 2], pb.FINISH_REASON_STOP),
-        (pb.SamplingParams(ignore_eos=True), [1, 2], None),
-        (pb.SamplingParams(min_tokens=3), [1, 2], None),
-        (pb.SamplingParams(stop_token_ids=[7]), [7], pb.FINISH_REASON_STOP),
-        # A completed grammar ends a sequence even before min_tokens; a client's stop token does not.
-        (pb.SamplingParams(min_tokens=3, structured_output=GRAMMAR), [1, 2], pb.FINISH_REASON_STOP),
-        (pb.SamplingParams(ignore_eos=True, structured_output=GRAMMAR), [1, 2], pb.FINISH_REASON_STOP),
-        (pb.SamplingParams(min_tokens=3, structured_output=GRAMMAR, stop_token_ids=[7]), [1, 7], None),
-        (pb.SamplingParams(min_tokens=2, stop_token_ids=[7]), [1, 7], pb.FINISH_REASON_STOP),
-        (pb.SamplingParams(max_tokens=1), [2], pb.FINISH_REASON_STOP),
-        (pb.SamplingParams(), [], None),
-    ],
-)
-def test_a_missed_end_is_recognized(
-    sampling: pb.SamplingParams, received: list[int], reason: int | None
-) -> None:
-    """Complete tokens are never continued after a reconnect."""
-    ended = missed_end(inference.GenerateRequest(sampling=sampling), 3, received, frozenset({2}))
-    assert ended is None or ended.sequence == 3
-    assert (ended.finish_reason if ended is not None else None) == reason
