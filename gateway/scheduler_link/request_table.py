@@ -100,8 +100,8 @@ class RequestTable:
     def resubmit(self, pending: PendingRequest) -> None:
         """Sends a request again, with the tokens received so far.
 
-        Its id is new, because a scheduler that has not noticed the loss may still know the old one. The event
-        with a sequence's last token also has its finish reason, so a sequence without one has not ended.
+        Its id is new, because a scheduler that has not noticed the loss may still know the old one. If a sequence's
+        tokens are already complete, the scheduler answers with its finish reason.
         """
         if pending.retry is not None:
             pending.retry.cancel()

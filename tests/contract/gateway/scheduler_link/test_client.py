@@ -191,6 +191,25 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
 
 
+async def test_the_scheduler_ends_a_request_whose_last_event_was_lost(scheduler: FakeScheduler) -> None:
+    """The client resubmits all tokens, and the scheduler answers with the finish reason."""
+    scheduler.pause_after = 5
+    async with serving(scheduler) as server, connected(server.port) as client:
+        group = client.submit([request("a", max_tokens=6)])
+        while len(group.requests[0].received[0]) < 5:
+            await asyncio.sleep(0.01)
+        # Pretend that the last token came without its finish reason before the stream broke.
+        group.requests[0].received[0].append(REPLY[5])
+        scheduler.break_after = 1
+        client._outbox.put(inference.ConnectRequest(generate=request("other")))
+        await scheduler.until(lambda: any(one.request_id == "a.r1" for one in scheduler.requests))
+        await scheduler.resume()
+        await asyncio.wait_for(_drained(group), 10)
+        (resumed,) = (one.resumed[0] for one in scheduler.requests if one.request_id == "a.r1")
+        assert list(resumed.token_ids) == REPLY[:6]
+        assert group.requests[0].received[0] == REPLY[:6]
+
+
 async def _first_answer(client: InferenceClient) -> None:
     """Sends requests until one is accepted, and waits for its end."""
     for _ in range(500):
