@@ -90,7 +90,8 @@ def report(seen: dict[str, list[str]], day: dt.date) -> str:
     )
     text = (
         f"While a streamed chat request is in flight, functions of **{len(files)} files** run"
-        f" (`python -m tests.support.docs.request_walk`, {day.isoformat()}; generated stubs not counted). By room:"
+        f" (`python -m tests.support.docs.request_walk`, {day.isoformat()}; generated stubs not counted). Helpers that a room calls on"
+        " the way count, and so do background tasks that run meanwhile. By room:"
     )
     rows = [(f"`{folder}`", str(number)) for folder, number in sorted(folders.items())]
     return "\n".join([text, "", *table(("room", "files"), rows)])
