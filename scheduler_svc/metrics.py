@@ -1,7 +1,7 @@
 """The scheduler's metrics, under vLLM's names where vLLM has them. docs/metrics.md lists them.
 
-Steps only increment plain counters, which become metrics at each scrape. The gateway measures what clients see
-(latencies, tokens, finish reasons); that is not repeated here.
+Steps only increment plain counters, which become metrics at each scrape. The gateway measures what clients
+see (latencies, tokens, finish reasons); that is not repeated here.
 """
 
 import asyncio
@@ -90,8 +90,9 @@ class _Collected(Collector):
 class SchedulerMetrics(Collector):
     """The metrics of a deployment.
 
-    Counters outlive their replica, because sums over replicas must not fall when one is lost. They continue if the
-    replica returns. Once many other replicas have been lost after it, they move to the engine "retired".
+    Counters outlive their replica, because sums over replicas must not fall when one is lost. They continue
+    if the replica returns. Once many other replicas have been lost after it, they move to the engine
+    "retired".
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -103,7 +104,8 @@ class SchedulerMetrics(Collector):
 
     async def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
-        # Collect here, at one point in time. Format in a thread: the text of many replicas takes longer than a step.
+        # Collect here, at one point in time. Format in a thread: the text of many replicas takes longer than
+        # a step.
         return await asyncio.to_thread(generate_latest, _Collected(list(self.collect())))
 
     def collect(self) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """The scheduler's settings.
 
-A flag (`--block-size`) comes before a `TRIPTYCH_*` variable, and that before the variable of a vLLM-RBLN or vLLM-Spyre
-deployment.
+A flag (`--block-size`) comes before a `TRIPTYCH_*` variable, and that before the variable of a vLLM-RBLN or
+vLLM-Spyre deployment.
 """
 
 import math
@@ -82,24 +82,27 @@ class Settings(ServiceSettings):
     block_size: int | None = Field(None, ge=1)
     """Tokens of one KV block. Must divide the prefill chunk or be a multiple of it. Default: the worker's."""
     num_blocks: int | None = Field(None, ge=2)
-    """KV blocks per group and replica, the null block included. Default: as many as the worker's memory allows."""
+    """KV blocks per group and replica, the null block included. Default: as many as the worker's memory
+    allows."""
     enable_prefix_caching: bool = Field(True)
     """Reuse the KV cache of prompt prefixes that were computed before."""
     sub_block_cache: bool = Field(True)
-    """Let a prefix hit end inside a block, whose start is then copied. Otherwise hits end at block boundaries."""
+    """Let a prefix hit end inside a block and copy the start of that block. Otherwise hits end at blocks."""
     cache_generated_tokens: bool = Field(False)
     """Also cache generated tokens. A hit on them is not bit-exact with a miss."""
     keep_windows: Literal["junctions", "ends"] = "junctions"
-    """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest (junctions), or only those at
-    the ends of prompts and where prompts diverge (ends)."""
+    """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest (junctions),
+    or only those at the ends of prompts and where prompts diverge (ends)."""
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
     """Cached sliding windows that a worker allocates per slot, besides those in use."""
     max_pinned_share: float = Field(0.5, gt=0, le=0.9)
     """Share of a replica's KV blocks that pinned prefixes may hold together."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
-    """Decode steps between two prefill chunks when both are due; 0 runs all prefill first, which stalls decoding."""
+    """Decode steps between two prefill chunks when both are due; 0 runs all prefill first, which stalls
+    decoding."""
     lease_steps: int = Field(32, ge=1, le=1000)
-    """Longest lease: decode steps that a worker may run before its next plan while there is no other work; 1 for no leases."""
+    """Longest lease: decode steps that a worker may run before its next plan while there is no other work; 1
+    for no leases."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """How the compiled decode batch sizes (buckets) are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)
@@ -111,11 +114,13 @@ class Settings(ServiceSettings):
     decode_buckets: Annotated[tuple[int, ...], NoDecode] = ()
     """Buckets of the manual strategy, for example 1,2,4,8."""
     pool_batch_sizes: Annotated[tuple[int, ...], NoDecode] = ()
-    """Rows of each static shape of a pooling model, for example 1,4. Default: shapes for every prompt up to the model's context."""
+    """Rows of each static shape of a pooling model, for example 1,4. Default: shapes for every prompt up to
+    the model's context."""
     pool_prompt_lens: Annotated[tuple[int, ...], NoDecode] = Field((), validate_default=True)
     """Tokens per row of each of these shapes, in the same order, for example 4096,1024."""
     order: Literal["priority-fair", "arrival"] = "priority-fair"
-    """Order of the queue: by priority, then fairly between tenants, then by arrival (priority-fair), or by arrival alone."""
+    """Order of the queue: by priority, then fairly between tenants, then by arrival (priority-fair), or by
+    arrival alone."""
     ageing_s: float = Field(30.0, ge=0)
     """Seconds of waiting that raise a request by one priority level; 0 for never."""
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)
@@ -129,7 +134,8 @@ class Settings(ServiceSettings):
     replica_wait_s: float = Field(120.0, ge=0)
     """Seconds that accepted requests wait for a worker when none is left."""
     state_dir: Path | None = None
-    """Folder for the batch size histogram, which survives restarts and which triptych plan reads. Default: none is kept."""
+    """Folder for the batch size histogram, which survives restarts and which triptych plan reads. Default:
+    none is kept."""
     batchsize_log_interval_s: float = Field(0.0)
     """Seconds between two log entries of the decode batch sizes; 0 or below for none."""
     drain_s: float = Field(30.0, ge=0)

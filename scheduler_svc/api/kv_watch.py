@@ -18,11 +18,12 @@ Follow = Callable[[Callable[[KvChange], None]], Callable[[], None]]
 def watch_kv_events(follow: Follow, *, max_behind: int = _MAX_BEHIND) -> Iterator[AsyncIterator[KvChange]]:
     """Buffers changes while the block runs and yields an iterator over them.
 
-    A watcher that reads too slowly gets an error rather than a stream with gaps; it can resume from the last batch
-    that it has.
+    A watcher that reads too slowly gets an error rather than a stream with gaps; it can resume from the last
+    batch that it has.
 
     Args:
-        follow: subscribes to the changes; see :meth:`scheduler_svc.dispatch.prefix_control.PrefixControl.follow`.
+        follow: subscribes to the changes; see
+            :meth:`scheduler_svc.dispatch.prefix_control.PrefixControl.follow`.
         max_behind: unread batches beyond which the iterator raises :class:`protos.errors.Unavailable`.
     """
     buffer = _ChangeBuffer(max_behind)

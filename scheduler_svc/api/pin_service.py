@@ -44,7 +44,7 @@ class _Discard:
 
 
 class _PinAtEnd:
-    """Sink of a request that computes a prefix: pins the prefix when the request ends, before it can be evicted."""
+    """Sink of a request that computes a prefix; pins the prefix when the request ends."""
 
     def __init__(self, pins: "PinService", pin_id: str, probe: Request) -> None:
         self._pins, self._pin_id, self._probe = pins, pin_id, probe
@@ -104,7 +104,8 @@ class PinService:
         )
         probe = self._probe(pin_id, prompt, cache_salt)
         if pinnable := self._prefixes.pinnable_tokens(probe):
-            # Compute only what will be pinned, and end there: the cache keeps windows at the ends of prompts longest.
+            # Compute only what will be pinned, and end there: the cache keeps windows at the ends of prompts
+            # longest.
             probe = self._probe(pin_id, prompt[:pinnable], cache_salt)
         best = self._prefixes.find(probe)
         if best is not None and best[1] >= pinnable:

@@ -49,10 +49,16 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddres
 
 
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
-    """Keeps one Register stream open per worker. The worker is lost when its stream ends, and the other way round."""
+    """Keeps one Register stream open per worker.
+
+    A stream ends with its worker, and the end of a stream means that the worker is lost.
+    """
 
     def __init__(self, deployment: Deployment, *, step_timeout_s: float) -> None:
-        """Adds workers to `deployment`; a worker that takes longer than `step_timeout_s` for a step counts as lost."""
+        """Adds workers to `deployment`.
+
+        A worker that takes longer than `step_timeout_s` for a step counts as lost.
+        """
         self._deployment = deployment
         self._step_timeout_s = step_timeout_s
         self._active: set[str] = set()

@@ -27,7 +27,7 @@ class ModelDescription:
     pooled_size: int
     """Values of one pooling result; 0 for a generating model."""
     message: common_pb2.ModelInfo
-    """The worker's message, whose other fields pass unopened to clients."""
+    """The worker's message; its other fields pass unopened to clients."""
 
 
 @dataclass(frozen=True, slots=True)

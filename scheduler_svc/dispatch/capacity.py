@@ -29,7 +29,7 @@ class Capacity:
         """Longest sequence that fits into the KV memory of some replica."""
 
     def measure(self, replicas: Iterable[ReplicaScheduler], model: ServedModel | None) -> None:
-        """Recomputes the limits that depend on the ready replicas, of which there is at least one."""
+        """Recomputes the limits that depend on the ready replicas; there must be at least one."""
         schedulers = list(replicas)
         self._num_slots = sum(scheduler.geometry.max_num_seqs for scheduler in schedulers)
         self.max_request_tokens = max(

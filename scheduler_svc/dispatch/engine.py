@@ -1,8 +1,8 @@
 """The engine of a generating deployment: all requests, all replicas, and the dispatch of one to the other.
 
-Runs on the thread of one event loop; no method but :meth:`Engine.drained` waits. A waiting request belongs to no
-replica. It goes to a replica with a free slot and enough memory, preferably one that has cached its prefix. The
-requests of a lost replica wait again.
+Runs on the thread of one event loop; no method but :meth:`Engine.drained` waits. A waiting request belongs to
+no replica. It goes to a replica with a free slot and enough memory, preferably one that has cached its
+prefix. The requests of a lost replica wait again.
 """
 
 import itertools
@@ -48,7 +48,8 @@ class Engine:
             clock: monotonic seconds.
             order: decides which waiting request is next.
             placement: ranks the replicas that have room for a request.
-            max_pinned_share: share of each KV group's blocks that the pinned prefixes of a replica may hold together.
+            max_pinned_share: share of each KV group's blocks that the pinned prefixes of a replica may hold
+                together.
         """
         self._clock = clock
         self._arrivals = itertools.count()
@@ -71,7 +72,7 @@ class Engine:
         """Set once a replica has been ready."""
         self._suspended = False
 
-    # ---- load ----------------------------------------------------------------------------------------------------------------------
+    # ---- load ----
 
     @property
     def num_running(self) -> int:
@@ -108,7 +109,7 @@ class Engine:
         )
         return ReplicaMemory(scheduler.kv.usage, self.pinned.count(replica_id), groups)
 
-    # ---- requests ------------------------------------------------------------------------------------------------------------------
+    # ---- requests ----
 
     def submit(self, submission: Submission, sink: Sink) -> None:
         """Enqueues a request; its events go to `sink`.
@@ -165,7 +166,9 @@ class Engine:
         return check(submission, self._served_model(), self._capacity.max_request_tokens)
 
     def abort(self, request_id: str, sequence: int | None = None) -> bool:
-        """Aborts a request in any state, or one of its sequences alone. Unknown and finished ids are no error.
+        """Aborts a request in any state, or one of its sequences alone.
+
+        Unknown and finished ids are no error.
 
         Returns:
             Whether a live sequence was found.
@@ -189,7 +192,7 @@ class Engine:
     def _abort_failed(self) -> None:
         """Aborts the remaining sequences of failed requests.
 
-        This cannot happen at the failure itself, because the replica is in the middle of its step then.
+        The failure itself is too early: the replica is in the middle of its step then.
         """
         for request in self._live.take_failed():
             self._abort(request)
@@ -199,7 +202,10 @@ class Engine:
         return next(iter(self._live.sequences_of(request_id)), None)
 
     def suspend(self, error: TriptychError) -> int:
-        """Ends every waiting request with `error` and refuses new ones until a replica attaches; returns how many ended."""
+        """Ends every waiting request with `error` and refuses new ones until a replica attaches.
+
+        Returns how many ended.
+        """
         self._suspended = True
         requests = [*self.waiting, *self.grammars]
         for request in requests:
@@ -220,7 +226,7 @@ class Engine:
         request.sink.push(event)
         self.forget(request)
 
-    # ---- dispatch ------------------------------------------------------------------------------------------------------------------
+    # ---- dispatch ----
 
     def dispatch(self) -> None:
         """Gives waiting requests to replicas, in order, while there is room for the next one.
@@ -250,7 +256,7 @@ class Engine:
             request.state = RequestState.WAITING
             self.waiting.add(request)
 
-    # ---- calls from replicas, see Owner --------------------------------------------------------------------------------------------
+    # ---- calls from replicas, see ReplicaOwner ----
 
     def requeue(self, request: Request) -> None:
         """Enqueues a live request: for its grammar if no replica has compiled it, otherwise for a slot."""
@@ -258,7 +264,7 @@ class Engine:
             self._wait(request)
 
     def without_grammar(self, request: Request) -> None:
-        """Requeues a request whose replica no longer has its grammar."""
+        """Requeues a request after its replica has evicted its grammar."""
         orphaned = self.grammars.evicted(request)
         self.requeue(request)
         self._wait_for_recompilation(orphaned)
@@ -273,15 +279,18 @@ class Engine:
         self.waiting.charge(tenant, tokens)
 
     def released(self) -> None:
-        """Notes that slots, blocks or room in a plan became free: blocked and skipped requests are retried."""
+        """Notes that slots, blocks or room in a plan became free; dispatch retries the queue."""
         self._blocked = None
         self._retry_skipped = True
 
     def drop_pins(self, scheduler: ReplicaScheduler) -> bool:
-        """Drops the pins of a replica on which a running request needs the memory; returns whether it had any."""
+        """Drops the pins of a replica on which a running request needs the memory.
+
+        Returns whether it had any.
+        """
         return self.pinned.drop(scheduler)
 
-    # ---- replicas ------------------------------------------------------------------------------------------------------------------
+    # ---- replicas ----
 
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
         """Adds a ready replica; it may get requests at once."""
@@ -313,7 +322,7 @@ class Engine:
         return len(requests)
 
     def _replicas_changed(self) -> None:
-        """Retries skipped requests, recomputes the limits and fails waiting requests that fit no replica any more."""
+        """Recomputes the limits, retries skipped requests and fails those that fit no replica any more."""
         self.released()
         self.waiting.bring_all_back()
         if not self.replicas:
@@ -328,7 +337,7 @@ class Engine:
                 )
                 self._fail(request, ContextExceeded(message))
 
-    # ---- grammars ------------------------------------------------------------------------------------------------------------------
+    # ---- grammars ----
 
     def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
         """Records that a replica has a grammar; requests that waited for it may run there."""
@@ -338,7 +347,10 @@ class Engine:
         self.dispatch()
 
     def grammar_refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> None:
-        """Records that a replica cannot compile a grammar; fails its requests unless another replica may have it."""
+        """Records that a replica cannot compile a grammar.
+
+        Fails its requests unless another replica may have it.
+        """
         for request in self.grammars.refused(replica_id, grammar, error):
             self._fail(request, error)
         self._fail_stranded(grammar)
@@ -346,7 +358,7 @@ class Engine:
         self.dispatch()
 
     def _fail_stranded(self, grammar: Grammar) -> None:
-        """Fails requests that are too large for every replica that has the grammar or may still compile it."""
+        """Fails requests that are too large for every replica that has the grammar or compiles it."""
         for request in [*self.waiting, *self.grammars]:
             if request.sampling.grammar == grammar and not self._placer.has_prospects(request):
                 message = (
@@ -355,7 +367,7 @@ class Engine:
                 self._fail(request, Overloaded(message, param="structured_output", retry_after_ms=5000))
 
     def _wait_for_recompilation(self, orphaned: Collection[Grammar]) -> None:
-        """Moves requests out of the waiting queue when no replica has their grammar, so that they block no others."""
+        """Moves requests out of the waiting queue whenever no replica has their grammar."""
         if not orphaned:
             return
         for request in [one for one in self.waiting if one.sampling.grammar in orphaned]:

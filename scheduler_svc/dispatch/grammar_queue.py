@@ -1,8 +1,8 @@
 """Requests that wait for a grammar, and the replicas that have compiled each grammar.
 
-All replicas compile a grammar at once. A waiting request continues as soon as one replica has the grammar, and
-runs only on replicas that have it. An entry lives as long as some live request uses its grammar. The queue does
-no I/O: it asks replicas through callbacks, and the engine reports their answers with
+All replicas compile a grammar at once. A waiting request continues as soon as one replica has the grammar,
+and runs only on replicas that have it. An entry lives as long as some live request uses its grammar. The
+queue does no I/O: it asks replicas through callbacks, and the engine reports their answers with
 :meth:`GrammarQueue.compiled` and :meth:`GrammarQueue.refused`.
 """
 
@@ -17,8 +17,8 @@ from scheduler_svc.requests.sampling import Grammar
 CompileRequest = Callable[[Grammar], None]
 """Starts or cancels compiling a grammar on one replica; returns at once."""
 
-# Grammars of one tenant that a replica compiles at once. This keeps its compiler threads busy and bounds how long
-# the grammars of other tenants wait.
+# Grammars of one tenant that a replica compiles at once. This keeps its compiler threads busy and bounds how
+# long the grammars of other tenants wait.
 MAX_COMPILING_PER_TENANT = 8
 
 
@@ -77,7 +77,7 @@ class _Line:
             self.ask(following, tenant)
 
     def withdraw(self, grammar: Grammar, tenant: str) -> None:
-        """Cancels a compile request whose grammar no live request uses."""
+        """Cancels a compile request after the last user of its grammar has ended."""
         if grammar in self._next.get(tenant, ()):
             self._drop(tenant, grammar)
         elif grammar in self._compiling:
@@ -185,7 +185,9 @@ class GrammarQueue:
         return self._release(entry)
 
     def refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> list[Request]:
-        """Records that a replica cannot compile a grammar; removes and returns the requests that fail with it.
+        """Records that a replica cannot compile a grammar.
+
+        Removes and returns the requests that fail with it.
 
         An invalid grammar is invalid on every replica. Any other error may be local: if another replica still
         compiles the grammar, its requests keep waiting.
@@ -196,7 +198,10 @@ class GrammarQueue:
         return self._release(entry)
 
     def evicted(self, request: Request) -> set[Grammar]:
-        """Records that the request's replica no longer has its grammar; returns the grammar if no replica has it."""
+        """Records that the request's replica no longer has its grammar.
+
+        Returns the grammar if no replica has it.
+        """
         grammar, replica_id = request.sampling.grammar, request.replica_id
         assert grammar is not None
         entry = self._entries[grammar]
@@ -213,8 +218,8 @@ class GrammarQueue:
     def detach(self, replica_id: str) -> set[Grammar]:
         """Removes a replica and returns the grammars that no replica has any more.
 
-        The other replicas are asked again for every grammar that the lost one had or was compiling. This includes
-        replicas that refused before, because some request may fit nowhere else.
+        The other replicas are asked again for every grammar that the lost one had or was compiling. This
+        includes replicas that refused before, because some request may fit nowhere else.
         """
         self._lines.pop(replica_id, None)
         orphaned = set()

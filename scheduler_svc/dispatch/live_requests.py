@@ -56,6 +56,8 @@ class LiveRequests:
 
     def take_failed(self) -> list[Request]:
         """Returns the live sequences of groups that have failed since the last call."""
+        if not self._failed:
+            return []
         failed, self._failed = self._failed, []
         return [request for group in failed for request in group.members]
 

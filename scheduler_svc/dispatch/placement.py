@@ -19,7 +19,10 @@ class AttachedReplica:
     wake: Callable[[], None]
     """Tells the replica's driver that there is work."""
     ask: CompileRequest = lambda _: None
-    """Starts compiling a grammar; the driver answers with :meth:`Engine.grammar_compiled` or `grammar_refused`."""
+    """Starts compiling a grammar.
+
+    The driver answers with :meth:`Engine.grammar_compiled` or `grammar_refused`.
+    """
     withdraw: CompileRequest = lambda _: None
     """Cancels compiling a grammar; the driver then sends no answer."""
 
@@ -49,16 +52,19 @@ class Placer:
         self._claimed: dict[str, tuple[float, int]] = {}
 
     def settle(self, request: Request) -> bool:
-        """Admits the request to a replica, preempting less urgent requests if it must; returns whether it did."""
-        # Stay with this request until it is placed. A preempted request may be the queue's head by age and would
-        # otherwise take its slot back again and again.
+        """Admits the request to a replica, preempting less urgent requests if it must.
+
+        Returns whether it did.
+        """
+        # Stay with this request until it is placed. A preempted request may be the queue's head by age and
+        # would otherwise take its slot back again and again.
         while not self._place(request):
             if not self._make_way(request) and not self._drop_idle_pins(request):
                 return False
         return True
 
     def skip(self, request: Request) -> bool:
-        """Lets other requests pass one that found no room, if it blocks a free replica that it cannot use itself.
+        """Lets other requests pass one that found no room, if it blocks a replica that it cannot use.
 
         Returns:
             False if no other request would gain: the request stays at the head of the queue.
@@ -83,10 +89,10 @@ class Placer:
         )
 
     def group_of(self, request: Request) -> tuple[Grammar | None, str, frozenset[str]]:
-        """Returns the key that skipped requests are grouped by: grammar, tenant and the replicas large enough.
+        """Returns the key of a skipped request's group: grammar, tenant and the replicas large enough.
 
-        If the oldest request of a group finds no room, no other request of the group does. Keys stay valid until
-        the set of replicas changes.
+        If the oldest request of a group finds no room, no other request of the group does. Keys stay valid
+        until the set of replicas changes.
         """
         large_enough = frozenset(
             name for name, replica in self.replicas.items() if replica.scheduler.kv.fits(request.end)
@@ -120,7 +126,7 @@ class Placer:
             (name, replica) for name, replica in self._candidates(request) if replica.scheduler.has_free_slot
         ]
         if len(free) > 1:
-            # Keep the sequences of one request together while there are slots: they share blocks of one memory.
+            # Keep the sequences of one request together while there are slots: they share blocks.
             free.sort(
                 key=lambda item: (
                     not item[1].scheduler.shares_prompt(request),
@@ -149,7 +155,7 @@ class Placer:
         return False
 
     def _drop_idle_pins(self, request: Request) -> bool:
-        """Drops the pins of an idle replica that suits the request: no running request will ever free blocks there."""
+        """Drops the pins of an idle replica that suits the request: nothing else frees blocks there."""
         return any(
             replica.scheduler.idle and self._pinned.drop(replica.scheduler)
             for _, replica in self._candidates(request)

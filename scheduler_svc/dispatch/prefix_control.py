@@ -35,7 +35,10 @@ class _Follower:
 
 
 class PrefixControl:
-    """Client operations on prefix caches. The engine dispatches again after an operation that frees blocks."""
+    """Client operations on prefix caches.
+
+    The engine dispatches again after an operation that frees blocks.
+    """
 
     def __init__(
         self,
@@ -59,14 +62,17 @@ class PrefixControl:
         self._dispatch = dispatch
         self._followers: list[_Follower] = []
 
-    # ---- pins ----------------------------------------------------------------------------------------------------------------------
+    # ---- pins ----
 
     def check(self, submission: Submission) -> None:
         """Raises what submitting would raise, except that a full queue is no error."""
         self._check(submission)
 
     def find(self, probe: Request) -> tuple[str, int] | None:
-        """Returns the replica with the longest cached prefix of `probe` and its tokens; None without replicas."""
+        """Returns the replica with the longest cached prefix of `probe`, and its length in tokens.
+
+        Returns None without replicas.
+        """
         found = {
             name: replica.scheduler.kv.prefixes.peek(probe.kv) for name, replica in self._replicas.items()
         }
@@ -111,7 +117,7 @@ class PrefixControl:
         self._dispatch()
         return len(self._replicas)
 
-    # ---- KV events -----------------------------------------------------------------------------------------------------------------
+    # ---- KV events ----
 
     def follow(
         self, listener: Callable[[KvChange], None], *, replica_id: str = "", after: int = 0

@@ -44,7 +44,10 @@ class WaitingQueue:
         self._order.add(request)
 
     def peek(self, now: float) -> Request | None:
-        """Returns the next request without removing it; `now` is in seconds on the clock of `Request.arrival_s`."""
+        """Returns the next request without removing it.
+
+        `now` is in seconds on the clock of `Request.arrival_s`.
+        """
         return self._order.head(now)
 
     def remove(self, request: Request) -> bool:
@@ -58,7 +61,7 @@ class WaitingQueue:
         return True
 
     def skip(self, request: Request, group: Hashable) -> None:
-        """Lets other requests pass a member. :meth:`bring_back` retries the oldest request of each `group`."""
+        """Lets other requests pass a member until :meth:`bring_back` retries the oldest of its `group`."""
         self._order.skip(request)
         self._skipped.setdefault(group, {})[request.request_id] = request
         self._group[request.request_id] = group
@@ -85,7 +88,7 @@ class WaitingQueue:
         self._order.restore(request)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Charges a tenant for tokens: a whole prompt at admission, one per running sequence and decode step."""
+        """Charges a tenant for tokens: its prompt at admission, then one per sequence and decode step."""
         self._order.charge(tenant, tokens)
 
     def rank(self, request: Request) -> tuple[float, int]:

@@ -1,8 +1,9 @@
 """Batches of a pooling deployment: the queue and the choice of the next batch.
 
-A request uses the shapes of the smallest prompt length that it fits into (:mod:`scheduler_svc.shapes.pool_shapes`).
-Whenever a device is free, it runs the next request together with as many others of the same prompt length as the
-chosen shape has rows for. No request waits for a batch to fill.
+A request uses the shapes of the smallest prompt length that it fits into
+(:mod:`scheduler_svc.shapes.pool_shapes`). Whenever a device is free, it runs the next request together with
+as many others of the same prompt length as the chosen shape has rows for. No request waits for a batch to
+fill.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,9 @@ from scheduler_svc.requests.request import Request
 def choose_batch(waiting: int, batches: Sequence[int]) -> int:
     """Returns the batch size that `waiting` requests fill best.
 
-    This is the smallest batch that all of them fit into. If more than half of its rows would be padding, the largest
-    batch that they fill is better. If no batch is small enough or large enough, the nearest one is used.
+    This is the smallest batch that all of them fit into. If more than half of its rows would be padding, the
+    largest batch that they fill is better. If no batch is small enough or large enough, the nearest one is
+    used.
 
     Args:
         waiting: number of requests, at least 1.
@@ -35,8 +37,8 @@ def choose_batch(waiting: int, batches: Sequence[int]) -> int:
 class PoolQueue:
     """Requests that wait for a batch.
 
-    One queue holds all requests and gives the next one. A further queue for each prompt length gives the requests that
-    join its batch. Every operation costs O(log waiting).
+    One queue holds all requests and gives the next one. A further queue for each prompt length gives the
+    requests that join its batch. Every operation costs O(log waiting).
     """
 
     def __init__(self, shapes: Sequence[PoolShape], make_order: Callable[[], OrderPolicy]) -> None:
@@ -66,7 +68,10 @@ class PoolQueue:
         return self._all.num_tokens
 
     def fit(self, num_tokens: int) -> int | None:
-        """Returns the smallest prompt length for a prompt of `num_tokens`; None if it is too long for every shape."""
+        """Returns the smallest prompt length for a prompt of `num_tokens`.
+
+        Returns None if the prompt is too long for every shape.
+        """
         return next((length for length in self._batches if num_tokens <= length), None)
 
     def add(self, request: Request) -> None:

@@ -1,7 +1,7 @@
 """The engine of a pooling deployment: all requests and all replicas.
 
-It is the counterpart of :mod:`scheduler_svc.dispatch.engine`. A request waits until a device is free, runs once and
-ends. The requests of a lost replica wait again.
+It is the counterpart of :mod:`scheduler_svc.dispatch.engine`. A request waits until a device is free, runs
+once and ends. The requests of a lost replica wait again.
 """
 
 import itertools
@@ -95,7 +95,7 @@ class PoolEngine:
         self._suspended = False
         self.prefixes = NoPrefixes()
 
-    # ---- load ----------------------------------------------------------------------------------------------------------------------
+    # ---- load ----
 
     @property
     def num_running(self) -> int:
@@ -123,7 +123,7 @@ class PoolEngine:
         """Returns nothing: pooling replicas have no KV memory."""
         return {}
 
-    # ---- requests ------------------------------------------------------------------------------------------------------------------
+    # ---- requests ----
 
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
@@ -233,7 +233,10 @@ class PoolEngine:
         """Does nothing: free replicas take their batches themselves, see :meth:`take`."""
 
     def suspend(self, error: TriptychError) -> int:
-        """Ends every waiting request with `error` and refuses new ones until a replica attaches; returns how many ended."""
+        """Ends every waiting request with `error` and refuses new ones until a replica attaches.
+
+        Returns how many ended.
+        """
         self._suspended = True
         requests = self._queue.drain() if self._queue else []
         for request in requests:
@@ -244,7 +247,7 @@ class PoolEngine:
         """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
         return await self._live.drained(timeout_s)
 
-    # ---- replicas ------------------------------------------------------------------------------------------------------------------
+    # ---- replicas ----
 
     def make_scheduler(self, replica_id: str, model: PooledModel) -> PoolScheduler:
         """Returns the scheduler for a replica of `model` that will be attached."""

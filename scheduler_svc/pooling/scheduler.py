@@ -1,7 +1,7 @@
 """The scheduler of one pooling replica: plans the next batch and delivers its results.
 
-It offers the same two calls as :mod:`scheduler_svc.replica.scheduler`, without KV memory: a batch occupies slots
-0, 1, 2, ..., runs once and ends.
+It offers the same two calls as :mod:`scheduler_svc.replica.scheduler`, without KV memory: a batch occupies
+slots 0, 1, 2, ..., runs once and ends.
 """
 
 from collections import Counter
@@ -72,7 +72,10 @@ class PoolScheduler:
         return self._plan is not None
 
     def step(self) -> StepPlan | None:
-        """Plans the next batch; returns None if no request waits. Do not call it while :attr:`has_pending` is set."""
+        """Plans the next batch; returns None if no request waits.
+
+        Do not call it while :attr:`has_pending` is set.
+        """
         taken = self._owner.take()
         if taken is None:
             return None

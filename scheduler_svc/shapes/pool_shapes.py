@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from protos.errors import ConfigurationRefused
 from protos.steps import PoolShape
 
-# The default shapes: prompt lengths grow by _FACTOR from the shortest up to the model's context. For each length,
-# batches grow by the same factor as long as they hold at most _TOKENS_PER_BATCH tokens.
+# The default shapes: prompt lengths grow by _FACTOR from the shortest up to the model's context. For each
+# length, batches grow by the same factor as long as they hold at most _TOKENS_PER_BATCH tokens.
 _FACTOR = 4
 _SHORTEST_PROMPT = 64
 _TOKENS_PER_BATCH = 1024

@@ -75,10 +75,10 @@ class Deployment:
         self._serving_listeners.append(listener)
 
     def on_detach(self, listener: Callable[[str, Totals], None]) -> None:
-        """Calls `listener` with the id and the final counters of every attached replica that is lost or leaves."""
+        """Calls `listener` with the id and the final counters of every replica that is lost or leaves."""
         self._detach_listeners.append(listener)
 
-    # ---- replicas ------------------------------------------------------------------------------------------------------------------
+    # ---- replicas ----
 
     def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
         """Chooses the configuration of a worker.
@@ -97,7 +97,9 @@ class Deployment:
         files: Mapping[str, bytes],
         link: WorkerLink,
     ) -> StepScheduler:
-        """Adds a configured worker as a replica and returns its scheduler; the first one fixes the served model.
+        """Adds a configured worker as a replica and returns its scheduler.
+
+        The first one fixes the served model.
 
         Raises:
             ConfigurationRefused: the worker serves another model or other shapes than the replicas before it.
@@ -162,7 +164,7 @@ class Deployment:
             "tokenizer_sha256": served.tokenizer_sha256,
         }
 
-    # ---- service -------------------------------------------------------------------------------------------------------------------
+    # ---- service ----
 
     def dispatch(self) -> None:
         """Gives waiting requests to replicas that have room. Every driver calls this between two steps."""
@@ -197,7 +199,10 @@ class Deployment:
 
 
 def _freeze_garbage() -> None:
-    """Collects garbage and exempts the survivors: scanning a million blocks would stop all replicas for 0.3 s."""
+    """Collects garbage and exempts the surviving objects from later collections.
+
+    Scanning a million blocks would stop all replicas for 0.3 s.
+    """
     gc.unfreeze()  # the pools of lost replicas are full of cycles
     gc.collect()
     gc.freeze()

@@ -19,7 +19,8 @@ from scheduler_svc.workers.step_loop import StepLoop
 # Describe needs the worker's process and the configuration of its model, but no weights.
 DESCRIBE_TIMEOUT_S = 60.0
 
-# Configure reports progress. One phase may still be silent for long, such as loading a large model from a slow disk.
+# Configure reports progress. One phase may still be silent for long, such as loading a large model from a
+# slow disk.
 CONFIGURE_SILENCE_S = 1800.0
 MODEL_FILES_TIMEOUT_S = 120.0
 

@@ -1,7 +1,7 @@
 """What generating and pooling deployments have in common: an engine, and a setup that adds workers to it.
 
-A deployment serves one model. Everything above this module uses these protocols and does not ask which kind of
-model it is. An operation that the model does not support raises :class:`protos.errors.Unsupported`.
+A deployment serves one model. Everything above this module uses these protocols and does not ask which kind
+of model it is. An operation that the model does not support raises :class:`protos.errors.Unsupported`.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,7 +62,10 @@ class Prefixes(Protocol):
     def follow(
         self, listener: Callable[[KvChange], None], *, replica_id: str = "", after: int = 0
     ) -> Callable[[], None]:
-        """Calls `listener` with every change of a prefix cache; returns a function that ends the subscription."""
+        """Calls `listener` with every change of a prefix cache.
+
+        Returns a function that ends the subscription.
+        """
 
 
 class EngineProtocol(Protocol):
@@ -91,7 +94,10 @@ class EngineProtocol(Protocol):
         """Removes a replica, if it is attached; returns how many requests wait again."""
 
     def suspend(self, error: TriptychError) -> int:
-        """Ends every waiting request with `error` and refuses new ones until a replica attaches; returns how many ended."""
+        """Ends every waiting request with `error` and refuses new ones until a replica attaches.
+
+        Returns how many ended.
+        """
 
     async def drained(self, timeout_s: float) -> bool:
         """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""

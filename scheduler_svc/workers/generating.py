@@ -170,7 +170,10 @@ class GeneratingReplicas:
             self.engine.grammar_refused(replica_id, grammar, refusal)
 
     def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
-        """Refuses other chunks or blocks than those of the other replicas: a request computes its prefix keys once."""
+        """Refuses other chunks or blocks than the other replicas have.
+
+        A request computes its prefix keys once, for all replicas.
+        """
         for replica in self.engine.replicas.values():
             ours = replica.scheduler.geometry
             if (ours.chunk, ours.block_size) != (geometry.chunk, geometry.block_size):

@@ -29,13 +29,13 @@ class GrammarCompiler:
 
         Args:
             grammar: a grammar that is not being compiled.
-            answered: called once with None or the reason why the grammar cannot be compiled. Not called if the
-                worker is lost, or after :meth:`withdraw`.
+            answered: called once with None or the reason why the grammar cannot be compiled. Not called if
+                the worker is lost, or after :meth:`withdraw`.
         """
         self._calls[grammar] = asyncio.ensure_future(self._compile(grammar, answered))
 
     def withdraw(self, grammar: Grammar) -> None:
-        """Cancels the call for a grammar, which also stops the worker, unless the answer is already on its way."""
+        """Cancels the call for a grammar, which also stops the worker. Does nothing after the answer."""
         call = self._calls.pop(grammar, None)
         if call is not None:
             call.cancel()

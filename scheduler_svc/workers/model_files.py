@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from protos.errors import Internal
 from scheduler_svc.convert.model import ModelDescription
 
-# Far above the needs of any real tokenizer. Every client that reaches the registry's port may register a worker.
+# Far above the needs of any real tokenizer. Every client that reaches the registry's port may register a
+# worker.
 MAX_FILES = 64
 MAX_TOTAL_BYTES = 256 << 20
 

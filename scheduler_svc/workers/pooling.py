@@ -14,7 +14,7 @@ from scheduler_svc.shapes.pool_shapes import shapes_of
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.generating import make_order
 
-# Settings that have no effect on a pooling model. The log names those that are set.
+# Settings that have no effect on a pooling model. If one is set, the log names it.
 _IGNORED_SETTINGS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "enable_prefix_caching",
 )  # fmt: skip
@@ -38,7 +38,8 @@ class PoolingReplicas:
         """Chooses the static shapes of a worker.
 
         Raises:
-            ConfigurationRefused: the model or the device cannot run the shapes of the settings or of the other replicas.
+            ConfigurationRefused: the model or the device cannot run the shapes of the settings or of the
+                other replicas.
         """
         settings = self._settings
         if ignored := [name for name in _IGNORED_SETTINGS if _is_set(settings, name)]:

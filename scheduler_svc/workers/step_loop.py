@@ -46,7 +46,7 @@ class StepLoop:
         self._interrupting: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Signals new work: an idle loop continues, and a running lease ends early if the work cannot wait."""
+        """Signals new work: wakes an idle loop, and ends a running lease if the work cannot wait."""
         self._work.set()
         if self._interrupt is not None:
             self._interrupt()

@@ -108,7 +108,10 @@ async def test_a_worker_lost_while_compiling_is_replaced() -> None:
 async def test_cancelling_a_request_cancels_its_compilation(
     scheduler: RunningScheduler, worker: CompilingWorker
 ) -> None:
-    """Cancelling the last request of a grammar cancels the worker's call; the grammar can be compiled later."""
+    """Cancelling the last request of a grammar cancels the worker's call.
+
+    The grammar can be compiled later.
+    """
     call = scheduler.inference.Generate(generate_request(structured_output=REGEX))
     async with asyncio.timeout(10):
         while not worker.asked:

@@ -1,4 +1,4 @@
-"""The documented behaviour of KV events: docs/kv-events.md's example, snapshots, resuming, pins and resets."""
+"""KV events as docs/kv-events.md describes them: its example, snapshots, resuming, pins and resets."""
 
 import asyncio
 import contextlib
@@ -119,7 +119,7 @@ async def test_a_watcher_resumes_after_its_sequence_number(scheduler: RunningSch
 
 
 async def test_a_watcher_follows_replicas_that_join_and_leave() -> None:
-    """A joining replica sends an empty snapshot, a leaving one `cleared`, and a returning one higher numbers."""
+    """A new replica sends an empty snapshot, a lost one `cleared`, and a returning one higher numbers."""
     async with run_scheduler() as scheduler, watching(scheduler) as batches:
         async with joined(scheduler, FakeWorker(), "r0"):
             came = await anext(batches)

@@ -137,7 +137,7 @@ async def lost(scheduler: RunningScheduler, port: int) -> asyncio.Task[object]:
 
 
 async def test_a_worker_lost_in_a_lease_costs_no_token() -> None:
-    """A request whose worker is lost during a lease continues elsewhere without a gap."""
+    """A request that loses its worker during a lease continues elsewhere without a gap."""
     worker = worker_with(die_at_step=5)
     async with run_scheduler() as scheduler:
         async with run_worker(worker) as port:

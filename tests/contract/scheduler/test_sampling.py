@@ -1,4 +1,4 @@
-"""Sampling parameters and sequences over real gRPC: delivery to the worker, results, and refusal of hostile values."""
+"""Sampling parameters and sequences over real gRPC: delivery, results, and refusal of hostile values."""
 
 import asyncio
 import time
@@ -131,7 +131,7 @@ async def test_every_parameter_reaches_the_worker_as_it_was_sent(
 
 
 async def test_prompt_log_probabilities_may_exceed_one_message() -> None:
-    """They arrive before the first token, in messages that every client accepts, without losing the worker."""
+    """They arrive before the first token, in messages that every client accepts; the worker stays."""
     worker = PromptLogprobsWorker(default_chunk=1 << 13, default_block_size=1 << 13)
     prompt = [5 + position % 90 for position in range(112_000)]
     async with run_scheduler() as scheduler, joined(scheduler, worker):
@@ -310,7 +310,7 @@ class LargeWorker(RecordingWorker):
 
 
 async def test_a_long_request_for_many_sequences_costs_no_worker() -> None:
-    """A request whose sequences exceed one plan message is split over plans; the worker stays."""
+    """Sequences that exceed one plan message are split over several plans; the worker stays."""
     worker = LargeWorker(num_blocks=200)
     request = request_for(32, max_tokens=4, allowed_token_ids=range(262_144))
     async with run_scheduler(Settings(max_num_seqs=32)) as scheduler, joined(scheduler, worker):

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.contract
 
 
 async def test_generate_streams_each_token_and_ends_with_a_reason(scheduler: RunningScheduler) -> None:
-    """Generate streams eight tokens, with prompt statistics in the first event and the finish reason in the last."""
+    """The first event has the prompt statistics, the last one the finish reason."""
     events = [event async for event in scheduler.inference.Generate(generate_request(request_id="mine"))]
     assert [token for event in events for token in event.token_ids] == expected_tokens([5, 6, 7], 8)
     assert {event.request_id for event in events} == {"mine"}
@@ -180,7 +180,10 @@ async def test_neutral_parameters_need_no_support_by_the_worker(
 
 
 async def test_the_model_and_its_files_arrive_as_the_worker_sent_them() -> None:
-    """GetModel returns the deployment's name and context and the worker's other facts; files arrive byte for byte."""
+    """GetModel returns the deployment's name and context and the worker's other facts.
+
+    Files arrive byte for byte.
+    """
     settings = Settings(served_model_name="demo", max_model_len=32)
     async with run_scheduler(settings) as scheduler, joined(scheduler, FakeWorker()):
         info = await scheduler.inference.GetModel(inference_pb2.GetModelRequest())
@@ -298,7 +301,7 @@ async def test_a_deadline_ends_the_request(scheduler: RunningScheduler, worker: 
 async def test_a_refused_duplicate_does_not_orphan_the_live_request(
     scheduler: RunningScheduler, worker: FakeWorker
 ) -> None:
-    """The end of the stream aborts a request whose duplicate was refused."""
+    """The end of the stream aborts a live request even after its duplicate was refused."""
     worker.gate.clear()
     call = scheduler.inference.Connect()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Random lives of requests with and without grammars on two replicas that compile, refuse, evict and are lost."""
+"""Requests with and without grammars on two replicas that compile, refuse, evict and are lost at random."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ NAMES = ("one", "two")
 
 
 def without(plan: StepPlan, slots: set[int]) -> StepPlan:
-    """What a worker runs of a plan if it cannot admit some slots."""
+    """Returns what a worker runs of a plan if it cannot admit some slots."""
     admit = tuple(admission for admission in plan.admit if admission.slot not in slots)
     match plan.work:
         case Prefill(slot) if slot in slots:
@@ -51,11 +51,14 @@ def without(plan: StepPlan, slots: set[int]) -> StepPlan:
 
 
 class GrammarMachine(RuleBasedStateMachine):
-    """Whatever replicas say of grammars, and when: every request ends, once, with its tokens or an error, and nobody waits for nothing."""
+    """Replicas compile, refuse, evict and are lost at random.
+
+    Every request ends once, with its tokens or an error, and no request waits in vain.
+    """
 
     @initialize(
         slots=st.sampled_from([1, 2, 4]),
-        # Replicas on which everything fits, or one on which some do not.
+        # Either all requests fit all replicas, or some requests do not fit the first one.
         blocks=st.one_of(
             st.lists(st.integers(12, 30), min_size=1, max_size=2),
             st.tuples(st.integers(3, 4), st.integers(6, 12)).flatmap(st.permutations),
@@ -69,11 +72,11 @@ class GrammarMachine(RuleBasedStateMachine):
         self.engine.detach("replica-0")
         self.blocks = dict(zip(NAMES, blocks, strict=False))
         self.replicas: dict[str, tuple[ReplicaScheduler, SimulatedDevice]] = {}
-        # What each replica was asked and has not answered, in order.
+        # Open compile requests by replica, in order.
         self.asked: list[tuple[str, Grammar]] = []
         # Tokens by request and sequence.
         self.wanted: dict[str, list[list[int]]] = {}
-        # Requests that fit the larger replica alone: its loss is their end.
+        # Requests that fit only the larger replica: they fail when it is lost.
         self.large: set[str] = set()
         for name in self.blocks:
             self.attach(name)
@@ -93,7 +96,7 @@ class GrammarMachine(RuleBasedStateMachine):
         self.engine.attach(name, AttachedReplica(scheduler, lambda: None, ask, withdraw))
 
     def run_step(self, name: str, evicted: bool = False) -> bool:
-        """One step of a replica, which has evicted the grammars of those that are admitted or not."""
+        """Runs one step of a replica; `evicted` fails its admissions with an evicted grammar."""
         if name not in self.replicas:
             return False
         self.engine.dispatch()
@@ -172,16 +175,16 @@ class GrammarMachine(RuleBasedStateMachine):
         self.attach(name)
 
     @invariant()
-    def nobody_stands_still(self) -> None:
+    def no_request_waits_in_vain(self) -> None:
         if not hasattr(self, "replicas"):
             return
         queue = self.engine.grammars
         for one in self.engine.waiting:
             assert any(queue.may_run(one, name) for name in self.replicas), (
-                "its turn, but nobody has its grammar"
+                "queued although no replica has its grammar"
             )
-        for known in queue._entries.values():
-            assert known.ready or known.asked or not known.waiting, "it waits, but nobody was asked"
+        for entry in queue._entries.values():
+            assert entry.ready or entry.asked or not entry.waiting, "no replica was asked"
         self.engine.dispatch()
         for name, (scheduler, _) in self.replicas.items():
             if scheduler.idle:
@@ -190,7 +193,7 @@ class GrammarMachine(RuleBasedStateMachine):
                     for one in self.engine.waiting
                     if queue.may_run(one, name) and scheduler.kv.fits(one.end)
                 ]
-                assert not able, "an idle replica"
+                assert not able, "an idle replica while requests wait"
 
     def teardown(self) -> None:
         if not hasattr(self, "replicas"):
@@ -200,7 +203,7 @@ class GrammarMachine(RuleBasedStateMachine):
                 self.engine.grammar_compiled(*self.asked.pop(0))
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
-            assert self.engine.find(name) is None, "it waits for nothing"
+            assert self.engine.find(name) is None, "the request never ended"
             if errors := [event.error for event in events if event.error]:
                 assert len(errors) == 1
                 assert events[-1].error is errors[0]

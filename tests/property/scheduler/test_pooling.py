@@ -1,4 +1,4 @@
-"""Whatever comes, goes and fails: every pooling request runs once, in the smallest shape that it fits into."""
+"""Random arrivals, aborts and losses: every pooling request runs once, in the smallest shape that fits."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("xyz"), seconds=st.floats(0, 10))
     def drive(self, name: str, seconds: float) -> None:
-        """What a replica's driver does whenever it is woken or its step is answered."""
+        """Does what a driver does when it is woken or its step is answered."""
         self.now += seconds
         if name in self.replicas:
             self._drive(name)
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
         assert plan.work.slots == tuple(one.slot for one in plan.admit)
         assert 1 <= len(plan.work.slots) <= plan.work.shape.batch
         for one in plan.admit:
-            assert self._is_live(one.request_id), "who is over runs no more"
+            assert self._is_live(one.request_id), "an ended request runs"
             smallest = min(s.prompt_len for s in self.shapes if s.prompt_len >= len(one.token_ids))
             assert plan.work.shape.prompt_len == smallest
 
@@ -116,8 +116,8 @@ class Machine(RuleBasedStateMachine):
         return not self.sinks[name].events
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
-        """Whoever is live waits or runs; if somebody waits, no free replica sleeps."""
+    def no_request_is_forgotten(self) -> None:
+        """Every live request waits or runs, and no free replica sleeps while requests wait."""
         if not hasattr(self, "engine"):
             return
         live = {name for name in self.sinks if self._is_live(name)}

@@ -1,4 +1,4 @@
-"""Random lives of a waiting queue, checked against a sorted list after every step."""
+"""A waiting queue under random operations, checked against a sorted list after every step."""
 
 import math
 
@@ -14,12 +14,12 @@ from tests.support.scheduler.waiting_requests import waiting_request
 
 pytestmark = pytest.mark.property
 
-# Halves and quarters throughout: floats hold all sums and quotients exactly.
+# All numbers are multiples of a quarter, so floats hold all sums and quotients exactly.
 TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 1.0}
 
 
 class NaiveCounters:
-    """The virtual token counters as the paper states them: every tenant for ever."""
+    """The virtual token counters as the paper defines them, without forgetting tenants."""
 
     def __init__(self) -> None:
         self.counters: dict[str, float] = {}
@@ -33,7 +33,7 @@ class NaiveCounters:
 
 
 class WaitingMachine(RuleBasedStateMachine):
-    """A queue against a list that is sorted anew for every look."""
+    """Compares a queue with a list that is sorted at every check."""
 
     @initialize(ageing=st.sampled_from([None, 0.25, 1.0, 2.5]))
     def start(self, ageing: float | None) -> None:
@@ -44,12 +44,12 @@ class WaitingMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.waiting: list[tuple[str, Request]] = []
         self.running: list[tuple[str, Request]] = []
-        # Those of the waiting ones that have no turn.
-        self.aside: list[tuple[str, Request]] = []
+        # Members of `waiting` that are skipped.
+        self.skipped: list[tuple[str, Request]] = []
 
     @property
     def in_line(self) -> list[tuple[str, Request]]:
-        return [member for member in self.waiting if member not in self.aside]
+        return [member for member in self.waiting if member not in self.skipped]
 
     @property
     def active(self) -> set[str]:
@@ -70,7 +70,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     def take(self, member: tuple[str, Request]) -> None:
         self.waiting.remove(member)
-        self.aside = [other for other in self.aside if other is not member]
+        self.skipped = [other for other in self.skipped if other is not member]
         if not self.waiting:
             self.naive.last = member[0]
         assert self.queue.remove(member[1])
@@ -89,17 +89,17 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.in_line)
     @rule(data=st.data())
-    def step_aside(self, data: st.DataObject) -> None:
+    def skip(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(self.in_line))
         self.queue.skip(member[1], member[0])
-        self.aside.append(member)
+        self.skipped.append(member)
 
     @rule(tenant=st.sampled_from([None, *sorted(TENANTS)]))
     def bring_back(self, tenant: str | None) -> None:
         for each in TENANTS if tenant is None else [tenant]:
-            group = [member for member in self.aside if member[0] == each]
+            group = [member for member in self.skipped if member[0] == each]
             if group:
-                self.aside.remove(min(group, key=lambda member: member[1].rank))
+                self.skipped.remove(min(group, key=lambda member: member[1].rank))
         self.queue.bring_back(tenant)
 
     @precondition(lambda self: self.in_line)
@@ -126,10 +126,10 @@ class WaitingMachine(RuleBasedStateMachine):
         self.naive.counters[tenant] += tokens / TENANTS[tenant]
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), comes_back=st.booleans())
-    def leave(self, data: st.DataObject, comes_back: bool) -> None:
+    @rule(data=st.data(), returns=st.booleans())
+    def leave(self, data: st.DataObject, returns: bool) -> None:
         member = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        if comes_back:
+        if returns:
             member[1].token_ids.append(5)
             self.put(member)
 
@@ -139,7 +139,7 @@ class WaitingMachine(RuleBasedStateMachine):
         expected = sorted(self.waiting, key=self.key)
         floor = self.naive.floor(self.active)
         assert self.queue.drain() == [request for _, request in expected]
-        self.waiting, self.aside = [], []
+        self.waiting, self.skipped = [], []
         self.naive.last, self.naive.drained = None, floor
         for member in expected[:keep]:
             self.put(member)

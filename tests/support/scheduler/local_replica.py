@@ -77,7 +77,10 @@ class LocalReplica:
         self.engine.submit(Submission(f"r{self._count}", tuple(prompt), sampling), sink)
 
     def step(self, ran: Callable[[StepPlan, float], None] = lambda _plan, _seconds: None) -> bool:
-        """Runs one step; returns False if there is nothing to do. `ran` receives the plan and the seconds on the device."""
+        """Runs one step.
+
+        Returns False if there is nothing to do. `ran` receives the plan and the seconds on the device.
+        """
         self.engine.dispatch()
         if (plan := self.scheduler.step()) is None:
             return False

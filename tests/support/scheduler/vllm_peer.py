@@ -1,8 +1,8 @@
 """vLLM's own scheduler and KV cache manager without a model, as a peer for measurements and comparisons.
 
-Both are built as vLLM's engine core builds them: block hashes with SHA-256, one pool for all KV groups, synchronous
-scheduling, neither EAGLE nor connectors. The model is a `config.json` of a few lines in a temporary folder, without
-weights.
+Both are built as vLLM's engine core builds them: block hashes with SHA-256, one pool for all KV groups,
+synchronous scheduling, neither EAGLE nor connectors. The model is a `config.json` of a few lines in a
+temporary folder, without weights.
 """
 
 import json
@@ -132,7 +132,7 @@ class SchedulerPeer:
         return len(self.scheduler.running)
 
     def result(self, plan: Any, token: int = 7) -> Any:
-        """Returns a model's answer to a plan: `token` for each request whose known tokens end in this step."""
+        """Returns a model's answer to a plan: `token` for each request that finishes its known tokens."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         request_ids = list(plan.num_scheduled_tokens)

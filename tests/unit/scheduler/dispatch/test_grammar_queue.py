@@ -125,7 +125,7 @@ def test_a_waiting_request_can_be_aborted() -> None:
 
 
 def test_the_next_replica_compiles_after_a_loss() -> None:
-    """Another replica is asked, and a request whose only replica is lost waits for its grammar again."""
+    """Another replica is asked, and a request that loses its only replica waits for its grammar again."""
     rig = make_rig()
     record_asked(rig)
     sink = rig.submit(constrained("a"))

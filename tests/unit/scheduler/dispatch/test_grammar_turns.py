@@ -37,7 +37,7 @@ def constrained(request_id: str, grammar: Grammar = A, **fields: Any) -> Submiss
 
 
 class Compiler:
-    """A replica that records the grammars it is asked for and those that are withdrawn."""
+    """A replica that records which grammars it is asked for and which are withdrawn."""
 
     def __init__(self, rig: Rig, name: str, geometry: Geometry | None = None, num_blocks: int = 65) -> None:
         """Attaches the replica."""

@@ -117,7 +117,7 @@ def test_load_outweighs_a_short_prefix() -> None:
 
 
 def test_a_request_is_placed_only_where_its_full_length_fits() -> None:
-    """A small free replica does not get a request whose output would not fit."""
+    """A small free replica does not get a request if the output would not fit."""
     rig = make_rig(num_blocks=17)
     second = add_replica(rig, num_blocks=9)
     for index in range(5):
@@ -195,7 +195,7 @@ def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
 @pytest.mark.parametrize("reached", [True, False])
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_failed_copy_does_not_restart_a_request_that_moved(num_slots: int, reached: bool) -> None:
-    """A failed step restarts neither a request that has moved to another replica nor the new owner of its slot."""
+    """The moved request and the new owner of its slot continue unchanged after the failed step."""
     geometry = make_geometry(chunk=4, block_size=16, max_num_seqs=1, buckets=(1,))
     rig = make_rig(geometry)
     rig.submit(make_submission(range(5, 14), request_id="warm", max_tokens=1))
