@@ -17,7 +17,7 @@ from typing import Final
 
 from protos.steps import Prefill
 from tests.support.sampling_params import sampling_params
-from tests.support.worker.grammar_harness import Constrained, compiler, tokenizer
+from tests.support.worker.grammar_harness import ConstrainedHarness, compiler, tokenizer
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import Device
 from worker_svc.grammars.compiler import GrammarCompiler
@@ -88,7 +88,7 @@ def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], 
     return taken
 
 
-def constrained_ratios(harness: Constrained, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+def constrained_ratios(harness: ConstrainedHarness, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a step by case, and ratios: ``constrained_b32`` and ``constrained_b1`` against plain greedy."""
     compiler().submit(SCHEMA).result()
     prompt = tokenizer().encode(_PROMPT).ids
@@ -105,7 +105,7 @@ def constrained_ratios(harness: Constrained, *, quick: bool) -> tuple[dict[str, 
     }
 
 
-def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
+def passes_per_token(harness: ConstrainedHarness, spec: Spec, *, quick: bool) -> float:
     """Forward passes per output token over some requests, one after the other."""
     tokens = passes = 0
     for seed in range(4 if quick else 16):
@@ -121,7 +121,7 @@ def passes_per_token(harness: Constrained, spec: Spec, *, quick: bool) -> float:
 
 def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Figures and ratios."""
-    harness = Constrained(min_jump=0)
+    harness = ConstrainedHarness(min_jump=0)
     ms, ratios = constrained_ratios(harness, quick=quick)
     figures = {
         **{name: round(value, 2) for name, value in ms.items()},

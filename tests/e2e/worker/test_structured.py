@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
 from tests.support.sampling_params import constrained, sampling_params
-from tests.support.worker.grammar_harness import END, Constrained, compiler, text_of, tokenizer
+from tests.support.worker.grammar_harness import END, ConstrainedHarness, compiler, text_of, tokenizer
 from tests.support.worker.structured_cases import GRAMMARS, REGEXES, schema
 from worker_svc.grammars.spec import Spec
 
@@ -30,12 +30,12 @@ CHOSEN_GRAMMARS = GRAMMARS if FULL else GRAMMARS[::4]
 
 
 @pytest.fixture(scope="module")
-def harness() -> Constrained:
-    return Constrained()
+def harness() -> ConstrainedHarness:
+    return ConstrainedHarness()
 
 
 def outputs(
-    harness: Constrained, specs: Sequence[Spec], prompt: str, max_tokens: int, **options: Any
+    harness: ConstrainedHarness, specs: Sequence[Spec], prompt: str, max_tokens: int, **options: Any
 ) -> list[tuple[str, bool]]:
     """Returns each request's text and whether it finished; runs batches of up to 32."""
     results = []
@@ -51,7 +51,7 @@ def outputs(
     return results
 
 
-def test_every_finished_json_is_valid(harness: Constrained) -> None:
+def test_every_finished_json_is_valid(harness: ConstrainedHarness) -> None:
     """Outputs match schemas with nesting, enums, references, patterns, formats, unions and bounds."""
     schemas = [schema(number) for number in SCHEMAS]
     specs = [Spec("json_schema", json.dumps(each)) for each in schemas]
@@ -65,7 +65,7 @@ def test_every_finished_json_is_valid(harness: Constrained) -> None:
     assert finished > len(schemas) * 0.6
 
 
-def test_filters_see_the_mask_first(harness: Constrained) -> None:
+def test_filters_see_the_mask_first(harness: ConstrainedHarness) -> None:
     """Outputs also match with top_p, top_k and min_p, which filter after the mask."""
     each = schema(0)
     specs = [Spec("json_schema", json.dumps(each))] * 3
@@ -75,7 +75,7 @@ def test_filters_see_the_mask_first(harness: Constrained) -> None:
             Draft202012Validator(each, format_checker=CHECKER).validate(json.loads(text))
 
 
-def test_any_object_is_an_object(harness: Constrained) -> None:
+def test_any_object_is_an_object(harness: ConstrainedHarness) -> None:
     """json_object gives any JSON object."""
     for text, done in outputs(harness, [Spec("json_object")] * 4, "A short JSON object:\n", 150):
         assert text.lstrip().startswith("{")
@@ -83,7 +83,7 @@ def test_any_object_is_an_object(harness: Constrained) -> None:
             assert isinstance(json.loads(text), dict)
 
 
-def test_every_finished_text_matches_its_expression(harness: Constrained) -> None:
+def test_every_finished_text_matches_its_expression(harness: ConstrainedHarness) -> None:
     """Python's re agrees that every finished text matches."""
     specs = [Spec("regex", regex) for regex in CHOSEN_REGEXES]
     results = outputs(harness, specs, "For example: ", 60)
@@ -93,7 +93,7 @@ def test_every_finished_text_matches_its_expression(harness: Constrained) -> Non
     assert sum(done for _, done in results) > len(results) * 0.6
 
 
-def test_every_finished_text_follows_its_grammar(harness: Constrained) -> None:
+def test_every_finished_text_follows_its_grammar(harness: ConstrainedHarness) -> None:
     """A check that is independent of the grammar accepts every finished text."""
     specs = [Spec("grammar", grammar) for grammar, _ in CHOSEN_GRAMMARS]
     results = outputs(harness, specs, "For example: ", 80)
@@ -103,7 +103,7 @@ def test_every_finished_text_follows_its_grammar(harness: Constrained) -> None:
     assert sum(done for _, done in results) > len(results) * 0.6
 
 
-def test_choices_and_tags(harness: Constrained) -> None:
+def test_choices_and_tags(harness: ConstrainedHarness) -> None:
     """A choice gives one of its texts, and a tag has its schema between its markers."""
     values = ["positive", 'a "quoted" one', "日本語"]
     tag = {"type": "structural_tag", "format": {
@@ -115,7 +115,7 @@ def test_choices_and_tags(harness: Constrained) -> None:
     assert re.fullmatch(r"<call>[12]</call>", tagged[0])
 
 
-def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> None:
+def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: ConstrainedHarness) -> None:
     """The same seed gives the same text alone or in a batch, with jump-ahead or without."""
     spec = Spec("json_schema", json.dumps(schema(1)))
     rare = Spec("choice", json.dumps(["𒀀𒀁𒀂𒀃🙂", "𒀀𒀁𒀂𒀃🙃"]))
@@ -139,7 +139,7 @@ def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: Constrained) -> 
     assert stepping == jumping
 
 
-def test_grammars_and_other_parameters_hold_together(harness: Constrained) -> None:
+def test_grammars_and_other_parameters_hold_together(harness: ConstrainedHarness) -> None:
     """Penalties, biases, bans and min_tokens work with a grammar and do not affect requests without one."""
     letters, digits = Spec("regex", "[ab]{10}"), Spec("regex", "[0-9]{12}")
     comma = tokenizer().encode(",").ids[0]
@@ -160,7 +160,7 @@ def test_grammars_and_other_parameters_hold_together(harness: Constrained) -> No
     assert harness.generate_constrained(["Once upon a time"], [None], [plain], 40) == [results[1]]
 
 
-def test_a_request_without_allowed_tokens_fails_alone(harness: Constrained) -> None:
+def test_a_request_without_allowed_tokens_fails_alone(harness: ConstrainedHarness) -> None:
     """If a grammar and allowed_token_ids exclude all tokens together, only that request fails."""
     spec = Spec("regex", "[ab]{10}")
     word = tokenizer().encode("zebra").ids
@@ -175,7 +175,7 @@ def test_a_request_without_allowed_tokens_fails_alone(harness: Constrained) -> N
     assert results[1][1] is None
 
 
-def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
+def test_one_slots_grammar_fails_alone(harness: ConstrainedHarness) -> None:
     """An ambiguous grammar that costs too much fails its request and is refused afterwards."""
     # The ambiguity lies beyond what the compiler checks beforehand.
     ambiguous = Spec("grammar", 'root ::= [a-z ]{700} x\nx ::= x x x | [a-z ] | ""')
@@ -193,7 +193,7 @@ def test_one_slots_grammar_fails_alone(harness: Constrained) -> None:
         compiler().submit(ambiguous).result()
 
 
-def test_a_grammar_that_is_not_compiled_is_refused(harness: Constrained) -> None:
+def test_a_grammar_that_is_not_compiled_is_refused(harness: ConstrainedHarness) -> None:
     """The admission fails with Unavailable, and the slot is free for the next attempt."""
     from protos.errors import Unavailable
     from protos.steps import Prefill
@@ -209,7 +209,7 @@ def test_a_grammar_that_is_not_compiled_is_refused(harness: Constrained) -> None
     harness.release([0])
 
 
-def test_a_resumed_request_continues_its_grammar(harness: Constrained) -> None:
+def test_a_resumed_request_continues_its_grammar(harness: ConstrainedHarness) -> None:
     """After a preemption the matcher replays the output so far and constrains the rest."""
     from protos.steps import Prefill
 

@@ -1,4 +1,4 @@
-"""What a lowered schema lets through, the schema lets through: every text of a pool that the grammar accepts is valid JSON and validates."""
+"""A grammar accepts no text that its schema or expression would reject."""
 
 import itertools
 import json
@@ -69,7 +69,7 @@ VALUES = ("1", "2", "4", '"x"', '""', "null", "[]", '"bb"', '{"a":1}', "1.5")
 
 @cache
 def pool() -> tuple[tuple[str, Any, bool], ...]:
-    """Texts, what they mean as JSON, and whether they do."""
+    """Returns texts, their values as JSON, and whether they are JSON at all."""
     texts = [json.dumps(text) for text in TEXTS] + [json.dumps(text, ensure_ascii=False) for text in TEXTS]
     texts += [
         *NUMBERS,
@@ -129,7 +129,7 @@ def pool() -> tuple[tuple[str, Any, bool], ...]:
 
 @cache
 def compiler() -> xgrammar.GrammarCompiler:
-    """For a vocabulary of single bytes: texts are matched, not tokens."""
+    """Returns a compiler for a vocabulary of single bytes, so that matchers take texts."""
     info = xgrammar.TokenizerInfo(
         [bytes([byte]) for byte in range(256)], xgrammar.VocabType.RAW, stop_token_ids=[0]
     )
@@ -137,7 +137,7 @@ def compiler() -> xgrammar.GrammarCompiler:
 
 
 def matcher_of(spec: Spec) -> xgrammar.GrammarMatcher:
-    """At its beginning, compiled as the compile server does."""
+    """Compiles a spec as the compile server does and returns a matcher at its start."""
     from xgrammar.base import _core  # type: ignore[attr-defined]
 
     handle = compile_lowered(_core, compiler()._handle, *lower(spec))
@@ -147,13 +147,14 @@ def matcher_of(spec: Spec) -> xgrammar.GrammarMatcher:
 
 
 def accepts(matcher: xgrammar.GrammarMatcher, text: str) -> bool:
+    """Whether the grammar matches a whole text."""
     matcher.reset()
     return matcher.accept_string(text) and matcher.is_completed()
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
-def test_what_the_grammar_accepts_is_valid(schema: Any) -> None:
-    """Keyword by keyword, over a pool of a thousand texts."""
+def test_accepted_texts_satisfy_the_schema(schema: Any) -> None:
+    """Every text of the pool that the grammar accepts is JSON and validates."""
     matcher = matcher_of(Spec("json_schema", json.dumps(schema)))
     validator = Draft202012Validator(_modern(schema), format_checker=CHECKER)
     accepted = 0
@@ -166,8 +167,8 @@ def test_what_the_grammar_accepts_is_valid(schema: Any) -> None:
 
 
 @pytest.mark.parametrize("number", range(300))
-def test_every_case_of_the_end_to_end_test_is_served(number: int) -> None:
-    """None of the schemas that SmolLM2 generates under is refused."""
+def test_schemas_of_the_end_to_end_test_are_accepted(number: int) -> None:
+    """No schema that SmolLM2 generates under is refused."""
     from tests.support.worker.structured_cases import schema
 
     try:
@@ -205,7 +206,7 @@ NAMED = 'Regex("(a|b)?", json_string=true)'
 def test_tags_keep_their_meaning_where_expressions_become_rules(
     form: object, right: list[str], wrong: list[str]
 ) -> None:
-    """Triggers, exclusions, bounds and texts that look like what is replaced."""
+    """Triggers, exclusions, limits and texts that look like an expression survive the replacement."""
     matcher = matcher_of(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
     assert [text for text in right if not accepts(matcher, text)] == []
     assert [text for text in wrong if accepts(matcher, text)] == []
@@ -216,7 +217,7 @@ SHORT = ["".join(text) for length in range(6) for text in itertools.product("ab"
 
 
 def expression(rng: random.Random, depth: int) -> str:
-    """Of a and b: groups, alternatives and repetitions within one another."""
+    """Returns a random expression over a and b with nested groups, alternatives and repetitions."""
     kind = rng.randrange(7) if depth else 0
     if kind <= 1:
         return rng.choice(("a", "b", "[ab]", "[^b]", "."))
@@ -230,7 +231,7 @@ def expression(rng: random.Random, depth: int) -> str:
 
 
 def flat(rng: random.Random) -> str:
-    """Characters and sets in a row, each repeated or not: what stays an automaton in JSON."""
+    """Returns a random expression without groups or alternatives, which stays an automaton in JSON."""
     repeats = ("", "", "?", "*", "+", "{0,2}", "{1,2}", "{2}", "{1,}", "{0,3}", "{0}", "+?")
     pieces = (
         rng.choice(("a", "b", "[ab]", "[^b]", ".")) + rng.choice(repeats) for _ in range(rng.randint(1, 5))
@@ -240,7 +241,7 @@ def flat(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("start", range(0, 600, 50))
 def test_expressions_match_what_python_matches(start: int) -> None:
-    """In JSON strings, as keys and by themselves: all texts of two letters up to five characters."""
+    """In JSON strings, as keys and alone, over all texts of two letters and up to five characters."""
     known = (
         ["([ab]|((([ab]|a)){1,2}|aaa))", "(a|a{1,2}|bb)", "(ab*)?", "((a[ab]{0,2}){2,}){0,2}"]
         if not start
@@ -264,7 +265,7 @@ def test_expressions_match_what_python_matches(start: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_match_their_expressions(name: str) -> None:
-    """Every text of the pool, and each with a character left out, doubled or replaced."""
+    """Checked on every text of the pool, and on each text with a character omitted, doubled or replaced."""
     matcher = matcher_of(Spec("json_schema", json.dumps({"type": "string", "format": name})))
     texts = {
         changed
@@ -284,7 +285,7 @@ def test_formats_match_their_expressions(name: str) -> None:
 
 
 def charset(rng: random.Random) -> str:
-    """A class of an expression, of characters that mean something in classes among others."""
+    """Returns random content of a class, with characters that are special in classes."""
 
     def char() -> str:
         point = rng.choice((rng.randrange(0x21, 0x7F), rng.randrange(0xA1, 0x3FF), *map(ord, "-^][b")))
@@ -298,16 +299,16 @@ def charset(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_classes_hold_what_they_hold_for_python(seed: int) -> None:
-    """Negated or not, whatever stands in them and however it is spelled; what JSON has to escape left out."""
+def test_classes_match_what_python_matches(seed: int) -> None:
+    """Negated or not, with any spelling; in JSON, without the characters that must be escaped."""
     rng = random.Random(seed)
     pattern = f"[{rng.choice(('', '^'))}{charset(rng)}{rng.choice(('', 'a-f', '0-9', '!-~'))}]"
     inside = matcher_of(Spec("json_schema", json.dumps({"type": "string", "pattern": pattern})))
     alone = matcher_of(Spec("regex", pattern))
     for char in map(chr, (*range(0x20, 0x400), 0x2028, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF)):
-        held = bool(re.fullmatch(pattern, char))
-        assert accepts(alone, char) == held, (pattern, char)
-        assert accepts(inside, f'"{char}"') == (held and char not in UNSAFE), (pattern, char)
+        matches = bool(re.fullmatch(pattern, char))
+        assert accepts(alone, char) == matches, (pattern, char)
+        assert accepts(inside, f'"{char}"') == (matches and char not in UNSAFE), (pattern, char)
 
 
 CHARS = tuple(map(chr, (
@@ -323,21 +324,21 @@ CHARS = tuple(map(chr, (
         r"[^\s]", r"[^\Sa]", r"[^\0]", r"[^\0-\x1f]", r"[^\0-9]", r'[^\0"\\\x7f]', r"[^\b\t-\r]", r"\x41", r"\u00e9", r"\-", r"[\x41\-\u00e9]", r"[\.-\/]",
     ],
 )  # fmt: skip
-def test_escapes_stand_for_what_they_stand_for_to_python(pattern: str, in_json: bool) -> None:
-    r"""In classes and outside: in ASCII, but for spaces, of which rare ones are neither \s nor \S."""
+def test_escapes_match_what_python_matches(pattern: str, in_json: bool) -> None:
+    r"""Escapes are ASCII, in classes and outside. Rare spaces are neither \s nor \S."""
     spaces = r"\s" in pattern.lower()
     spec = Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
     matcher = matcher_of(spec if in_json else Spec("regex", pattern))
     for char in CHARS:
-        held = bool(re.fullmatch(pattern, char, 0 if spaces else re.ASCII))
-        held = held and not (in_json and (char < " " or char in UNSAFE))
+        matches = bool(re.fullmatch(pattern, char, 0 if spaces else re.ASCII))
+        matches = matches and not (in_json and (char < " " or char in UNSAFE))
         accepted = accepts(matcher, f'"{char}"' if in_json else char)
-        doubtful = spaces and not (char.isascii() and (char.isprintable() or char in "\t\n\v\f\r"))
-        assert accepted <= held if doubtful else accepted == held, (pattern, char)
+        ambiguous = spaces and not (char.isascii() and (char.isprintable() or char in "\t\n\v\f\r"))
+        assert accepted <= matches if ambiguous else accepted == matches, (pattern, char)
 
 
 def _modern(schema: Any) -> Any:
-    """Draft 7's lists of items as 2020-12 has them."""
+    """Rewrites draft 7's lists of items to 2020-12."""
     if isinstance(schema, dict) and isinstance(schema.get("items"), list):
         rest = {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
         return {"prefixItems": schema["items"], **rest}

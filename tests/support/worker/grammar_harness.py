@@ -1,8 +1,9 @@
-"""Constrained generation without a stack: a runner on SmolLM2 whose requests have grammars."""
+"""Constrained generation without services: a runner on SmolLM2 whose requests have grammars."""
 
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 import tokenizers
 import torch
 
@@ -20,24 +21,30 @@ from worker_svc.model_files.demo_models import default_cache_dir
 SMOLLM2 = default_cache_dir() / "smollm2"
 VOCAB, END = 49152, 2
 
+needs_smollm2 = pytest.mark.skipif(
+    not SMOLLM2.is_dir(), reason="SmolLM2 is not fetched; run make models"
+)
+
 
 @cache
 def compiler() -> GrammarCompiler:
-    """One process for all tests of a module's process."""
+    """Returns a compiler for SmolLM2 that all tests of the process share."""
     return GrammarCompiler(SMOLLM2, VOCAB, [END], CompilerLimits(cpu_s=10))
 
 
 @cache
 def tokenizer() -> tokenizers.Tokenizer:
+    """Returns SmolLM2's tokenizer."""
     return tokenizers.Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json"))
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What a client reads: without the end token."""
+    """Decodes output as a client reads it, without the end token."""
     return str(tokenizer().decode([token for token in tokens if token != END], skip_special_tokens=False))
 
 
 def constraints(*, num_slots: int = 32, min_jump: int = 4) -> Constraints:
+    """Returns constraints for SmolLM2 on the CPU."""
     return Constraints(
         compiler(),
         num_slots=num_slots,
@@ -49,8 +56,8 @@ def constraints(*, num_slots: int = 32, min_jump: int = 4) -> Constraints:
     )
 
 
-class Constrained(Harness):
-    """A harness whose requests may have grammars; plays the scheduler's part of jump-ahead."""
+class ConstrainedHarness(Harness):
+    """A harness whose requests may have grammars. It prefills forced tokens as the scheduler does."""
 
     def __init__(self, *, min_jump: int = 4, **options: object) -> None:
         model = load(SMOLLM2, "bfloat16")
@@ -65,7 +72,7 @@ class Constrained(Harness):
         sampling: Sequence[common_pb2.SamplingParams],
         max_tokens: int,
     ) -> list[tuple[list[int], TriptychError | None]]:
-        """Output tokens of each request, up to its end token or ``max_tokens``, and why it failed, if it did."""
+        """Returns each request's output, up to its end token or `max_tokens`, and its error, if it failed."""
         count = len(prompts)
         assert count <= self.geometry.max_num_seqs
         for spec in specs:
@@ -73,21 +80,19 @@ class Constrained(Harness):
                 compiler().submit(spec).result()
         outputs: list[list[int]] = [[] for _ in range(count)]
         errors: list[TriptychError | None] = [None] * count
-        open_: dict[int, int] = {}
-        """Of each slot that runs, its tokens that are not computed."""
-        ended: list[int] = []
+        pending: dict[int, int] = {}
+        """Output tokens without KV, by running slot."""
 
-        def take(results: Sequence[SlotOutput]) -> None:
+        def collect(results: Sequence[SlotOutput]) -> None:
             for result in results:
                 slot = result.slot
                 if result.error is not None:
                     errors[slot] = result.error
                 outputs[slot] += result.token_ids
-                open_[slot] = len(result.token_ids)
+                pending[slot] = len(result.token_ids)
                 done = result.error is not None or END in result.token_ids or len(outputs[slot]) >= max_tokens
                 if done:
-                    del open_[slot]
-                    ended.append(slot)
+                    del pending[slot]
                     outputs[slot] = outputs[slot][:max_tokens]
 
         for slot, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
@@ -96,24 +101,24 @@ class Constrained(Harness):
             admission = self.admit(slot, ids, params, num_prompt_tokens=len(ids))
             assert len(ids) <= self.geometry.chunk
             self.num_chunks += 1
-            take(self.run(admit=[admission], work=Prefill(slot, 0, len(ids), sample=True)))
+            collect(self.run(admit=[admission], work=Prefill(slot, 0, len(ids), sample=True)))
             self.lengths[slot] = len(ids)
-        while open_:
-            jumped = [slot for slot, left in open_.items() if left > 1]
+        while pending:
+            jumped = [slot for slot, count in pending.items() if count > 1]
             if jumped:
                 slot = jumped[0]
-                start, left = self.lengths[slot], open_[slot]
-                assert left <= self.geometry.chunk
+                start, length = self.lengths[slot], pending[slot]
+                assert length <= self.geometry.chunk
                 self.num_chunks += 1
-                self.lengths[slot] += left
-                take(self.run(work=Prefill(slot, start, left, sample=True)))
+                self.lengths[slot] += length
+                collect(self.run(work=Prefill(slot, start, length, sample=True)))
                 continue
-            slots = sorted(open_)
+            slots = sorted(pending)
             self.num_decodes += 1
             bucket = next(size for size in self.geometry.decode_buckets if size >= len(slots))
             positions = [self.lengths[slot] for slot in slots]
             for slot in slots:
                 self.lengths[slot] += 1
-            take(self.run(work=Decode(slots, positions, bucket)))
+            collect(self.run(work=Decode(slots, positions, bucket)))
         self.release(range(count))
         return list(zip(outputs, errors, strict=True))

@@ -1,6 +1,6 @@
-"""What outputs are constrained to in tests: schemas of the kind of JSON Schema's public test suite, expressions and grammars.
+"""Schemas like those of JSON Schema's public test suite, expressions and grammars for constrained output.
 
-Deterministic: the same numbers give the same cases.
+The cases are deterministic: the same number gives the same schema.
 """
 
 import ast
@@ -21,7 +21,7 @@ _FORMATS = (
 
 
 def schema(number: int) -> dict[str, Any]:
-    """One case: an object at the root, as tools and clients ask for, or any other type now and then."""
+    """Returns one case: mostly an object, as tools and clients send, sometimes another type."""
     rng = random.Random(number)
     if number % 25 == 24:
         return _recursive(rng)
@@ -276,4 +276,4 @@ GRAMMARS: tuple[tuple[str, Callable[[str], bool]], ...] = (
         _matches("move [a-h][1-8] [a-h][1-8](=[QRBN])?"),
     ),
 )
-"""Each with a check that knows nothing of the grammar."""
+"""Grammars, each with an independent check of its texts."""

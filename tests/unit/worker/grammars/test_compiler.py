@@ -1,9 +1,8 @@
-"""Grammars compiled in processes of their own: limits, the cache, and what a crash costs."""
+"""Grammars compile in child processes with limits; the cache, crashes and cancellation."""
 
 import asyncio
 import json
 import os
-import random
 import select
 import signal
 import time
@@ -12,17 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from protos.errors import Internal, InvalidArgument, Overloaded, Unavailable
-from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, constraints, tokenizer
-from tests.support.worker.structured_cases import schema
+from protos.errors import Internal, InvalidArgument, Overloaded
+from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, needs_smollm2, tokenizer
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 
-pytestmark = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="SmolLM2 is not fetched; run make models")
+pytestmark = needs_smollm2
+
+# Takes far longer to compile than any test waits.
+SLOW = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(20_000)))
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def small() -> Iterator[GrammarCompiler]:
 
 
 def test_the_same_grammar_compiles_once(small: GrammarCompiler) -> None:
-    """While it is under way and afterwards."""
+    """Later requests join the compilation in progress, or find its result."""
     futures = [small.submit(Spec("regex", "[a-z]+")) for _ in range(20)]
     sizes = {future.result() for future in futures}
     assert small.submit(Spec("regex", "[a-z]+")).result() in sizes
@@ -43,7 +45,7 @@ def test_the_same_grammar_compiles_once(small: GrammarCompiler) -> None:
 
 
 def test_the_cache_is_bounded_by_bytes(small: GrammarCompiler) -> None:
-    """What was used longest ago goes first; the newest always stays."""
+    """The least recently used grammar is evicted first; the newest always stays."""
     specs = [
         Spec("choice", json.dumps([f"{n}-{word}" for word in ("alpha", "beta") for _ in range(300)]))
         for n in range(3)
@@ -58,7 +60,7 @@ def test_the_cache_is_bounded_by_bytes(small: GrammarCompiler) -> None:
 
 
 def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None:
-    """Time and memory are the kernel's to count; others go on meanwhile and afterwards, and the refusal is remembered."""
+    """The kernel enforces time and memory limits, other grammars still compile, and the refusal is remembered."""
     slow = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(2000)))
     large = Spec("json_schema", json.dumps({"anyOf": [
         {"type": "object", "properties": {f"p{i}": {"type": "string"}}, "required": [f"p{i}"]} for i in range(500)]}))  # fmt: skip
@@ -74,17 +76,19 @@ def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None
     assert time.perf_counter() - started < 0.1
 
 
-def test_a_child_that_load_or_a_crash_ended_is_not_remembered(small: GrammarCompiler) -> None:
-    """What the wall clock or a signal ended is told as what it is, and tried again."""
+def test_timeouts_and_crashes_are_not_remembered(small: GrammarCompiler) -> None:
+    """A wall-clock timeout and a crash are reported as such, and the next request compiles again."""
     slow = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(2000)))
     limits = small.limits
-    small.limits = replace(limits, cpu_s=0.01)  # the clock's limit comes before the kernel's whole second
+    small.limits = replace(
+        limits, cpu_s=0.01
+    )  # the wall-clock limit applies before the kernel's whole second
     with pytest.raises(Overloaded, match="busy"):
         small.submit(slow).result()
     small.limits = limits
     future = small.submit(slow)
     assert small._client is not None
-    os.kill(_child_of(small._client._process.pid), signal.SIGSEGV)
+    os.kill(wait_for_child(small._client._process.pid), signal.SIGSEGV)
     with pytest.raises(Internal, match="signal 11"):
         future.result()
     with pytest.raises(InvalidArgument, match="CPU time"):
@@ -92,10 +96,10 @@ def test_a_child_that_load_or_a_crash_ended_is_not_remembered(small: GrammarComp
     assert len(small._refusals) == 1
 
 
-def _child_of(process: int) -> int:
-    """The pid of its only child, once there is one."""
-    children = Path(f"/proc/{process}/task/{process}/children")
-    while not (pids := children.read_text().split()):
+def wait_for_child(process: int) -> int:
+    """Waits until a process has a child and returns its pid."""
+    children_file = Path(f"/proc/{process}/task/{process}/children")
+    while not (pids := children_file.read_text().split()):
         os.sched_yield()
     return int(pids[0])
 
@@ -104,7 +108,7 @@ def _child_of(process: int) -> int:
     "spec",
     [
         Spec("regex", "(.?){3000}"),
-        # Cheap at first, as nothing but a quote may come: each of these takes seconds for its second or third mask.
+        # The first mask is cheap, because only a quote may come; the second or third mask of each takes seconds.
         *[
             Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
             for pattern in (r"^(((\w* ?)*)*(\w* ?)*)*$", r"^(((\w+ ?)+,?)+;?)+$", r"^(\w+\s?){1,20}$")
@@ -112,14 +116,14 @@ def _child_of(process: int) -> int:
     ],
     ids=["first", "second", "third", "ordinary"],
 )
-def test_expensive_masks_are_a_refusal(spec: Spec) -> None:
-    """The worker would make them between two steps."""
+def test_grammars_with_expensive_masks_are_refused(spec: Spec) -> None:
+    """The worker would build these masks between two steps of the batch."""
     with pytest.raises(InvalidArgument, match=r"mask of allowed tokens takes|CPU time"):
         compiler().submit(spec).result()
 
 
-def test_too_large_a_spec_does_not_wait_for_others(small: GrammarCompiler) -> None:
-    """It is not even queued."""
+def test_oversized_specs_are_refused_at_once(small: GrammarCompiler) -> None:
+    """They are not queued, and no server starts."""
     future = small.submit(Spec("regex", "a" * 300_000))
     assert future.done()
     with pytest.raises(InvalidArgument, match="the limit is"):
@@ -127,8 +131,8 @@ def test_too_large_a_spec_does_not_wait_for_others(small: GrammarCompiler) -> No
     assert small._client is None
 
 
-def test_a_grammar_in_use_is_counted_and_found(small: GrammarCompiler) -> None:
-    """Evicted, it is there for as long as a matcher has it."""
+def test_an_evicted_grammar_in_use_is_counted_and_found(small: GrammarCompiler) -> None:
+    """It stays available for as long as a matcher uses it."""
     specs = [Spec("choice", json.dumps([f"{n}-{word}" for word in range(400)])) for n in range(30)]
     size = small.submit(specs[0]).result()
     grammar = small.find(specs[0])
@@ -144,35 +148,32 @@ def test_a_grammar_in_use_is_counted_and_found(small: GrammarCompiler) -> None:
     del matcher
 
 
-SLOW = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(20_000)))
-
-
 def children(made: GrammarCompiler) -> list[int]:
-    """Processes that compile a grammar."""
+    """Returns the pids of the children that compile a grammar."""
     assert made._client is not None
     pid = made._client._process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def test_who_goes_takes_the_compilation_along() -> None:
-    """Under way or not begun, as long as nobody else waits for it; the next one has the thread at once, and nothing is held against the grammar."""
+async def test_the_last_caller_to_leave_cancels_the_compilation() -> None:
+    """This holds for running and queued compilations. The thread is free at once, and no refusal is remembered."""
     made = GrammarCompiler(SMOLLM2, VOCAB, [END], CompilerLimits(threads=1, cpu_s=100))
     try:
         await made.prepare(Spec("regex", "first"))
         before = children(made)
         running, joined = (asyncio.ensure_future(made.prepare(SLOW)) for _ in range(2))
         queued = [asyncio.ensure_future(made.prepare(Spec("regex", f"{n}x"))) for n in range(50)]
-        while not (born := [child for child in children(made) if child not in before]):
+        while not (forked := [child for child in children(made) if child not in before]):
             await asyncio.sleep(0)
-        ending = os.pidfd_open(born[0])
+        exit_fd = os.pidfd_open(forked[0])
         for task in [running, *queued]:
             task.cancel()
         await asyncio.gather(running, *queued, return_exceptions=True)
-        assert not select.select([ending], [], [], 0.2)[0], "somebody still waits for it"
+        assert not select.select([exit_fd], [], [], 0.2)[0], "a caller still waits for it"
         joined.cancel()
         await asyncio.gather(joined, return_exceptions=True)
-        assert select.select([ending], [], [], 30)[0]
-        os.close(ending)
+        assert select.select([exit_fd], [], [], 30)[0]
+        os.close(exit_fd)
         assert await made.prepare(Spec("regex", "last")) > 0
         assert made.num_compiled == 2
         assert not made._in_progress
@@ -181,8 +182,8 @@ async def test_who_goes_takes_the_compilation_along() -> None:
         made.close()
 
 
-def test_xgrammars_reason_reaches_the_client(small: GrammarCompiler) -> None:
-    """In one line, without its source files."""
+def test_xgrammar_errors_reach_the_client(small: GrammarCompiler) -> None:
+    """The message is one line and names no source file of xgrammar."""
     with pytest.raises(InvalidArgument) as caught:
         small.submit(Spec("grammar", 'root ::= "a" missing')).result()
     assert caught.value.message == (
@@ -191,8 +192,8 @@ def test_xgrammars_reason_reaches_the_client(small: GrammarCompiler) -> None:
     assert caught.value.param == "structured_output"
 
 
-def test_our_own_reasons_reach_the_client(small: GrammarCompiler) -> None:
-    """As they are, from the child that checked the schema, and remembered."""
+def test_refusals_from_the_child_reach_the_client(small: GrammarCompiler) -> None:
+    """The child's refusal of a schema arrives unchanged and is remembered."""
     for _ in range(2):
         with pytest.raises(InvalidArgument) as caught:
             small.submit(Spec("json_schema", '{"not": {}}')).result()
@@ -200,8 +201,8 @@ def test_our_own_reasons_reach_the_client(small: GrammarCompiler) -> None:
         assert caught.value.param == "structured_output"
 
 
-def test_a_lost_process_is_replaced(small: GrammarCompiler) -> None:
-    """The next grammar starts another one."""
+def test_a_dead_compile_server_is_replaced(small: GrammarCompiler) -> None:
+    """The next grammar starts a new server."""
     small.submit(Spec("regex", "a")).result()
     assert small._client is not None
     process = small._client._process
@@ -210,40 +211,15 @@ def test_a_lost_process_is_replaced(small: GrammarCompiler) -> None:
     assert small.submit(Spec("regex", "b")).result() > 0
 
 
-def test_a_model_without_a_vocabulary_or_end_cannot_be_constrained(tmp_path: object) -> None:
-    """It does not say that it could."""
+def test_grammars_need_a_vocabulary_and_an_end_token(tmp_path: object) -> None:
+    """A model without one of them does not announce support."""
     assert can_constrain(SMOLLM2, [END])
     assert not can_constrain(SMOLLM2, [])
     assert not can_constrain(Path(str(tmp_path)), [END])
 
 
-@pytest.mark.parametrize("number", range(0, 40, 5))
-def test_a_matcher_and_one_that_replays_allow_the_same(number: int) -> None:
-    """Along a random walk, at every token: what a preemption or a lost worker relies on."""
-    import numpy as np
-    import torch
-
-    spec = Spec("json_schema", json.dumps(schema(number)))
-    compiler().submit(spec).result()
-    grammar = compiler().find(spec)
-    assert grammar is not None
-    masks = Masks(2, VOCAB, torch.device("cpu")).rows
-    walker, rng = Matcher(grammar, [END], []), random.Random(number)
-    output: list[int] = []
-    while not walker.ended and len(output) < 40:
-        walker.fill_mask(masks, 0)
-        Matcher(grammar, [END], output).fill_mask(masks, 1)
-        assert torch.equal(masks[0], masks[1])
-        bits = np.flatnonzero(np.unpackbits(masks[0].numpy().view(np.uint8), bitorder="little"))
-        token = int(rng.choice(bits))
-        assert walker.accept(token)
-        output.append(token)
-
-
 def test_padding_and_special_tokens_are_never_allowed() -> None:
-    """Ids beyond the tokenizer's own, and tokens such as <|im_start|>."""
-    import torch
-
+    """Ids beyond the tokenizer's own and tokens such as <|im_start|> are masked."""
     made = GrammarCompiler(SMOLLM2, VOCAB + 100, [END])
     try:
         spec = Spec("regex", "(.|\n)*")
@@ -264,29 +240,3 @@ def test_padding_and_special_tokens_are_never_allowed() -> None:
         assert not any(allowed(token) for token in range(VOCAB, VOCAB + 100))
     finally:
         made.close()
-
-
-def test_masks_take_out_what_is_not_allowed() -> None:
-    """In the rows that are named, on the CPU's kernel as by plain tensor arithmetic."""
-    import torch
-
-    fast = Masks(3, 70, torch.device("cpu"))
-    fast.rows.random_(-(2**31), 2**31)
-    logits = torch.randn(3, 70)
-    expected = logits.clone()
-    for row in (0, 2):
-        for token in range(70):
-            if not int(fast.rows[row, token // 32]) >> (token % 32) & 1:
-                expected[row, token] = -torch.inf
-    plainly = logits.clone()
-    fast.apply(logits, [0, 2])
-    assert torch.equal(logits, expected)
-    fast._has_kernel = False
-    fast.apply(plainly, [0, 2])
-    assert torch.equal(plainly, expected)
-
-
-def test_an_unknown_grammar_passes() -> None:
-    """A slot whose grammar was evicted can be admitted again later."""
-    with pytest.raises(Unavailable):
-        constraints().admit(0, Spec("regex", "not compiled"), [])

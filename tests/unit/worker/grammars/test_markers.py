@@ -1,4 +1,4 @@
-"""Special tokens that a structural tag writes: a model that was trained to use them may."""
+"""A model may use the special tokens that a structural tag writes."""
 
 import gc
 import json
@@ -47,12 +47,13 @@ THINKING = {"type": "sequence", "elements": [
 
 
 def spec(form: object) -> Spec:
+    """Returns the spec of a structural tag."""
     return Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GrammarCompiler, tokenizers.Tokenizer]]:
-    """SmolLM2's vocabulary with special tokens of our own, which nobody else has."""
+    """A compiler for SmolLM2's vocabulary with additional special tokens, and that tokenizer."""
     if not SMOLLM2.is_dir():
         pytest.skip("SmolLM2 is not fetched; run make models")
     folder: Path = tmp_path_factory.mktemp("model")
@@ -64,28 +65,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GrammarCom
     made.close()
 
 
-def matcher_of(compiler: GrammarCompiler, asked: Spec) -> Matcher:
-    compiler.submit(asked).result()
-    grammar = compiler.find(asked)
+def matcher_of(compiler: GrammarCompiler, wanted: Spec) -> Matcher:
+    """Compiles a grammar and returns a matcher at its start."""
+    compiler.submit(wanted).result()
+    grammar = compiler.find(wanted)
     assert grammar is not None
     return Matcher(grammar, [END], [])
 
 
 def allowed(matcher: Matcher) -> set[int]:
+    """Returns the tokens that may come next."""
     rows = Masks(1, SIZE, torch.device("cpu")).rows
     matcher.fill_mask(rows, 0)
     return set(np.flatnonzero(np.unpackbits(rows[0].numpy().view(np.uint8), bitorder="little")).tolist())
 
 
-def takes(matcher: Matcher, tokens: Sequence[int]) -> bool:
+def accepts(matcher: Matcher, tokens: Sequence[int]) -> bool:
+    """Whether the matcher accepts these tokens in a row."""
     return all(matcher.accept(token) for token in tokens)
 
 
 @pytest.mark.parametrize("form", [REQUIRED, OPTIONAL])
-def test_a_call_begins_with_the_models_own_marker(
+def test_a_call_may_start_with_the_models_marker(
     model: tuple[GrammarCompiler, tokenizers.Tokenizer], form: object
 ) -> None:
-    """Or with its letters; the markers that the tag does not write stay out."""
+    """It may also start with the marker's letters. Markers that the tag does not write stay forbidden."""
     compiler, tokenizer = model
     ids = {text: tokenizer.token_to_id(text) for text in (*SPECIALS, "<|im_start|>")}
     call = tokenizer.encode('[TOOL_CALLS]f[ARGS]{"x": 3}').ids
@@ -95,38 +99,39 @@ def test_a_call_begins_with_the_models_own_marker(
     first = allowed(matcher)
     assert ids["[TOOL_CALLS]"] in first
     assert not first & {ids["</think>"], ids[SPECIALS[3]], ids["<|im_start|>"]}
-    assert takes(matcher, call)
+    assert accepts(matcher, call)
     assert END in allowed(matcher)
     letters = tokenizer.encode("[").ids + tokenizer.encode("TOOL").ids + tokenizer.encode("_CALLS").ids
-    assert takes(matcher_of(compiler, spec(form)), letters)
+    assert accepts(matcher_of(compiler, spec(form)), letters)
 
 
-def test_thinking_ends_with_the_models_own_marker(
+def test_thinking_may_end_with_the_models_marker(
     model: tuple[GrammarCompiler, tokenizers.Tokenizer],
 ) -> None:
-    """Behind it, the schema holds."""
+    """The schema applies after the marker."""
     compiler, tokenizer = model
     matcher = matcher_of(compiler, spec(THINKING))
-    assert takes(matcher, tokenizer.encode("Hm.</think>").ids)
+    assert accepts(matcher, tokenizer.encode("Hm.</think>").ids)
     after = allowed(matcher)
     assert tokenizer.encode("a").ids[0] not in after
     assert tokenizer.token_to_id("</think>") not in after
-    assert takes(matcher, [*tokenizer.encode("12").ids, END])
+    assert accepts(matcher, [*tokenizer.encode("12").ids, END])
 
 
-def test_texts_beyond_ascii_are_markers_too(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+def test_markers_may_have_non_ascii_texts(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """A marker with non-ASCII characters is accepted as one token."""
     compiler, tokenizer = model
     matcher = matcher_of(compiler, spec({"type": "const_string", "value": f"{SPECIALS[3]}f"}))
     marker = tokenizer.token_to_id(SPECIALS[3])
     assert marker is not None
-    assert takes(matcher, [marker, tokenizer.encode("f").ids[0], END])
+    assert accepts(matcher, [marker, tokenizer.encode("f").ids[0], END])
 
 
 @pytest.mark.parametrize("by_text", [True, False])
-def test_tokens_are_named_by_text_or_number(
+def test_tags_name_tokens_by_text_or_id(
     model: tuple[GrammarCompiler, tokenizers.Tokenizer], *, by_text: bool
 ) -> None:
-    """Special ones among them; then their letters will not do. Others are told to be no tokens."""
+    """A named special token cannot be spelled in letters. An unknown token is refused by name."""
     compiler, tokenizer = model
     ends, letter = tokenizer.token_to_id("</think>"), tokenizer.encode("f").ids[0]
     assert ends is not None
@@ -135,14 +140,14 @@ def test_tokens_are_named_by_text_or_number(
            "end": {"type": "token", "token": "</think>" if by_text else ends}}  # fmt: skip
     matcher = matcher_of(compiler, spec(tag))
     assert allowed(matcher) == {letter}
-    assert takes(matcher, [letter, *tokenizer.encode("</").ids])
-    assert takes(matcher, [ends, END])
+    assert accepts(matcher, [letter, *tokenizer.encode("</").ids])
+    assert accepts(matcher, [ends, END])
     with pytest.raises(InvalidArgument, match="names the token 'no such'"):
         compiler.submit(spec({"type": "token", "token": "no such"})).result()
 
 
-def test_nothing_else_changes(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
-    """A grammar that writes a marker's text in another way allows no special token; a tag allows as much of the rest as without markers."""
+def test_markers_do_not_change_other_grammars(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """Expressions and schemas with a marker's text allow no special token. A tag allows the same ordinary tokens."""
     compiler, tokenizer = model
     specials = {tokenizer.token_to_id(text) for text in SPECIALS}
     assert not allowed(matcher_of(compiler, Spec("regex", r"\[TOOL_CALLS\].*"))) & specials
@@ -156,8 +161,8 @@ def test_nothing_else_changes(model: tuple[GrammarCompiler, tokenizers.Tokenizer
         plain.close()
 
 
-def test_only_what_a_tag_writes_is_a_marker() -> None:
-    """Not what it describes, or excludes."""
+def test_only_literal_texts_of_a_tag_are_markers() -> None:
+    """Texts in schemas and exclusions are not."""
     ids = {text: index for index, text in enumerate(SPECIALS)}
     assert markers_in(CALL, ids) == {"[TOOL_CALLS]": 0, "[ARGS]": 1}
     assert markers_in(THINKING, ids) == {"</think>": 2}
@@ -168,17 +173,17 @@ def test_only_what_a_tag_writes_is_a_marker() -> None:
     assert markers_in(rules, ids) == {"[ARGS]": 1}
 
 
-def test_white_space_within_a_tag_is_bounded(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
-    """As in a schema by itself."""
+def test_white_space_in_a_tags_json_is_limited(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """The limit is the same as in a standalone schema."""
     compiler, tokenizer = model
-    for spaces, taken in ((8, True), (9, False), (500, False)):
+    for spaces, accepted in ((8, True), (9, False), (500, False)):
         matcher = matcher_of(compiler, spec(REQUIRED))
         text = "[TOOL_CALLS]f[ARGS]{" + " " * spaces + '"x": 3}'
-        assert takes(matcher, tokenizer.encode(text).ids) is taken
+        assert accepts(matcher, tokenizer.encode(text).ids) is accepted
 
 
-def test_vocabularies_of_tags_are_counted(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
-    """One that several grammars have is counted once, and goes with the last of them."""
+def test_vocabularies_with_markers_are_counted(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """A vocabulary that several grammars share counts once, until the last of them is evicted."""
     folder = model[0]._folder
     compiler = GrammarCompiler(folder, SIZE, [END], CompilerLimits(cache=6_000_000))
     try:

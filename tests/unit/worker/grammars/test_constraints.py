@@ -1,0 +1,92 @@
+"""Constrained slots: redraws under a mask, and failures that stay within one request."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from protos.errors import Internal, InvalidArgument, Unavailable
+from tests.support.worker.grammar_harness import VOCAB, compiler, constraints, needs_smollm2, tokenizer
+from worker_svc.grammars.spec import Spec
+
+pytestmark = needs_smollm2
+
+
+def test_a_redraw_under_the_mask_keeps_the_distribution() -> None:
+    """The first tokens of 20,000 draws follow the masked distribution (chi-square, p > 0.001)."""
+    spec = Spec("regex", "[abc][abc]")
+    compiler().submit(spec).result()
+    ids = torch.tensor([tokenizer().encode(letter).ids[0] for letter in "abcdefg"])
+    weights = torch.tensor([0.05, 0.2, 0.1, 0.3, 0.15, 0.1, 0.1])
+    generator = torch.Generator().manual_seed(0)
+    slots, rounds = 50, 400
+    some = constraints(num_slots=slots, min_jump=0)
+    counts = torch.zeros(len(ids), dtype=torch.int64)
+    for _ in range(rounds):
+        for slot in range(slots):
+            some.admit(slot, spec, [])
+        logits = torch.zeros(slots, VOCAB)
+        logits[:, ids] = weights.log()
+
+        def draw(rows: Sequence[int] | None, logits: torch.Tensor = logits) -> torch.Tensor:
+            those = logits[:, ids] if rows is None else logits[list(rows)][:, ids]
+            return ids[torch.multinomial(those.softmax(-1), 1, generator=generator)[:, 0]]
+
+        choice = some.choose(range(slots), logits, draw, masked_first=[False] * slots, room=[9] * slots)
+        counts += torch.bincount(torch.searchsorted(ids, choice.tokens), minlength=len(ids))
+        for slot in range(slots):
+            some.release(slot)
+    assert some.num_redrawn > slots * rounds * 0.6
+    expected = slots * rounds * weights[:3] / weights[:3].sum()
+    assert int(counts[3:].sum()) == 0
+    assert float(((counts[:3] - expected) ** 2 / expected).sum()) < 13.8  # two degrees of freedom
+
+
+@pytest.mark.parametrize("call", ["accept_token", "fill_next_token_bitmask", "is_completed", "accept_string"])
+def test_xgrammar_failures_fail_one_request(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot with the failing matcher gets an error; the other slot keeps its token."""
+    import xgrammar
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("std::bad_alloc")
+
+    spec = Spec("regex", "a+b")
+    compiler().submit(spec).result()
+    several = constraints(num_slots=2)
+    several.admit(0, spec, [])
+    letter = tokenizer().encode("a").ids[0]
+    monkeypatch.setattr(xgrammar.GrammarMatcher, call, fail)
+    logits = torch.zeros(2, VOCAB)
+    # The grammar must reject the draw in the case that fails while a mask is built.
+    first = letter if call != "fill_next_token_bitmask" else 0
+    choice = several.choose(
+        [0, 1],
+        logits,
+        lambda rows: torch.tensor([first, 7] if rows is None else [first]),
+        masked_first=[False, False],
+        room=[9, 9],
+    )
+    assert isinstance(choice.errors[0], Internal)
+    assert "bad_alloc" in choice.errors[0].message
+    assert list(choice.errors) == [0]
+    assert int(choice.tokens[1]) == 7
+
+
+def test_a_grammar_over_its_budget_is_refused_from_then_on() -> None:
+    """The request fails, and later requests with the grammar are refused before they compile."""
+    spec = Spec("grammar", 'root ::= x\nx ::= x x x | "a" | "b" | ""')
+    compiler().submit(spec).result()
+    one = constraints(num_slots=1)
+    letters = [tokenizer().encode(letter).ids[0] for letter in "ab"]
+    with pytest.raises(InvalidArgument, match="ambiguous"):
+        one.admit(0, spec, letters * 2000)
+    with pytest.raises(InvalidArgument, match="ambiguous"):
+        compiler().submit(spec).result()
+    with pytest.raises(Unavailable):
+        one.admit(0, spec, [])
+
+
+def test_a_grammar_that_is_not_compiled_is_unavailable() -> None:
+    """The error is retryable: the slot can be admitted once the grammar is compiled again."""
+    with pytest.raises(Unavailable):
+        constraints().admit(0, Spec("regex", "not compiled"), [])
