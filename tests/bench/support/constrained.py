@@ -88,7 +88,9 @@ def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], 
     return taken
 
 
-def constrained_ratios(harness: ConstrainedHarness, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+def constrained_ratios(
+    harness: ConstrainedHarness, *, quick: bool
+) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a step by case, and ratios: ``constrained_b32`` and ``constrained_b1`` against plain greedy."""
     compiler().submit(SCHEMA).result()
     prompt = tokenizer().encode(_PROMPT).ids

@@ -21,9 +21,7 @@ from worker_svc.model_files.demo_models import default_cache_dir
 SMOLLM2 = default_cache_dir() / "smollm2"
 VOCAB, END = 49152, 2
 
-needs_smollm2 = pytest.mark.skipif(
-    not SMOLLM2.is_dir(), reason="SmolLM2 is not fetched; run make models"
-)
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="SmolLM2 is not fetched; run make models")
 
 
 @cache
