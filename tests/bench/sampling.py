@@ -1,9 +1,10 @@
-"""What choosing tokens costs, against the forward pass that it follows.
+"""The cost of sampling, compared with the forward pass before it.
 
-``python -m tests.bench.sampling [--quick] [--device cpu|cuda]``: SmolLM2 in bfloat16 in this process, without a scheduler, on all cores; on
-a GPU the shape of Llama 3.2 1B with made-up weights. Decode steps of 32 rows, all in use, each kind of requests in turn and again: of greedy
-requests, of requests that are drawn, with filters, with ``top_p`` alone, with penalties, with everything, with log-probabilities.
-``forward`` is the time until the logits are there, on a CPU. There, the same batch with grammars follows, and what jump-ahead saves
+``python -m tests.bench.sampling [--quick] [--device cpu|cuda]`` runs SmolLM2 in bfloat16 in this process,
+without a scheduler and on all cores; on a GPU it runs random weights in the shape of Llama 3.2 1B. It
+measures decode steps of 32 rows in alternating rounds: greedy, sampled, with filters, with ``top_p`` alone,
+with penalties, with all of these, and with log-probabilities. On a CPU, ``forward`` is the time until the
+logits are computed. The same batch with grammars follows, and the savings of jump-ahead
 (``tests/bench/support/constrained.py``).
 """
 
@@ -39,17 +40,14 @@ FILTERS: Final = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "min_p": 0.02}
 PENALTIES: Final = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 
 Case = Callable[[Harness], None]
-"""Admits ``BATCH`` requests, in slots 0, 1, …, that are ready to decode."""
+"""Admits `BATCH` requests in slots 0, 1, … that are ready to decode."""
 
 
 class ClockedModel(VllmModel):
-    """A model that notes when its logits were there.
-
-    Attributes:
-        logits_at: on the clock of ``time.perf_counter``.
-    """
+    """A model that records when its logits were computed."""
 
     logits_at = 0.0
+    """Time of the last logits, by `time.perf_counter`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class."""
@@ -66,7 +64,7 @@ def _prompt(seed: int) -> list[int]:
 
 
 def requests_of(**fields: float) -> Case:
-    """Requests that ask for this, each with a seed of its own, behind a context that counts as computed."""
+    """Returns a case: requests with these parameters and different seeds, whose context counts as computed."""
 
     def fill(harness: Harness) -> None:
         for slot in range(BATCH):
@@ -90,7 +88,7 @@ CASES: dict[str, Case] = {
 def measure(
     model: ClockedModel, harness: Harness, cases: Mapping[str, Case], rounds: int, steps: int
 ) -> dict[str, dict[str, float]]:
-    """Medians of each case, milliseconds: ``forward``, where its end is seen, and the whole ``step``."""
+    """Returns the medians of each case in milliseconds: `step`, and `forward` where it can be timed."""
     forward: dict[str, list[float]] = {name: [] for name in cases}
     whole: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
@@ -101,7 +99,7 @@ def measure(
                 harness.decode(range(BATCH), BATCH)
                 ended = time.perf_counter()
                 if index >= 0:
-                    if model.logits_at > started:  # a captured step does not pass by
+                    if model.logits_at > started:  # a captured step does not call logits()
                         forward[name].append(model.logits_at - started)
                     whole[name].append(ended - started)
             harness.release(range(BATCH))
@@ -116,7 +114,7 @@ def measure(
 
 
 def _model(device: Device, parent: Path) -> tuple[ClockedModel, Path]:
-    """SmolLM2 for a CPU, what a GPU is busy with for a GPU; with its weights, and its folder."""
+    """Loads SmolLM2 for a CPU or the larger random model for a GPU; returns it and its folder."""
     on_cpu = device.name == "cpu"
     folder = fetch("smollm2") if on_cpu else model_folder(parent)
     startup.prepare(device)
@@ -169,10 +167,10 @@ def _measure_all(device: Device, parent: Path, *, quick: bool) -> None:
 
 
 def main() -> int:
-    """Prints a table and the line of JSON.
+    """Prints a table and a line of JSON.
 
     Returns:
-        0, or 2 where the model or the device cannot be had, which is said in one line.
+        0, or 2 after a one-line error if the model or the device is not available.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,10 +1,12 @@
-"""What constraints cost a decode step, and what jump-ahead saves: a part of ``tests.bench.sampling``.
+"""The cost of constraints in a decode step and the savings of jump-ahead; a part of `tests.bench.sampling`.
 
-32 requests in a batch, greedy and at temperature 1, with none, one and all of them under a JSON schema; the time of a decode step by the
-runner, sampling and matching included, in turns and by medians. Then one request after the other, with forced tokens emitted at once and one
-by one: forward passes per output token.
+The first part runs 32 requests in a batch, greedy and at temperature 1, with none, one or all of them under a
+JSON schema. It measures the runner's decode step including sampling and matching, in alternating rounds, and
+reports medians. The second part runs one request after the other, with forced tokens emitted at once or one
+by one, and reports forward passes per output token.
 
-A GPU runs made-up weights, whose tokens are of no grammar: there one grammar takes all of them, and another refuses more than half.
+A GPU runs random weights, whose output follows no grammar. There one grammar accepts every token and another
+rejects more than half.
 """
 
 import json
@@ -37,7 +39,7 @@ SCHEMA: Final = Spec("json_schema", json.dumps({
     },
     "required": ["name", "age", "tags", "kind"],
 }))  # fmt: skip
-"""Long enough for no request to end within a measurement."""
+"""Long enough that no request ends during a measurement."""
 RECORD: Final = Spec("json_schema", json.dumps({
     "type": "object",
     "properties": {"status": {"enum": ["succeeded", "failed"]}, "confidence": {"type": "integer", "minimum": 0, "maximum": 9},
@@ -45,18 +47,21 @@ RECORD: Final = Spec("json_schema", json.dumps({
     "required": ["status", "confidence", "explanation"],
 }))  # fmt: skip
 _PROMPT: Final = "A customer in JSON:\n"
-# Of the made-up model's words, which are w0, w1, …
+# Grammars over the tokens of the random model, which are w0, w1, …
 WORDS: Final = Spec("regex", "(w[0-9]+)*")
 EVEN_WORDS: Final = Spec("regex", "(w[02468][0-9]*)*")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: how many of its requests are constrained, and how tokens are drawn."""
+    """A batch to measure."""
 
     name: str
+    """Name in the report."""
     constrained: int
+    """Number of constrained requests."""
     temperature: float
+    """Temperature of all requests."""
 
 
 CASES: Final = (
@@ -69,7 +74,7 @@ CASES: Final = (
 
 
 def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], grammar: Spec) -> list[float]:
-    """Seconds of each of so many decode steps of a batch; the batch is prefilled before and freed afterwards."""
+    """Prefills a batch, measures its decode steps in seconds and frees it."""
     for slot in range(BATCH):
         sampling = sampling_params(temperature=case.temperature, seed=slot)
         spec = grammar if slot < case.constrained else None
@@ -77,21 +82,19 @@ def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], 
         harness.run(admit=[admission], work=Prefill(slot, 0, len(prompt), sample=True))
         harness.lengths[slot] = len(prompt)
     slots = range(BATCH)
-    taken = []
+    times = []
     for _ in range(steps):
         started = time.perf_counter()
         outputs = harness.decode(slots)
-        taken.append(time.perf_counter() - started)
+        times.append(time.perf_counter() - started)
         assert all(len(output.token_ids) == 1 for output in outputs), [output.error for output in outputs]
         assert len(tokens_of(outputs)) == BATCH
     harness.release(slots)
-    return taken
+    return times
 
 
-def constrained_ratios(
-    harness: ConstrainedHarness, *, quick: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of a step by case, and ratios: ``constrained_b32`` and ``constrained_b1`` against plain greedy."""
+def step_cost(harness: ConstrainedHarness, *, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the milliseconds of a step by case, and the ratios to steps without constraints."""
     compiler().submit(SCHEMA).result()
     prompt = tokenizer().encode(_PROMPT).ids
     steps, turns = (12, 2) if quick else (48, 5)
@@ -108,7 +111,7 @@ def constrained_ratios(
 
 
 def passes_per_token(harness: ConstrainedHarness, spec: Spec, *, quick: bool) -> float:
-    """Forward passes per output token over some requests, one after the other."""
+    """Returns the forward passes per output token of requests that run one after the other."""
     tokens = passes = 0
     for seed in range(4 if quick else 16):
         before = harness.num_chunks + harness.num_decodes
@@ -122,9 +125,9 @@ def passes_per_token(harness: ConstrainedHarness, spec: Spec, *, quick: bool) ->
 
 
 def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Figures and ratios."""
+    """Runs both parts on SmolLM2; returns figures and ratios."""
     harness = ConstrainedHarness(min_jump=0)
-    ms, ratios = constrained_ratios(harness, quick=quick)
+    ms, ratios = step_cost(harness, quick=quick)
     figures = {
         **{name: round(value, 2) for name, value in ms.items()},
         "redrawn": harness.constraints.num_redrawn,
@@ -138,7 +141,10 @@ def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
 def measured_on_words(
     model: VllmModel, device: Device, folder: Path, *, quick: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The same of a made-up model: ``words_b32`` under a grammar that refuses nothing, ``even_words_b32`` under one that refuses more than half."""
+    """Measures the random model.
+
+    `words` runs under a grammar that accepts all tokens, `even words` under one that rejects more than half.
+    """
     vocab, ends = model.description.vocab_size, model.description.eos_token_ids
     grammars = GrammarCompiler(folder, vocab, ends, CompilerLimits())
     constraints = Constraints(

@@ -1,4 +1,4 @@
-"""common_pb2.SamplingParams without a model: slots filled with requests, tokens drawn of given logits, and what they should be by the definitions."""
+"""Sampling without a model: requests in slots, draws from given logits, and results by definition."""
 
 import math
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ def request(
     output: Sequence[int] = (),
     sequence: int = 0,
 ) -> Admission:
-    """A request that has sampled ``output`` already."""
+    """Returns the admission of a request that has already sampled `output`."""
     return Admission(
         slot, (*prompt, *output), 0, sampling, {}, sequence=sequence, num_prompt_tokens=len(prompt)
     )
 
 
 def admit(state: SamplingState, admission: Admission) -> None:
-    """What a batch does with a request's tokens and parameters."""
+    """Stores a request's tokens and parameters as a batch does."""
     state.check(admission)
     state.tokens[admission.slot, : len(admission.token_ids)] = torch.tensor(admission.token_ids)
     state.set(admission)
@@ -37,7 +37,7 @@ def admit(state: SamplingState, admission: Admission) -> None:
 def make_state(
     requests: Sequence[Admission], vocab: int, *, slots: int | None = None, ends: tuple[int, ...] = ()
 ) -> SamplingState:
-    """Slots with these requests."""
+    """Returns the state of slots that hold these requests."""
     rows = (len(requests) if slots is None else slots) + 1
     state = SamplingState(
         torch.zeros((rows, LONGEST + 1), dtype=torch.int64), SamplingVocabulary(vocab, ends)
@@ -54,23 +54,23 @@ def choose(
     slots: Sequence[int] | None = None,
     padding: int = 0,
 ) -> torch.Tensor:
-    """One token for each slot, int64 [slots]; -1 where none is allowed.
+    """Samples a token for each slot: int64 [slots], -1 where no token is allowed.
 
     Args:
-        state: with the slots' requests.
+        state: the slots.
         logits: float32 [slots, vocab].
-        lengths: known tokens, by slot.
-        slots: in the order of ``logits``; by default all of them.
-        padding: rows behind the real ones.
+        lengths: number of tokens so far, by slot.
+        slots: the slots in the order of `logits`; all of them by default.
+        padding: number of padding rows after the real ones.
     """
     slots = list(range(state.tokens.shape[0] - 1)) if slots is None else slots
     rows = torch.tensor([*slots, *[state.tokens.shape[0] - 1] * padding])
     positions = torch.tensor([*(lengths[slot] for slot in slots), *[1] * padding])
     padded = torch.cat([logits, torch.zeros(padding, logits.shape[-1])])
     before = padded.clone()
-    _, told = sample(state, state.batch(slots, lengths).needs, padded, rows, positions)
-    assert torch.equal(padded, before)  # they are reported afterwards
-    return told[: len(slots)]
+    _, reported = sample(state, state.batch(slots, lengths).needs, padded, rows, positions)
+    assert torch.equal(padded, before)  # log-probabilities are computed from them afterwards
+    return reported[: len(slots)]
 
 
 def draw_many(
@@ -80,27 +80,27 @@ def draw_many(
     prompt: Sequence[int] = (0,),
     output: Sequence[int] = (),
 ) -> torch.Tensor:
-    """The same draw under seeds 0 .. count - 1, int64 [count]; ``logits`` are [vocab]."""
+    """Draws from `logits` [vocab] once for each seed from 0 to count - 1: int64 [count]."""
     slots = min(count, 500)
     each = [request(slot, changed(sampling, seed=slot), prompt, output) for slot in range(slots)]
     state = make_state(each, logits.shape[0])
     lengths = [len(prompt) + len(output)] * slots
     drawn = [choose(state, logits.expand(slots, -1), lengths)]
     for _ in range(1, -(-count // slots)):
-        # The seed is the only thing that a slot has of its own; to take it anew would cost more than to draw.
+        # Only the seed differs between slots; admitting every request again would cost more than the draws.
         state.seed += slots
         drawn.append(choose(state, logits.expand(slots, -1), lengths))
     return torch.cat(drawn)[:count]
 
 
 def chi_square_p(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Pearson's test: how likely counts as far off as these are, if the tokens come from the distribution.
+    """Returns the p-value of Pearson's chi-square test that `tokens` come from the distribution.
 
-    Tokens that are expected less than five times are taken together.
+    Tokens with an expected count below five share one bin.
     """
     observed = torch.bincount(tokens, minlength=len(probabilities)).double()
     expected = probabilities.double() * len(tokens)
-    assert not observed[expected == 0].any(), "a token was drawn that has no probability"
+    assert not observed[expected == 0].any(), "a token with probability 0 was drawn"
     rare = expected < 5
     observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
@@ -117,14 +117,14 @@ def expected_logits(
     output: Sequence[int],
     ends: Sequence[int] = (),
 ) -> list[float]:
-    """The logits of one row after all that changes them, by the definitions; ``logits`` are [vocab]."""
+    """Returns the logits [vocab] of one row after all adjustments, computed by their definitions."""
     found = logits.double().tolist()
     for token in range(len(found)):
         if sampling.allowed_token_ids and token not in sampling.allowed_token_ids:
             found[token] = -math.inf
     for word in (each.token_ids for each in sampling.bad_words):
-        begun = len(word) - 1
-        if begun <= len(output) and list(output[len(output) - begun :]) == list(word[:-1]):
+        prefix = len(word) - 1
+        if prefix <= len(output) and list(output[len(output) - prefix :]) == list(word[:-1]):
             found[word[-1]] = -math.inf
     if len(output) < sampling.min_tokens:
         early = {*ends, *sampling.stop_token_ids}
@@ -145,7 +145,7 @@ def expected_logits(
 
 
 def expected_probabilities(logits: Sequence[float], sampling: common_pb2.SamplingParams) -> torch.Tensor:
-    """What one row is drawn from, float64 [vocab], by the definitions: temperature, ``min_p``, ``top_k``, ``top_p``."""
+    """Returns the probabilities after temperature and filters, by definition: float64 [vocab]."""
     scaled = torch.tensor(logits, dtype=torch.float64) / sampling.temperature
     weights = scaled.softmax(-1)
     weights[weights < sampling.min_p * weights.max()] = 0
@@ -154,6 +154,6 @@ def expected_probabilities(logits: Sequence[float], sampling: common_pb2.Samplin
         weights[weights < kth] = 0
     weights /= weights.sum()
     if sampling.top_p < 1:
-        more = torch.stack([weights[weights > weight].sum() for weight in weights])
-        weights[more >= sampling.top_p] = 0
+        above = torch.stack([weights[weights > weight].sum() for weight in weights])
+        weights[above >= sampling.top_p] = 0
     return weights / weights.sum()

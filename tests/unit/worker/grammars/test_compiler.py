@@ -60,7 +60,7 @@ def test_the_cache_is_bounded_by_bytes(small: GrammarCompiler) -> None:
 
 
 def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None:
-    """The kernel enforces time and memory limits, other grammars still compile, and the refusal is remembered."""
+    """The kernel enforces the limits, other grammars still compile, and the refusal is remembered."""
     slow = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(2000)))
     large = Spec("json_schema", json.dumps({"anyOf": [
         {"type": "object", "properties": {f"p{i}": {"type": "string"}}, "required": [f"p{i}"]} for i in range(500)]}))  # fmt: skip
@@ -108,7 +108,8 @@ def wait_for_child(process: int) -> int:
     "spec",
     [
         Spec("regex", "(.?){3000}"),
-        # The first mask is cheap, because only a quote may come; the second or third mask of each takes seconds.
+        # The first mask is cheap, because only a quote may come; the second or third mask of each takes
+        # seconds.
         *[
             Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
             for pattern in (r"^(((\w* ?)*)*(\w* ?)*)*$", r"^(((\w+ ?)+,?)+;?)+$", r"^(\w+\s?){1,20}$")
@@ -156,7 +157,10 @@ def children(made: GrammarCompiler) -> list[int]:
 
 
 async def test_the_last_caller_to_leave_cancels_the_compilation() -> None:
-    """This holds for running and queued compilations. The thread is free at once, and no refusal is remembered."""
+    """This holds for running and queued compilations.
+
+    The thread is free at once, and no refusal is remembered.
+    """
     made = GrammarCompiler(SMOLLM2, VOCAB, [END], CompilerLimits(threads=1, cpu_s=100))
     try:
         await made.prepare(Spec("regex", "first"))

@@ -147,7 +147,10 @@ def test_tags_name_tokens_by_text_or_id(
 
 
 def test_markers_do_not_change_other_grammars(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
-    """Expressions and schemas with a marker's text allow no special token. A tag allows the same ordinary tokens."""
+    """Expressions and schemas with a marker's text allow no special token.
+
+    A tag allows the same ordinary tokens.
+    """
     compiler, tokenizer = model
     specials = {tokenizer.token_to_id(text) for text in SPECIALS}
     assert not allowed(matcher_of(compiler, Spec("regex", r"\[TOOL_CALLS\].*"))) & specials

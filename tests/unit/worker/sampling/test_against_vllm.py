@@ -1,7 +1,8 @@
-"""Every parameter against vLLM's own sampler, on the same logits: processed logits, what is kept and with which probability, greedy choices.
+"""Compares every parameter with vLLM's sampler on the same logits.
 
-Where they may differ is left out or allowed for: tokens of equal logits (ours are kept or dropped together, in vLLM's nucleus a sort
-decides), tokens so close to a threshold that float32 rounding decides, and rows of which nothing may be sampled.
+Compared are adjusted logits, kept tokens, their probabilities and greedy choices. Known differences are
+excluded: tokens of equal logits (we keep or drop them together; in vLLM a sort decides), tokens so close to a
+threshold that float32 rounding decides, and rows without any allowed token.
 """
 
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ tokens = st.integers(0, VOCAB - 1)
 
 
 class Row(NamedTuple):
-    """A request and what it has so far."""
+    """A request and its tokens so far."""
 
     sampling: common_pb2.SamplingParams
     prompt: list[int]
@@ -38,7 +39,7 @@ class Row(NamedTuple):
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """A request with any parameters, each of them mostly off."""
+    """Draws a request with any parameters, most of them off."""
 
     def maybe(strategy: st.SearchStrategy[Any], off: Any) -> Any:
         return draw(st.one_of(st.just(off), strategy))
@@ -46,8 +47,8 @@ def rows(draw: st.DrawFn) -> Row:
     prompt = draw(st.lists(tokens, min_size=1, max_size=12))
     output = draw(st.lists(tokens, max_size=12))
     words = draw(st.lists(st.lists(tokens, min_size=1, max_size=4), max_size=4))
-    begun: bool = draw(st.booleans())
-    if output and begun:
+    started: bool = draw(st.booleans())
+    if output and started:
         words.append([*output[-draw(st.integers(1, 3)) :], draw(tokens)])
     fields: dict[str, Any] = {
         "temperature": draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
@@ -67,7 +68,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 
 def logits_of(seed: int, count: int) -> torch.Tensor:
-    """Float32 [rows, vocab] without ties."""
+    """Returns logits without ties, float32 [rows, vocab]."""
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
@@ -76,8 +77,8 @@ def _platform() -> None:
     startup.prepare(open_device("cpu"))
 
 
-def theirs(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """VLLM's logits after everything that may change a greedy choice, and its probabilities after filters."""
+def vllm_results(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns vLLM's logits after all adjustments, and its probabilities after filters."""
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.logits_processor.builtin import (
@@ -98,7 +99,7 @@ def theirs(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.
     added = []
     for index, (sampling, prompt, output) in enumerate(batch):
         params = SamplingParams(
-            temperature=max(sampling.temperature, 1e-2),  # below, vLLM itself drops the filters
+            temperature=max(sampling.temperature, 1e-2),  # vLLM drops the filters below this
             min_p=sampling.min_p,
             logit_bias=dict(sampling.logit_bias) or None,
             min_tokens=sampling.min_tokens,
@@ -138,8 +139,8 @@ def theirs(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.
     return processed, filtered.softmax(dim=-1)
 
 
-def ours(batch: list[Row], logits: torch.Tensor) -> tuple[SamplingState, torch.Tensor, torch.Tensor]:
-    """The same of the worker's sampler."""
+def our_results(batch: list[Row], logits: torch.Tensor) -> tuple[SamplingState, torch.Tensor, torch.Tensor]:
+    """Returns the state, the adjusted logits and the probabilities of the worker's sampler."""
     requests = [request(slot, row.sampling, row.prompt, row.output) for slot, row in enumerate(batch)]
     state = make_state(requests, VOCAB, ends=ENDS)
     lengths = [len(each.token_ids) for each in requests]
@@ -158,7 +159,10 @@ def ours(batch: list[Row], logits: torch.Tensor) -> tuple[SamplingState, torch.T
 
 
 def near_a_threshold(row: Row, processed: torch.Tensor) -> torch.Tensor:
-    """Tokens that rounding may keep or drop, bool [vocab]; ``processed`` are the row's logits before temperature."""
+    """Returns the tokens that rounding may keep or drop, bool [vocab].
+
+    `processed` are the row's adjusted logits before temperature.
+    """
     sampling = row.sampling
     weights = (processed.double() / (sampling.temperature or 1)).softmax(-1)
     near = (weights - sampling.min_p * weights.max()).abs() < 1e-5 * weights.max()
@@ -168,15 +172,15 @@ def near_a_threshold(row: Row, processed: torch.Tensor) -> torch.Tensor:
         near |= (weights - kth).abs() < 1e-5 * kth
         weights = torch.where(weights < kth, 0, weights)
     weights /= weights.sum()
-    before = torch.stack([weights[weights > weight].sum() for weight in weights])
-    # A token whose mass is lost in the sum of the others is at a threshold everywhere.
-    return near | ((before - sampling.top_p).abs() < 1e-4) | (weights < 1e-6)
+    above = torch.stack([weights[weights > weight].sum() for weight in weights])
+    # A token whose mass vanishes in the sum of the others is always near a threshold.
+    return near | ((above - sampling.top_p).abs() < 1e-4) | (weights < 1e-6)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=st.lists(rows(), min_size=1, max_size=5), seed=st.integers(0, 2**32))
-def test_any_settings_give_the_same_probabilities(batch: list[Row], seed: int) -> None:
-    """Random logits, and settings that are drawn for each row of a batch."""
+def test_any_parameters_give_the_same_probabilities(batch: list[Row], seed: int) -> None:
+    """Logits are random, and each row of a batch has its own parameters."""
     compare(batch, logits_of(seed, len(batch)))
 
 
@@ -189,7 +193,7 @@ ALONE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_each_parameter_alone(name: str) -> None:
-    """One parameter, beside a row that has none of them and a greedy one."""
+    """One parameter at a time, in a batch with a plain row and a greedy row."""
     fields = {name: ALONE[name], "min_tokens": 9} if name == "stop_token_ids" else {name: ALONE[name]}
     prompt, output = [3, 7, 8, 9], [7, 40, 40, 8, 9]
     batch = [
@@ -202,21 +206,22 @@ def test_each_parameter_alone(name: str) -> None:
 
 
 def compare(batch: list[Row], logits: torch.Tensor) -> None:
-    """Holds the two against one another."""
-    processed, probabilities = theirs(batch, logits)
-    state, adjusted, kept = ours(batch, logits)
+    """Asserts that both samplers agree on a batch."""
+    processed, probabilities = vllm_results(batch, logits)
+    state, adjusted, kept = our_results(batch, logits)
     lengths = [len(row.prompt) + len(row.output) for row in batch]
     slots = list(range(len(batch)))
     needs = state.batch(slots, lengths).needs
-    chosen, told = sample(state, needs, logits, torch.tensor(slots), torch.tensor(lengths))
+    chosen, reported = sample(state, needs, logits, torch.tensor(slots), torch.tensor(lengths))
     for index, row in enumerate(batch):
         if (processed[index] == -torch.inf).all():
-            # Nothing is left: vLLM samples from NaN, we say so, unless it was min_tokens alone that left nothing.
-            assert told[index] == -1 or row.sampling.min_tokens
+            # No token is allowed: vLLM samples from NaN, we report -1, except where only min_tokens forbids
+            # the rest.
+            assert reported[index] == -1 or row.sampling.min_tokens
             continue
         torch.testing.assert_close(adjusted[index], processed[index], rtol=1e-5, atol=1e-5)
         if row.sampling.temperature == 0:
-            assert adjusted[index, told[index]] >= processed[index].max() - 1e-5
+            assert adjusted[index, reported[index]] >= processed[index].max() - 1e-5
             continue
         differ = (kept[index] > 0) != (probabilities[index] > 0)
         assert not (differ & ~near_a_threshold(row, processed[index])).any()
@@ -225,8 +230,8 @@ def compare(batch: list[Row], logits: torch.Tensor) -> None:
         assert kept[index, chosen[index]] > 0
 
 
-def test_log_probabilities_are_vllms() -> None:
-    """Of the raw logits: the chosen token's, its rank, and the likeliest."""
+def test_logprobs_match_vllm() -> None:
+    """The chosen token's log-probability and rank, and the most probable tokens, come from the raw logits."""
     from vllm.v1.sample.sampler import Sampler
 
     logits, chosen = logits_of(5, 8), torch.arange(8) * 7

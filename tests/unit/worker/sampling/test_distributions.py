@@ -1,4 +1,4 @@
-"""20,000 draws a case against the exact distribution, for each parameter and for all of them together."""
+"""20,000 draws per case follow the exact distribution, for each parameter and for all of them together."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ CASES = {
 
 
 def logits_of(kind: str) -> torch.Tensor:
-    """Float32 [vocab]: of any value, of few values as bfloat16 has them, or peaked as a model's mostly are."""
+    """Returns logits, float32 [vocab]: arbitrary, with bfloat16's few values, or peaked like a model's."""
     noise = torch.randn(VOCAB, generator=torch.Generator().manual_seed(11))
     if kind == "bfloat16":
         return (noise * 2).bfloat16().float()
@@ -54,7 +54,7 @@ def logits_of(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "peaked"])
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_exact_distribution(case: str, kind: str) -> None:
-    """Chi-square of the counts, one case in 10,000 off by chance; the seeds are fixed."""
+    """A chi-square test of the counts at p = 1e-4, with fixed seeds."""
     sampling = complete_params(**CASES[case])  # type: ignore[arg-type]
     logits = logits_of(kind)
     exact = expected_probabilities(expected_logits(logits, sampling, PROMPT, OUTPUT), sampling)
@@ -62,8 +62,8 @@ def test_draws_follow_the_exact_distribution(case: str, kind: str) -> None:
     assert chi_square_p(drawn, exact) > 1e-4
 
 
-def test_the_test_notices_what_is_wrong() -> None:
-    """Draws at a temperature of 1 are not mistaken for those at 1.05."""
+def test_the_test_detects_a_wrong_temperature() -> None:
+    """Draws at temperature 1 do not pass as draws at 1.05."""
     logits = logits_of("peaked")
     drawn = draw_many(logits, complete_params(), DRAWS)
     wrong = expected_probabilities(logits.tolist(), complete_params(temperature=1.05))

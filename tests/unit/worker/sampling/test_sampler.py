@@ -1,4 +1,4 @@
-"""What the sampler keeps, what it draws, and of what its draws are independent."""
+"""The sampler keeps and draws the right tokens, independently of neighbours and batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,23 +28,24 @@ def pick(
     lengths: list[int] | None = None,
     padding: int = 0,
 ) -> list[int]:
-    """One token for each sampling; ``logits`` are [rows, vocab], or [vocab] for all rows."""
+    """Samples a token for each request; `logits` are [rows, vocab], or [vocab] for all rows."""
     logits = logits.expand(len(samplings), -1) if logits.dim() == 1 else logits
     state = make_state([request(slot, each) for slot, each in enumerate(samplings)], logits.shape[-1])
     return choose(state, logits, lengths or [1] * len(samplings), padding=padding).tolist()
 
 
 def seeds(count: int, **fields: float) -> list[common_pb2.SamplingParams]:
-    """Equal samplings but for their seeds."""
+    """Returns equal parameters with different seeds."""
     return [complete_params(seed=seed, **fields) for seed in range(count)]
 
 
 def some_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    """Returns random logits, float32 [rows, VOCAB]."""
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def test_greedy_takes_the_likeliest() -> None:
-    """Temperature 0 is the argmax, whatever else is set."""
+def test_greedy_takes_the_most_probable_token() -> None:
+    """Temperature 0 yields the argmax, whatever else is set."""
     logits = some_logits(3)
     samplings = [
         complete_params(temperature=0.0, top_k=5, top_p=0.3, min_p=0.2, seed=seed) for seed in range(3)
@@ -53,14 +54,14 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 def test_greedy_only_step_needs_nothing() -> None:
-    """A step of greedy rows alone does not come to the sampler, filters or not; tables are not even made."""
+    """A step with only greedy rows needs no sampling, even with filters, and allocates no tables."""
     state = make_state([request(0, complete_params(temperature=0.0, top_p=0.5))], VOCAB)
     assert state.batch([0], [1]).needs.none
     assert not hasattr(state, "counts")
 
 
 def test_greedy_rows_ignore_random_neighbours() -> None:
-    """A greedy row among random ones is still the argmax."""
+    """A greedy row yields the argmax beside random rows."""
     logits = some_logits(2)
     tokens = pick(
         logits, [complete_params(temperature=0.0), complete_params(temperature=1.0, seed=3, top_k=3)]
@@ -78,8 +79,8 @@ def test_positions_are_independent_draws() -> None:
     assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
 
 
-def test_a_redraw_under_a_mask_is_as_good_as_a_mask_first() -> None:
-    """What is refused and drawn again, masked, under another attempt, comes with the probability that it has among what is allowed."""
+def test_a_redraw_under_a_mask_keeps_the_masked_distribution() -> None:
+    """Rejecting a token and drawing again under the mask yields the same distribution as the mask alone."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     mass = (probabilities * 2**40).long().expand(20_000, -1).contiguous()
     seeds, positions = torch.arange(20_000), torch.full((20_000,), 9)
@@ -91,7 +92,7 @@ def test_a_redraw_under_a_mask_is_as_good_as_a_mask_first() -> None:
 
 
 def test_sequences_are_independent_draws() -> None:
-    """The same for neighbouring sequences of a request."""
+    """Pairs of draws of neighbouring sequences of a request fit the product of the distributions."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     mass = (probabilities * 2**40).long().expand(20_000, -1)
     words = [sequence_seed(seed, sequence) for seed in range(10_000) for sequence in (0, 1)]
@@ -101,7 +102,7 @@ def test_sequences_are_independent_draws() -> None:
 
 
 def test_numbers_are_uniform() -> None:
-    """Numbers of neighbouring seeds and positions fill [0, 1) evenly and are unrelated."""
+    """Numbers of neighbouring seeds and positions are uniform in [0, 1) and uncorrelated."""
     keys = torch.cartesian_prod(torch.arange(200), torch.arange(200))
     numbers = uniform(keys[:, 0], keys[:, 1])
     assert float(numbers.min()) >= 0
@@ -114,7 +115,7 @@ def test_numbers_are_uniform() -> None:
 
 
 def test_a_draw_reaches_the_first_and_the_last_token() -> None:
-    """Numbers at the ends of [0, 1) give tokens at the ends; tokens without mass are passed over, whatever the vocabulary's size."""
+    """Random numbers at the ends of [0, 1) give the first and last tokens with mass, for any vocabulary."""
     for vocab in (1, 3, 127, 128, 129, 1000):
         mass = torch.zeros(2, vocab, dtype=torch.int64)
         mass[:, vocab // 3 : vocab // 2 + 1] = 1 << 44
@@ -123,19 +124,19 @@ def test_a_draw_reaches_the_first_and_the_last_token() -> None:
 
 
 def test_tiny_temperature_is_greedy() -> None:
-    """Near 0 nothing overflows and the likeliest token wins."""
+    """At temperatures near 0 nothing overflows and the most probable token wins."""
     logits = some_logits(4)
     assert pick(logits, seeds(4, temperature=1e-4)) == logits.argmax(dim=-1).tolist()
 
 
 def test_top_k_keeps_ties() -> None:
-    """Tokens as likely as the k-th stay together, so that their order cannot matter."""
+    """Tokens as probable as the k-th are all kept, so their order does not matter."""
     logits = torch.tensor([1.0, 1.0, 1.0, 0.0])
     assert set(draw_many(logits, complete_params(top_k=2), 1000).tolist()) == {0, 1, 2}
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
-    """A k larger than the vocabulary is off."""
+    """A k above the vocabulary's size has no effect."""
     assert set(draw_many(torch.zeros(4), complete_params(top_k=100), 1000).tolist()) == {0, 1, 2, 3}
 
 
@@ -143,20 +144,20 @@ def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
     ("top_p", "kept"), [(0.4, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.999, 4)]
 )
 def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, kept: int) -> None:
-    """Of probabilities 0.5, 0.3, 0.15, 0.05 the nucleus is the shortest prefix with at least the mass."""
+    """For probabilities 0.5, 0.3, 0.15, 0.05, the nucleus is the shortest prefix with enough mass."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert set(draw_many(logits, complete_params(top_p=top_p), 2_000).tolist()) == set(range(kept))
 
 
-def test_top_p_works_on_what_top_k_left() -> None:
-    """After top_k 2 of 0.5, 0.3, ..., the likeliest has 0.625 of the mass: enough for a top_p of 0.6."""
+def test_top_p_applies_after_top_k() -> None:
+    """After top_k 2 of 0.5, 0.3, ..., the first token has 0.625 of the mass: enough for a top_p of 0.6."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert set(draw_many(logits, complete_params(top_k=2, top_p=0.6), 1000).tolist()) == {0}
     assert set(draw_many(logits, complete_params(top_k=2, top_p=0.7), 1000).tolist()) == {0, 1}
 
 
 def test_a_flat_nucleus_is_found() -> None:
-    """A nucleus of thousands of almost equal tokens ends where their mass says."""
+    """A nucleus of thousands of almost equal tokens ends at the right token."""
     logits = torch.linspace(1.0, 0.0, 5_000)
     tokens = draw_many(logits, complete_params(top_p=0.5), 2_000)
     cutoff = int((logits.softmax(-1).cumsum(-1) < 0.5).sum())
@@ -164,13 +165,13 @@ def test_a_flat_nucleus_is_found() -> None:
 
 
 def test_min_p_drops_the_unlikely() -> None:
-    """Tokens below min_p times the likeliest are not drawn."""
+    """Tokens below min_p times the largest probability are not drawn."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert set(draw_many(logits, complete_params(min_p=0.5), 1_000).tolist()) == {0, 1}
 
 
-def test_the_search_is_exact() -> None:
-    """The threshold is the k-th largest value to the bit, for every k, among values of all magnitudes and with ties."""
+def test_the_threshold_search_is_exact() -> None:
+    """The threshold is bit for bit the k-th largest value, for values of all magnitudes and with ties."""
     generator = torch.Generator().manual_seed(3)
     values = torch.rand(4, 300, generator=generator) * torch.tensor([1.0, 1e-3, 1e-20, 1e-40])[:, None]
     values[:, ::7] = values[:, 1::7][:, : values[:, ::7].shape[1]]
@@ -196,10 +197,10 @@ def test_the_search_is_exact() -> None:
     flat=st.booleans(),
 )
 @settings(deadline=None)
-def test_the_likeliest_is_the_argmax(
+def test_argmax_rows_equals_argmax(
     vocab: int, rows: int, seed: int, special: list[tuple[int, int, float]], flat: bool
 ) -> None:
-    """Whatever the vocabulary's size, of equal tokens the first one, and where a logit is infinite or no number."""
+    """It agrees for any vocabulary size, for ties, and for infinite and NaN logits."""
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     logits = logits.round() if flat else logits
     for row, token, value in special:
@@ -224,8 +225,8 @@ def test_the_likeliest_is_the_argmax(
     seed=st.integers(0, 2**64 - 1),
 )
 @settings(deadline=None)
-def test_zeros_of_either_sign_are_off_beside_whatever_neighbour(fields: dict[str, Any], seed: int) -> None:
-    """A row draws what it would with plain zeros and alone, beside rows that have every filter and penalty."""
+def test_zeros_of_either_sign_turn_parameters_off(fields: dict[str, Any], seed: int) -> None:
+    """A row beside rows with every filter and penalty draws the same token as alone with positive zeros."""
     sampling = complete_params(seed=seed, **fields)
     plain = changed(sampling, **{name: value or type(value)() for name, value in fields.items()})
     busy = [
@@ -237,8 +238,8 @@ def test_zeros_of_either_sign_are_off_beside_whatever_neighbour(fields: dict[str
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
-def test_the_few_likeliest_are_enough(kind: str) -> None:
-    """Where a small top_k is set, what is kept is the same, found among the few largest or in the whole vocabulary; with more ties than these, too."""
+def test_searching_few_tokens_keeps_the_same_tokens(kind: str) -> None:
+    """With a small top_k, the few largest weights give the same result as the whole vocabulary."""
     logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(4))
     logits = {"float32": logits, "bfloat16": (logits * 2).bfloat16().float(), "flat": logits.round()}[kind]
     each = [complete_params(top_k=k, top_p=p, min_p=m) for k, p, m in (
@@ -262,7 +263,7 @@ def test_the_few_likeliest_are_enough(kind: str) -> None:
 
 
 def test_rows_filter_independently() -> None:
-    """Each row of a mixed batch keeps what its own filters keep."""
+    """Each row of a mixed batch keeps the tokens that its own filters keep."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     mixed = [complete_params(seed=s, top_k=1) if s % 2 else complete_params(seed=s) for s in range(1_000)]
     tokens = pick(logits, mixed)
@@ -284,8 +285,8 @@ MIXED = [
 ]
 
 
-def test_seed_decides_whatever_the_neighbours() -> None:
-    """A request draws the same token alone, beside others, above padding, and with all that others may need computed."""
+def test_draws_do_not_depend_on_neighbours() -> None:
+    """A request draws the same token alone, beside others and beside padding."""
     logits = some_logits(len(MIXED), seed=1)
     lengths = [3, 9, 1, 60, 2, 5, 33, 7, 4, 8]
     together = pick(logits, MIXED, lengths)
@@ -295,8 +296,8 @@ def test_seed_decides_whatever_the_neighbours() -> None:
         assert alone == padded == [together[row]]
 
 
-def test_every_variant_that_covers_a_step_draws_the_same() -> None:
-    """What is captured computes more than a step needs; the tokens are those of a step that computes just that."""
+def test_captured_variants_draw_the_same_tokens() -> None:
+    """A variant that computes more than a step needs yields the same tokens as the exact one."""
     logits = some_logits(len(MIXED), seed=2)
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     rows, lengths = torch.arange(len(MIXED)), [4] * len(MIXED)
@@ -310,7 +311,7 @@ def test_every_variant_that_covers_a_step_draws_the_same() -> None:
 
 
 def test_seed_and_position_and_sequence_change_the_draw() -> None:
-    """Each of the three leads to other numbers."""
+    """Seed, position and sequence each change the random numbers."""
     logits = torch.zeros(1, 10_000)
 
     def one(seed: int, position: int, sequence: int) -> int:
@@ -321,23 +322,23 @@ def test_seed_and_position_and_sequence_change_the_draw() -> None:
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_row_without_any_allowed_token_says_so() -> None:
-    """It is told as -1; what goes on to the device is a token all the same, and the neighbours are not touched."""
+def test_a_row_without_an_allowed_token_reports_it() -> None:
+    """It reports -1 and does not affect its neighbours."""
     nothing = complete_params(seed=1, allowed_token_ids=(2,), bad_words=((2,),))
     logits = some_logits(3)
-    told = pick(logits, [nothing, changed(nothing, temperature=0.0), complete_params(temperature=0.0)])
-    assert told == [-1, -1, int(logits[2].argmax())]
+    reported = pick(logits, [nothing, changed(nothing, temperature=0.0), complete_params(temperature=0.0)])
+    assert reported == [-1, -1, int(logits[2].argmax())]
 
 
-def test_early_end_tokens_give_way_where_nothing_else_is_left() -> None:
-    """min_tokens does not make a request fail whose grammar, or list, allows nothing but the end."""
+def test_min_tokens_yields_where_only_an_end_token_is_allowed() -> None:
+    """A request does not fail if its grammar or token list allows nothing but an end token."""
     sampling = complete_params(temperature=0.0, allowed_token_ids=(2, 4), bad_words=((4,),), min_tokens=3)
     state = make_state([request(0, sampling)], VOCAB, ends=(2, 4))
     assert choose(state, some_logits(), [1]).tolist() == [2]
 
 
 def test_needs_are_the_union_of_the_rows() -> None:
-    """A step computes what one of its rows needs, at the width of the widest."""
+    """A step computes everything that any of its rows needs, at the largest width."""
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     lengths = [17] * len(MIXED)
     assert state.batch([0], lengths).needs == Needs(random=True)
@@ -348,7 +349,7 @@ def test_needs_are_the_union_of_the_rows() -> None:
 
 
 def test_bans_end_with_min_tokens() -> None:
-    """From then on a request costs what it would without; bad words last, and so does what else it asked for."""
+    """After min_tokens, a request needs no bans for them. Bad words and other parameters remain."""
     least = complete_params(temperature=0.0, min_tokens=3)
     some = [least, changed(least, min_tokens=5, seed=1, temperature=1.0), changed(least, bad_words=((7,),))]
     state = make_state([request(slot, each) for slot, each in enumerate(some)], VOCAB, ends=(2,))
@@ -362,15 +363,15 @@ def test_bans_end_with_min_tokens() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 2] = 9.0
     assert choose(state, logits[:1], [4] * 3, [0]).tolist() == [2]
-    # The next request in the slot begins anew, and one that comes with enough tokens has none at all.
+    # The next request in the slot starts with its own bans; a request with enough tokens has none.
     admit(state, request(0, least))
     assert choose(state, logits[:1], [1] * 3, [0]).tolist() == [0]
     admit(state, request(0, least, output=(5, 6, 7)))
     assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
 
 
-def test_a_prefill_between_steps_costs_no_other_union() -> None:
-    """What is known of the decoding slots stays known beside that of a single one, until one of them changes."""
+def test_a_prefill_between_steps_keeps_the_cached_batch() -> None:
+    """The cached needs of the decoding slots survive a step of one slot, until one of them changes."""
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     lengths, slots = [4] * len(MIXED), [1, 2, 3]
     first = state.batch(slots, lengths)
@@ -380,8 +381,8 @@ def test_a_prefill_between_steps_costs_no_other_union() -> None:
     assert state.batch(slots, lengths).needs.greedy
 
 
-def test_logprobs_are_of_the_unfiltered_distribution() -> None:
-    """Chosen token, rank and likeliest tokens are reported before temperature and filters, for rows that asked."""
+def test_logprobs_come_from_the_unfiltered_distribution() -> None:
+    """Rows that ask get log-probabilities and ranks from before temperature and filters."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     first, second = unpack_logprobs(compute_logprobs(logits, torch.tensor([2, 3])), [2, None])
     expected = logits[0].log_softmax(-1)
@@ -394,7 +395,7 @@ def test_logprobs_are_of_the_unfiltered_distribution() -> None:
 
 
 def test_logprobs_of_the_chosen_token_alone() -> None:
-    """0 asks for the chosen token's log-probability and no others; padded rows are not reported."""
+    """A count of 0 returns only the chosen token's log-probability; padding rows return none."""
     (entry,) = unpack_logprobs(compute_logprobs(torch.zeros(3, 4), torch.tensor([1, 0, 0])), [0])
     assert entry is not None
     assert entry.logprob == pytest.approx(-1.386294, abs=1e-5)

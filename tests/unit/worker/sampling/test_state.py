@@ -1,4 +1,4 @@
-"""The slots' sampling state against a naive model: requests come, sample, leave, and come back with what they had."""
+"""The slots' sampling state against a naive model: admission, sampling, preemption and resumption."""
 
 import weakref
 from collections import Counter
@@ -47,7 +47,7 @@ samplings = st.builds(
     frequency_penalty=st.sampled_from([0.0, -0.5, 2.0]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.6]),
     logit_bias=st.one_of(st.just({}), st.dictionaries(tokens, st.sampled_from([-5.0, 2.0]), max_size=20)),
-    # Few at times: then what else forbids them leaves none but early ends, or none at all.
+    # Short lists, with other parameters, may leave only early end tokens or no token at all.
     allowed_token_ids=st.one_of(
         st.just(()),
         st.lists(tokens, min_size=20, max_size=50).map(tuple),
@@ -62,27 +62,27 @@ samplings = st.builds(
 
 
 class Slots(RuleBasedStateMachine):
-    """Slots that are taken, advanced together or in part, freed, and taken again."""
+    """Slots that are filled, advanced together or in part, freed and filled again."""
 
     @initialize()
     def start(self) -> None:
-        """All of them free."""
+        """Starts with free slots."""
         self.state = make_state([], VOCAB, slots=SLOTS, ends=ENDS)
         self.running: dict[int, tuple[common_pb2.SamplingParams, list[int], list[int]]] = {}
-        self.left: list[tuple[common_pb2.SamplingParams, list[int], list[int]]] = []
+        self.preempted: list[tuple[common_pb2.SamplingParams, list[int], list[int]]] = []
         self.steps = 0
 
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(sampling=samplings, prompt=st.lists(tokens, min_size=1, max_size=10), data=st.data())
-    def take(self, sampling: common_pb2.SamplingParams, prompt: list[int], data: st.DataObject) -> None:
-        """A new request."""
+    def admit_new(self, sampling: common_pb2.SamplingParams, prompt: list[int], data: st.DataObject) -> None:
+        """Admits a new request."""
         self._admit(data, sampling, prompt, [])
 
-    @precondition(lambda self: self.left and len(self.running) < SLOTS)
+    @precondition(lambda self: self.preempted and len(self.running) < SLOTS)
     @rule(data=st.data())
-    def take_again(self, data: st.DataObject) -> None:
-        """One that was preempted, with the tokens it had."""
-        self._admit(data, *self.left.pop())
+    def resume(self, data: st.DataObject) -> None:
+        """Resumes a preempted request with its tokens."""
+        self._admit(data, *self.preempted.pop())
 
     def _admit(
         self, data: st.DataObject, sampling: common_pb2.SamplingParams, prompt: list[int], output: list[int]
@@ -93,14 +93,14 @@ class Slots(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        """A request is preempted."""
-        self.left.append(self.running.pop(data.draw(st.sampled_from(sorted(self.running)))))
+    def preempt(self, data: st.DataObject) -> None:
+        """Preempts a request."""
+        self.preempted.append(self.running.pop(data.draw(st.sampled_from(sorted(self.running)))))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def advance(self, data: st.DataObject) -> None:
-        """Some of the requests sample a token: the one that the definitions allow."""
+        """Samples a token for some requests and compares it with the definitions."""
         slots = data.draw(st.lists(st.sampled_from(sorted(self.running)), min_size=1, unique=True))
         slots = [slot for slot in slots if self._length(slot) < LONGEST]
         if not slots:
@@ -113,7 +113,7 @@ class Slots(RuleBasedStateMachine):
             expected = torch.tensor(expected_logits(logits[row], sampling, prompt, output, ENDS))
             if token < 0:
                 assert (expected == -torch.inf).all()
-                token = 0  # noqa: PLW2901 - as the device goes on
+                token = 0  # noqa: PLW2901 - the device continues with token 0
             elif sampling.temperature == 0 or sampling.top_k == 1:
                 assert expected[token] >= expected.max() - 1e-4
             else:
@@ -128,8 +128,8 @@ class Slots(RuleBasedStateMachine):
         return len(prompt) + len(output)
 
     @invariant()
-    def counts_are_those_of_the_outputs(self) -> None:
-        """Of requests with penalties, whatever happened to their slots before."""
+    def counts_match_the_outputs(self) -> None:
+        """Token counts of requests with penalties match their outputs, whatever their slots held before."""
         for slot, (sampling, _, output) in getattr(self, "running", {}).items():
             if (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (
                 0,
@@ -144,8 +144,8 @@ Slots.TestCase.settings = machine(max_examples=40, stateful_step_count=40)
 TestSlots = Slots.TestCase
 
 
-def test_a_step_allocates_nothing_that_grows() -> None:
-    """Steps of any mix compute in the memory that the first of them made, at one of few widths."""
+def test_steps_reuse_their_memory() -> None:
+    """Steps of any mix use the memory of the first step, at one of few widths."""
     mix = [
         complete_params(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
         complete_params(seed=2, allowed_token_ids=range(50), min_tokens=5),
@@ -165,7 +165,7 @@ def test_a_step_allocates_nothing_that_grows() -> None:
 
 
 def test_tables_come_with_the_first_request_that_needs_them() -> None:
-    """Until then there are none, and requests before it are not touched by them; their size is what memory is counted for."""
+    """Tables have the size that the memory budget counts, and earlier requests are unaffected by them."""
     state = make_state([request(0, complete_params(temperature=0.0))], VOCAB, slots=3)
     assert not hasattr(state, "counts")
     admit(state, request(1, complete_params(temperature=0.0, presence_penalty=1.0), [4], [4]))
@@ -178,8 +178,8 @@ def test_tables_come_with_the_first_request_that_needs_them() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "longest"), [(3000, 20_000), (20_001, 64)])
-def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int) -> None:
-    """Each kind that is captured, with the report, beside the workspace that is there already."""
+def test_a_step_fits_into_its_counted_memory(vocab: int, longest: int) -> None:
+    """Every captured variant, and the log-probabilities, stay within the counted temporary memory."""
     rows = 8
     state = SamplingState(
         torch.zeros((rows + 1, longest + 1), dtype=torch.int64), SamplingVocabulary(vocab, (0,))
@@ -188,7 +188,7 @@ def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int)
     workspace = state.workspace(rows)
     arguments = torch.randn(rows, vocab), torch.arange(rows), torch.full((rows,), longest)
     counted = sampling_bytes(rows, vocab, longest) - rows * vocab * WORKSPACE_BYTES
-    sample(state, state.variants()[-1], *arguments)  # makes what stays
+    sample(state, state.variants()[-1], *arguments)  # allocates the persistent tensors
     known = [
         each
         for each in (*vars(state).values(), *vars(workspace).values(), *arguments)
@@ -196,17 +196,17 @@ def test_a_step_computes_in_the_memory_that_is_counted(vocab: int, longest: int)
     ]
     peaks = []
     for needs in state.variants():
-        with Held(known) as held:
+        with LiveBytes(known) as live:
             sample(state, needs, *arguments)
-        peaks.append(held.peak)
-    with Held(known) as held:
+        peaks.append(live.peak)
+    with LiveBytes(known) as live:
         compute_logprobs(arguments[0], arguments[1])
-    assert max(*peaks, held.peak) <= counted
-    assert max(*peaks, held.peak) > counted / 2
+    assert max(*peaks, live.peak) <= counted
+    assert max(*peaks, live.peak) > counted / 2
 
 
-class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of what operators return, as long as somebody has it; views add nothing."""
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of live operator results; views add nothing."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,11 +221,11 @@ class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 place, size = storage.data_ptr(), storage.nbytes()
                 self.now += 0 if self._users[place] else size
                 self._users[place] += 1
-                weakref.finalize(tensor, self._left, place, size)
+                weakref.finalize(tensor, self._release, place, size)
         self.peak = max(self.peak, self.now)
         return result
 
-    def _left(self, place: int, size: int) -> None:
+    def _release(self, place: int, size: int) -> None:
         self._users[place] -= 1
         self.now -= 0 if self._users[place] else size
 
@@ -242,8 +242,8 @@ class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ({"stop_token_ids": (VOCAB,), "min_tokens": 1}, "stop_token_ids"),
     ],
 )
-def test_what_cannot_be_met_is_refused(fields: dict[str, Any], param: str) -> None:
-    """By the name of the parameter, in one line; the slot is as it was."""
+def test_unsupported_parameters_are_refused(fields: dict[str, Any], param: str) -> None:
+    """The error names the parameter in one line, and the slot stays unchanged."""
     state = make_state([], VOCAB, slots=1)
     with pytest.raises(InvalidArgument) as caught:
         admit(state, request(0, complete_params(**fields)))
@@ -252,8 +252,8 @@ def test_what_cannot_be_met_is_refused(fields: dict[str, Any], param: str) -> No
     assert state.batch([0], [1]).needs == Needs(greedy=True)
 
 
-def test_limits_are_met() -> None:
-    """As many entries as there may be are served, each of them."""
+def test_tables_hold_the_largest_allowed_requests() -> None:
+    """A request with as many entries as allowed works, and one more entry is refused."""
     vocab = MAX_BANS + 1 + MAX_BIASES
     words = tuple((1,) * (MAX_BAN_TOKENS - 1) + (token,) for token in range(MAX_BANS))
     sampling = complete_params(

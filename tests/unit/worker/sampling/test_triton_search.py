@@ -1,4 +1,4 @@
-"""The search for a threshold on GPUs finds what histograms find; on a GPU, or in Triton's interpreter."""
+"""The GPU threshold search agrees with the histogram search, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ONE = 2.0**44
 def both(
     weights: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor
 ) -> tuple[list[int], list[int]]:
-    """What histograms find, and what the kernels do; 0 for what is below all tokens."""
+    """Returns the thresholds that histograms and kernels find; 0 if all tokens are above."""
     bits = weights.contiguous().view(torch.int32)
     rows, vocab = weights.shape
     ((_, tile),) = Workspace(rows, vocab, torch.device("cpu")).tiles(rows)
@@ -27,8 +27,8 @@ def both(
 
 @pytest.mark.parametrize("vocab", [1, 7, 2048, 5001])
 @pytest.mark.parametrize("scale", [0.01, 3.0, 40.0])
-def test_the_nucleus_is_that_of_histograms(vocab: int, scale: float) -> None:
-    """Flat, usual and steep rows; in bfloat16, where many weights are equal, and with dropped tokens, which have no mass."""
+def test_the_nucleus_matches_the_histogram_search(vocab: int, scale: float) -> None:
+    """Rows are flat, usual or steep, with bfloat16 ties and with dropped tokens, which have no mass."""
     torch.manual_seed(vocab)
     logits = (torch.randn(4, vocab) * scale).bfloat16().float()
     weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
@@ -44,8 +44,8 @@ def test_the_nucleus_is_that_of_histograms(vocab: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 5001])
-def test_the_kth_is_that_of_histograms(vocab: int) -> None:
-    """Each token counts as one; more than there are finds all of them."""
+def test_the_kth_weight_matches_the_histogram_search(vocab: int) -> None:
+    """Each token counts as one; a k beyond the vocabulary finds all tokens."""
     torch.manual_seed(vocab)
     weights = torch.rand(4, vocab).bfloat16().float()
     wanted = torch.tensor([[1], [min(vocab, 70)], [vocab], [vocab + 1]])
@@ -57,7 +57,7 @@ def test_the_kth_is_that_of_histograms(vocab: int) -> None:
 
 
 def test_the_largest_weight_is_found() -> None:
-    """A weight of 1 has the highest bits of all."""
+    """A weight of 1, whose bits are the highest, can be the threshold."""
     weights = torch.tensor([[0.25, 1.0, 0.0]])
     expected, found = both(weights, (weights * ONE).long(), torch.ones(1, 1, dtype=torch.int64))
     assert found == expected == [0x3F800000]

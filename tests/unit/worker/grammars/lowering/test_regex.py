@@ -15,7 +15,7 @@ from worker_svc.grammars.lowering.regex import lower_regex
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["{}", "[{}]", "[^{}]", "[!-{}]", "[{}-~]", "[a{}]", "a{}"])
 def test_unknown_incomplete_and_octal_escapes_are_refused(escape: str, form: str) -> None:
-    """No such escape matches the letters or digits of its spelling, in a class or outside, in JSON or alone."""
+    """No such escape matches the letters of its spelling, in a class or outside, in JSON or alone."""
     pattern = form.format(escape)
     with pytest.raises(InvalidArgument, match="cannot be enforced"):
         lower_regex(pattern)
@@ -46,7 +46,7 @@ def test_an_escaped_zero_in_a_class_is_nul(pattern: str, text: str | None, insid
 
 
 def test_sets_in_json_exclude_escaped_and_ambiguous_characters() -> None:
-    r"""Sets lose the characters that JSON must escape, and \S loses spaces on which regex engines disagree."""
+    r"""Sets lose the characters that JSON must escape, and \S loses spaces that engines disagree on."""
     assert lower_regex("^[ -~][^a].$", in_json=True) == (
         r"^[ -!#-,\-.-\[\]_-~\^]"
         r"[ -!#-,\-.-\[\]_-`b-~\x7f-\u{d7ff}\u{e000}-\u{10ffff}\^]"
