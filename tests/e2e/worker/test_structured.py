@@ -31,7 +31,8 @@ CHOSEN_GRAMMARS = GRAMMARS if FULL else GRAMMARS[::4]
 
 @pytest.fixture(scope="module")
 def harness() -> ConstrainedHarness:
-    return ConstrainedHarness()
+    """A harness in float32, where kernels of different batch sizes hardly ever disagree about a token."""
+    return ConstrainedHarness(dtype="float32")
 
 
 def outputs(

@@ -57,8 +57,8 @@ def constraints(*, num_slots: int = 32, min_jump: int = 4) -> Constraints:
 class ConstrainedHarness(Harness):
     """A harness whose requests may have grammars. It prefills forced tokens as the scheduler does."""
 
-    def __init__(self, *, min_jump: int = 4, **options: object) -> None:
-        model = load(SMOLLM2, "bfloat16")
+    def __init__(self, *, dtype: str = "bfloat16", min_jump: int = 4, **options: object) -> None:
+        model = load(SMOLLM2, dtype)
         self.constraints = constraints(min_jump=min_jump)
         super().__init__(model, max_model_len=1024, constraints=self.constraints, **options)  # type: ignore[arg-type]
         self.num_chunks = self.num_decodes = 0
