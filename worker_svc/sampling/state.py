@@ -1,7 +1,7 @@
-"""The sampling parameters of every slot, as tensors, so that a step gathers its rows' without a loop.
+"""The sampling parameters of every slot as tensors, so that a step gathers its rows without a loop.
 
-Small ones are always there. Tables and counts come with the first request that needs them, or before graphs are captured; how much memory
-they take is counted either way (``footprint.state_bytes``).
+The small tensors always exist. Tables and counts are allocated for the first request that needs them, or
+before graphs are captured; `footprint.state_bytes` counts them either way.
 """
 
 import enum
@@ -18,13 +18,14 @@ from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.filters import FEW
 from worker_svc.sampling.workspace import Workspace
 
-# What one request may have; tables are as wide. No less than what a scheduler lets through (scheduler_svc/convert/sampling.py): bans are
-# bad words and, while min_tokens holds, its stop_token_ids and the model's end tokens.
+# Entries that one request may have, which is the width of the tables. They hold every request that validation
+# accepts. Bans are bad words and, until min_tokens is reached, stop_token_ids and the model's end tokens.
 MAX_BIASES = MAX_LOGIT_BIASES
 MAX_BANS = 1024
 MAX_BAN_TOKENS = MAX_BAD_WORD_TOKENS
 
-# Dividing logits by less overflows float32. vLLM raises temperatures below 0.01 to that; we serve them as they are down to this one.
+# Division of logits by a smaller temperature overflows float32. vLLM raises temperatures below 0.01 to 0.01;
+# we apply them unchanged down to this value and sample greedily below it.
 _GREEDY_BELOW = 1e-5
 
 FOREVER = torch.iinfo(torch.int64).max
@@ -33,128 +34,136 @@ _NARROWEST = 16
 
 @dataclass(frozen=True)
 class SamplingVocabulary:
-    """What sampling has to know of a model."""
+    """The facts about a model's vocabulary that sampling needs."""
 
     size: int
-    """Of a row of logits."""
+    """Width of the logits."""
     end_tokens: tuple[int, ...] = ()
-    """Tokens that end a sequence: ``min_tokens`` holds them back."""
+    """Tokens that end a sequence; `min_tokens` forbids them."""
 
 
 class Reach(enum.IntEnum):
-    """Among how many tokens a filter has to look for its threshold."""
+    """The tokens among which a filter searches its threshold."""
 
     NONE = 0
+    """The filter is off."""
     FEW = 1
-    """The few likeliest."""
+    """The `FEW` most probable tokens."""
     ALL = 2
+    """The whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step has to compute so that each of its rows gets what it asked for. Widths are of tables, in entries; 0 for none of it."""
+    """The operations that a step must compute for its rows. A width of 0 turns an operation off."""
 
     random: bool = False
-    """Some rows are drawn."""
+    """Some rows are sampled."""
     greedy: bool = False
-    """Some are not."""
+    """Some rows are greedy."""
     min_p: bool = False
+    """Some rows have a `min_p`."""
     top_k: Reach = Reach.NONE
+    """Where to search the thresholds of `top_k`."""
     top_p: Reach = Reach.NONE
+    """Where to search the thresholds of `top_p`."""
     masks: bool = False
+    """Some rows have `allowed_token_ids`."""
     bans: int = 0
+    """Width of the ban tables, in entries."""
     ban_prefix: int = 0
-    """Tokens of the longest bad word, less the last one."""
+    """Tokens of the longest bad word, except its last."""
     biases: int = 0
+    """Width of the bias tables, in entries."""
     history: int = 0
-    """Leading tokens of a sequence that penalties look at."""
+    """Leading tokens of the sequences that penalties read."""
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed before the choice."""
+        """Whether logits are adjusted before the choice."""
         return bool(self.masks or self.bans or self.biases or self.history)
 
     @property
     def none(self) -> bool:
-        """Whether each row takes the most probable token of the logits as they are."""
+        """Whether each row takes the most probable token of the unchanged logits."""
         return not (self.random or self.adjusts)
 
     def __or__(self, other: "Needs") -> "Needs":
-        """What both need."""
+        """Returns the needs of both."""
         return Needs(*(max(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
 
     def covers(self, other: "Needs") -> bool:
-        """Whether a step that computes this does for one that needs the other."""
+        """Whether a step that computes this satisfies the `other` needs."""
         return self | other == self
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What the rows of one step ask for."""
+    """The requirements of the rows of one step."""
 
     needs: Needs
+    """The operations to compute."""
     logprobs: Sequence[int | None]
-    """Of the real rows; see ``common_pb2.SamplingParams.logprobs``."""
+    """`SamplingParams.logprobs` of each real row; `None` for no log-probabilities."""
 
     @property
     def reports(self) -> bool:
-        """Whether any row wants log-probabilities."""
+        """Whether any row asks for log-probabilities."""
         return any(count is not None for count in self.logprobs)
 
 
 class SamplingState:
-    """The slots' parameters, and what penalties count.
+    """The parameters of each slot, and the token counts that penalties use.
 
-    Row ``num_slots`` belongs to padding and is greedy.
-
-    Attributes:
-        tokens: int64 [slots + 1, longest + 1], the slots' token ids; the batch's.
-        temperature: float32 [slots + 1]; 0 is greedy. Likewise ``min_p``, ``repetition``, ``frequency``, ``presence``.
-        top_p: float64 [slots + 1].
-        top_k: int64 [slots + 1]; the vocabulary's size is off.
-        seed: int64 [slots + 1], of the slot's sequence.
-        prompt_len: int64 [slots + 1].
-        counts: int32 [slots + 1, vocab], how often each token is in the output of a slot with penalties.
-        allowed: int32 [slots + 1, words], a bit for each token that ``allowed_token_ids`` lets through, lowest first.
-        bias_ids: int64 [slots + 1, entries] with ``bias_values``, float32. Entries without use add 0 to token 0.
-        ban_tokens: int64 [slots + 1, entries]: tokens that must not come, ``ban_until`` (int64) a position, behind ``ban_prefix``
-            (int64 [slots + 1, entries, tokens], aligned at its end, -1 for any) of ``ban_prefix_len`` tokens.
+    Every tensor has a row per slot and one more, `num_slots`, for padding, which is greedy. The tables below
+    exist only after `allocate`.
     """
 
     counts: torch.Tensor
+    """int32 [slots + 1, vocab]: how often each token occurs in the output of a slot with penalties."""
     allowed: torch.Tensor
+    """int32 [slots + 1, words]: one bit per token that `allowed_token_ids` allows, lowest bit first."""
     bias_ids: torch.Tensor
+    """int64 [slots + 1, entries]: biased tokens. Unused entries add 0 to token 0."""
     bias_values: torch.Tensor
+    """float32 [slots + 1, entries]: the biases of `bias_ids`."""
     ban_tokens: torch.Tensor
+    """int64 [slots + 1, entries]: banned tokens."""
     ban_until: torch.Tensor
+    """int64 [slots + 1, entries]: the position from which on each ban is lifted."""
     ban_prefix: torch.Tensor
+    """int32 [slots + 1, entries, tokens]: tokens before each banned token, right-aligned; -1 matches any."""
     ban_prefix_len: torch.Tensor
+    """int32 [slots + 1, entries]: length of each prefix."""
 
     def __init__(self, tokens: torch.Tensor, vocabulary: SamplingVocabulary) -> None:
-        """All slots start greedy.
+        """Starts with all slots greedy.
 
         Args:
-            tokens: int64 [slots + 1, longest + 1], which the batch keeps up to date.
-            vocabulary: the model's.
+            tokens: int64 [slots + 1, longest + 1], the slots' token ids; the batch keeps them up to date.
+            vocabulary: the model's vocabulary.
         """
         rows, device = tokens.shape[0], tokens.device
         self.tokens = tokens
         self.vocabulary = vocabulary
         self.temperature = torch.zeros(rows, device=device)
+        """float32 [slots + 1]; 0 is greedy."""
         self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
         self.top_k = torch.full((rows,), vocabulary.size, device=device)
+        """int64 [slots + 1]; the vocabulary's size turns the filter off."""
         self.min_p = torch.zeros(rows, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        """int64 [slots + 1]: the seed of the slot's sequence."""
         self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=device)
         self.repetition = torch.ones(rows, device=device)
         self.frequency = torch.zeros(rows, device=device)
         self.presence = torch.zeros(rows, device=device)
         self._workspace = Workspace(0, vocabulary.size, device)
         self._has_tables = False
-        # Equal ones are one object.
+        # Equal needs share one object.
         self._known_needs: dict[Needs, Needs] = {}
         self._needs = [self._interned(Needs(greedy=True))] * rows
-        # From which position on nothing is banned of a slot any more, and the slots that such a position is ahead of.
+        # The position from which on each slot has no bans, and the slots that have not reached theirs.
         self._banned_until = [0] * rows
         self._banned: set[int] = set()
         self._logprobs: list[int | None] = [None] * rows
@@ -162,7 +171,7 @@ class SamplingState:
         self._last = SamplingBatch(Needs(), ())
 
     def allocate(self) -> None:
-        """Makes tables and counts, if they are not there yet."""
+        """Allocates tables and counts, unless they exist."""
         if self._has_tables:
             return
         rows, device, size = self.tokens.shape[0], self.tokens.device, self.vocabulary.size
@@ -180,13 +189,13 @@ class SamplingState:
         self._has_tables = True
 
     def workspace(self, rows: int) -> Workspace:
-        """Memory for a step of so many rows; it stays for the next one."""
+        """Returns memory for a step of `rows` rows; later steps reuse it."""
         if rows > self._workspace.num_rows:
             self._workspace = Workspace(rows, self.vocabulary.size, self.tokens.device)
         return self._workspace
 
     def variants(self) -> list[Needs]:
-        """What is captured: one of these covers any step, the cheapest first."""
+        """Returns the needs to capture, cheapest first. At least one of them covers any step."""
         full = Needs(
             masks=True,
             bans=MAX_BANS,
@@ -200,10 +209,10 @@ class SamplingState:
         return [drawn, few, filtered, *(full | each for each in (Needs(greedy=True), drawn, few, filtered))]
 
     def check(self, request: Admission) -> None:
-        """Does nothing if a request's parameters can be met.
+        """Checks that the tables and the vocabulary can hold a request's parameters.
 
         Raises:
-            InvalidArgument: naming the parameter and its bound.
+            InvalidArgument: names the parameter and its limit.
         """
         sampling, size = request.sampling, self.vocabulary.size
         for name, ids in (
@@ -214,10 +223,13 @@ class SamplingState:
         ):
             beyond = next((token for token in ids if not 0 <= token < size), None)
             if beyond is not None:
-                raise InvalidArgument(f"{name} has token {beyond}, and the vocabulary has {size}", param=name)
+                raise InvalidArgument(
+                    f"{name} has token {beyond}, but the vocabulary has {size} tokens", param=name
+                )
         if len(sampling.logit_bias) > MAX_BIASES:
             raise InvalidArgument(
-                f"logit_bias has {len(sampling.logit_bias)} tokens, at most {MAX_BIASES} are served; use allowed_token_ids to keep few",
+                f"logit_bias has {len(sampling.logit_bias)} tokens; the limit is {MAX_BIASES}; to allow only a few tokens, use"
+                " allowed_token_ids",
                 param="logit_bias",
             )
         if any(not 1 <= len(word.token_ids) <= MAX_BAN_TOKENS for word in sampling.bad_words):
@@ -225,20 +237,19 @@ class SamplingState:
         if len(self._bans(request)) > MAX_BANS:
             name = "bad_words" if len(sampling.bad_words) > MAX_BANS // 2 else "stop_token_ids"
             raise InvalidArgument(
-                f"bad_words, and with min_tokens the stop_token_ids, have more than {MAX_BANS} entries together",
+                f"bad_words have more than {MAX_BANS} entries, counting stop_token_ids if min_tokens is set",
                 param=name,
             )
 
     def set(self, request: Admission) -> None:
-        """Takes over a request's parameters, which :meth:`check` has let through, and counts what it has sampled before."""
+        """Stores the parameters of a request that passed `check`, and counts its sampled tokens."""
         slot, sampling = request.slot, request.sampling
         self._last_slots = None
         self.temperature[slot] = _temperature(sampling)
         self.top_p[slot] = _top_p(sampling)
         self.top_k[slot] = min(sampling.top_k, self.vocabulary.size) or self.vocabulary.size
-        self.min_p[slot] = (
-            sampling.min_p or 0.0
-        )  # thresholds are compared as bits, and -0.0 has one more than 0.0
+        # Thresholds are compared as bits, and -0.0 has the sign bit set.
+        self.min_p[slot] = sampling.min_p or 0.0
         self.seed[slot] = sequence_seed(sampling.seed, request.sequence)
         self.prompt_len[slot] = request.prompt_len
         self.repetition[slot] = _repetition_penalty(sampling)
@@ -255,7 +266,8 @@ class SamplingState:
             self.allocate()
         if not self._has_tables:
             return
-        # Rows of other requests in a step are looked at as far as its neediest one needs: all of them say what they want.
+        # A step computes every row at the width of the neediest one, so every slot with tables fills its rows
+        # in full.
         self._set_masks(slot, sampling.allowed_token_ids)
         self._set_biases(slot, sampling)
         self._set_bans(slot, bans)
@@ -265,15 +277,16 @@ class SamplingState:
             self.counts[slot] = counts.to(self.counts)
 
     def batch(self, slots: Sequence[int], lengths: Sequence[int]) -> SamplingBatch:
-        """What a step has to compute.
+        """Returns the requirements of a step.
 
         Args:
-            slots: the real rows'.
-            lengths: known tokens, by slot.
+            slots: slots of the real rows.
+            lengths: number of tokens so far, by slot.
         """
         self._lift_bans(slots, lengths)
         if len(slots) == 1:
-            # A prompt's last chunk, mostly, between steps of the same many slots.
+            # Mostly the last chunk of a prompt, between decode steps of the same slots: keep their cached
+            # batch.
             batch = SamplingBatch(self._needs[slots[0]], [self._logprobs[slots[0]]])
         else:
             key = tuple(slots)
@@ -293,7 +306,7 @@ class SamplingState:
         return SamplingBatch(needs, [self._logprobs[slot] for slot in slots])
 
     def _lift_bans(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forgets bans that are over: ``min_tokens`` is paid for as long as it holds."""
+        """Drops the bans of slots that have reached `min_tokens`, so that they cost nothing from then on."""
         if not self._banned:
             return
         for slot in self._banned.intersection(slots):
@@ -303,21 +316,27 @@ class SamplingState:
                 self._last_slots = None
 
     def restricts(self, slot: int) -> bool:
-        """Whether a slot's parameters may forbid a token wherever it comes."""
+        """Whether a slot's parameters may forbid a token at any position, not only before `min_tokens`."""
         return self._needs[slot].masks or self._banned_until[slot] == FOREVER
 
     def filters(self, slot: int) -> bool:
-        """Whether a slot drops tokens by how likely others are."""
+        """Whether a slot has a filter that compares tokens: `min_p`, `top_k` or `top_p`."""
         needs = self._needs[slot]
         return needs.random and bool(needs.min_p or needs.top_k or needs.top_p)
 
     def extend(self, slot: int, tokens: torch.Tensor) -> None:
-        """Counts tokens that one slot got all at once, int64 [tokens]."""
+        """Counts tokens that one slot got at once, int64 [tokens]."""
         rows = torch.full_like(tokens, slot)
         self.count(self._needs[slot], rows, tokens)
 
     def count(self, needs: Needs, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts a token that each row got (int64 [rows], both), if the step needs that; without a look at what the tensors hold."""
+        """Counts one token per row if the step needs counts. Does not wait for the device.
+
+        Args:
+            needs: the step's needs.
+            rows: int64 [rows], the slot of each row.
+            tokens: int64 [rows].
+        """
         if needs.history:
             places = rows * self.vocabulary.size + tokens
             self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
@@ -349,7 +368,7 @@ class SamplingState:
         )
 
     def _bans(self, request: Admission) -> list[tuple[Sequence[int], int]]:
-        """Token sequences that must not come, each with the position from which on it may."""
+        """Returns the banned token sequences, each with the position from which on the ban is lifted."""
         sampling = request.sampling
         bans: list[tuple[Sequence[int], int]] = [(word.token_ids, FOREVER) for word in sampling.bad_words]
         until = request.prompt_len + sampling.min_tokens
@@ -405,7 +424,7 @@ def _repetition_penalty(sampling: common_pb2.SamplingParams) -> float:
 
 
 def _width(entries: int) -> int:
-    """A width that so many entries fit into: one of few, so that steps have few shapes."""
+    """Returns a table width for `entries` entries. There are few widths, so that steps have few shapes."""
     width = _NARROWEST if entries else 0
     while width < entries:
         width *= 4

@@ -17,6 +17,7 @@ from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.model_files.demo_models import default_cache_dir
+from worker_svc.vllm_adapter.configuration import Dtype
 
 SMOLLM2 = default_cache_dir() / "smollm2"
 VOCAB, END = 49152, 2
@@ -57,7 +58,7 @@ def constraints(*, num_slots: int = 32, min_jump: int = 4) -> Constraints:
 class ConstrainedHarness(Harness):
     """A harness whose requests may have grammars. It prefills forced tokens as the scheduler does."""
 
-    def __init__(self, *, dtype: str = "bfloat16", min_jump: int = 4, **options: object) -> None:
+    def __init__(self, *, dtype: Dtype = "bfloat16", min_jump: int = 4, **options: object) -> None:
         model = load(SMOLLM2, dtype)
         self.constraints = constraints(min_jump=min_jump)
         super().__init__(model, max_model_len=1024, constraints=self.constraints, **options)  # type: ignore[arg-type]
