@@ -10,11 +10,14 @@ from typing import Protocol
 from protos.errors import Aborted, InvalidArgument, TriptychError
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.request import Event, FinishReason, Request
+from scheduler_svc.requests.finish import FinishReason
+from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.requests.stop_rule import StopRule
 from scheduler_svc.workers.engine_protocol import EngineProtocol, Prefixes
 
 _GREEDY = Sampling(common_pb2.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+_ONE_TOKEN = StopRule.of(_GREEDY, frozenset(), max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class PinService:
         token_ids = [*prefix, prefix[0]]
         return Request(
             request_id=f"pin-{pin_id}", token_ids=token_ids, num_prompt_tokens=len(token_ids), sampling=_GREEDY,
-            arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), end=len(token_ids) + 1, cache_salt=cache_salt,
+            arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), stop=_ONE_TOKEN, cache_salt=cache_salt,
         )  # fmt: skip
 
     @property

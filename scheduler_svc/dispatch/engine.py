@@ -29,8 +29,10 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ServedModel, Submission, check, requests_of
-from scheduler_svc.requests.request import Event, FinishReason, Request, RequestState, Sink
+from scheduler_svc.requests.finish import FinishReason
+from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import Grammar
+from scheduler_svc.requests.stop_rule import StopRule
 
 
 class Engine:
@@ -126,15 +128,15 @@ class Engine:
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
-        max_tokens = self._check(submission)
+        stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
         self._capacity.check(
             submission,
             num_waiting=self.num_waiting,
             waiting_tokens=self.waiting.num_tokens + self.grammars.num_tokens,
         )
-        requests = requests_of(submission, model, max_tokens, sink, self._arrivals, self._clock())
-        for sequence in submission.complete(max_tokens):
-            sink.push(Event(submission.request_id, sequence=sequence, finish_reason=FinishReason.LENGTH))
+        requests = requests_of(submission, stop, sink, self._arrivals, self._clock())
+        for event in submission.ended(stop):
+            sink.push(event)
         self._live.add(requests)
         for request in requests:
             request.rank = self.waiting.rank(request)

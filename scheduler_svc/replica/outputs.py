@@ -10,8 +10,8 @@ from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.steps_in_flight import InFlight
-from scheduler_svc.requests.request import Event, FinishReason, Request
-from scheduler_svc.requests.stop_rule import finish_reason
+from scheduler_svc.requests.finish import FinishReason
+from scheduler_svc.requests.request import Event, Request
 
 
 class Outputs:
@@ -116,12 +116,12 @@ class Outputs:
 
     def _end(self, request: Request, token: int) -> None:
         """Sends the event of a token that may end its sequence."""
-        finish = finish_reason(request, token)
-        if finish is None:
+        reason = request.stop.reason(token, request.num_output_tokens)
+        if reason is None:
             request.sink.push_token(request.request_id, token)
             return
-        stop_token = token if finish is FinishReason.STOP else None
-        self._send(request, Event(request.request_id, (token,), (), finish, stop_token))
+        stop_token_id = token if reason is FinishReason.STOP else None
+        self._send(request, Event(request.request_id, (token,), (), reason, stop_token_id))
 
     # ---- chunks ----
 
@@ -210,12 +210,12 @@ class Outputs:
 def _append(request: Request, output: SlotOutput) -> Event:
     """Appends an output's tokens up to the first one that ends the sequence; returns the event for them."""
     accepted: list[int] = []
-    finish: FinishReason | None = None
+    reason: FinishReason | None = None
     for token in output.token_ids:
         request.token_ids.append(token)
         accepted.append(token)
-        finish = finish_reason(request, token)
-        if finish is not None:
+        reason = request.stop.reason(token, request.num_output_tokens)
+        if reason is not None:
             break
-    stop_token = accepted[-1] if finish is FinishReason.STOP else None
-    return Event(request.request_id, tuple(accepted), output.logprobs[: len(accepted)], finish, stop_token)
+    stop_token_id = accepted[-1] if reason is FinishReason.STOP else None
+    return Event(request.request_id, tuple(accepted), output.logprobs[: len(accepted)], reason, stop_token_id)

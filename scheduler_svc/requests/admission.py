@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
-from scheduler_svc.requests import stop_rule
-from scheduler_svc.requests.request import Request, SequenceGroup, Sink
+from scheduler_svc.requests.finish import FinishReason
+from scheduler_svc.requests.request import Event, Request, SequenceGroup, Sink
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.requests.sequence_group import Resumed, SequenceSink, sequence_id, unfinished
+from scheduler_svc.requests.stop_rule import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,18 @@ class Submission:
         """What a sequence is called among the scheduler's requests."""
         return sequence_id(self.request_id, sequence) if self.n > 1 else self.request_id
 
-    def complete(self, max_tokens: int) -> list[int]:
-        """Sequences of which the client has all ``max_tokens`` already, and does not know that nothing follows."""
-        return [
-            sequence
-            for sequence, received in self.sequences.items()
-            if stop_rule.is_full(len(received), max_tokens)
-        ]
+    def ended(self, stop: StopRule) -> list[Event]:
+        """Returns the last events of resumed sequences that have ended already; the client never received them."""
+        events = []
+        for sequence, received in self.sequences.items():
+            if (reason := stop.reason_of(received)) is not None:
+                stop_token_id = received[-1] if reason is FinishReason.STOP else None
+                events.append(
+                    Event(
+                        self.request_id, sequence=sequence, finish_reason=reason, stop_token_id=stop_token_id
+                    )
+                )
+        return events
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,6 @@ def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
             f"min_tokens={sampling.min_tokens} is more than the {asked_or_room} tokens that can be generated",
             param="min_tokens",
         )
-    if len(submission.complete(asked_or_room)) == len(submission.sequences):
-        raise InvalidArgument(f"all of max_tokens={asked_or_room} were received already", param="resumed")
     return _within_memory(submission, asked_or_room, most_tokens)
 
 
@@ -140,7 +144,9 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
         return max_tokens
     cut = most_tokens - num_prompt
     received = [len(one) for one in submission.sequences.values() if len(one) < max_tokens]
-    if submission.resumed and (submission.max_tokens is not None or cut < min_tokens or cut <= max(received)):
+    if submission.resumed and (
+        submission.max_tokens is not None or cut < min_tokens or cut <= max(received, default=0)
+    ):
         # It ran on a larger replica, which may come back.
         raise Unavailable(
             f"the rest of the request needs more KV memory than the {most_tokens} tokens that the workers that are left hold; "
@@ -163,27 +169,26 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
 
 
 def requests_of(
-    submission: Submission, model: ServedModel, max_tokens: int, sink: Sink, arrivals: Iterator[int], now_s: float
+    submission: Submission, stop: StopRule, sink: Sink, arrivals: Iterator[int], now_s: float
 ) -> list[Request]:  # fmt: skip
     """The scheduler's requests: one for each sequence that is to run, in one group if the client asked for several.
 
     Args:
         submission: what was asked for, checked.
-        model: what is served.
-        max_tokens: what :func:`check` said.
+        stop: when the sequences end.
         sink: where the client's events go.
         arrivals: numbers the requests.
         now_s: clock reading, seconds.
     """
     prompt = submission.prompt_token_ids
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
-    complete = submission.complete(max_tokens)
+    ended = {event.sequence for event in submission.ended(stop)}
     # One object for all but the first: the prompt is computed once, and told of once.
-    first = submission.sampling.changed(max_tokens=max_tokens)
+    first = submission.sampling.changed(max_tokens=stop.max_tokens)
     others = first.changed(prompt_logprobs=None) if submission.n > 1 else first
     requests: list[Request] = []
     for sequence, received in submission.sequences.items():
-        if sequence in complete:
+        if sequence in ended:
             continue
         requests.append(
             Request(
@@ -194,9 +199,7 @@ def requests_of(
                 arrival=next(arrivals),
                 arrival_s=now_s,
                 sink=sink if group is None else SequenceSink(group, sequence),
-                end=min(len(prompt) + max_tokens, model.max_model_len),
-                stop_ids=stop_rule.stop_ids(submission.sampling, model.eos_token_ids),
-                end_ids=model.eos_token_ids,
+                stop=stop,
                 priority=submission.priority,
                 tenant=submission.tenant,
                 cache_salt=submission.cache_salt,

@@ -8,7 +8,9 @@ from typing import Protocol
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.sequence import SequenceKv
+from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.requests.stop_rule import StopRule
 
 
 class RequestState(enum.Enum):
@@ -22,14 +24,6 @@ class RequestState(enum.Enum):
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     FINISHED = enum.auto()
-
-
-class FinishReason(enum.Enum):
-    """Why a sequence ended."""
-
-    STOP = enum.auto()
-    LENGTH = enum.auto()
-    ABORT = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +130,8 @@ class Request:
     """Clock reading at arrival, seconds."""
     sink: Sink
     """Receives the events."""
-    end: int
-    """Length at which the sequence ends, by its own limit or the context's."""
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence."""
-    end_ids: frozenset[int] = frozenset()
-    """The model's end tokens. Behind a completed grammar nothing else can follow."""
+    stop: StopRule
+    """When the sequence ends."""
     priority: int = 0
     """Lower runs earlier."""
     tenant: str = ""
@@ -165,11 +155,17 @@ class Request:
     """Whether the tokens to prefill are ones that the grammar forced behind decoded tokens."""
     delivery: Delivery = field(default_factory=Delivery)
     """What the client has received."""
+    end: int = field(init=False)
+    """Length at which the sequence ends at the latest; of ``stop``, kept for the step loop."""
+    stop_ids: frozenset[int] = field(init=False)
+    """Tokens that may end the sequence; of ``stop``, kept for the step loop."""
     kv: SequenceKv = field(init=False)
     """The sequence's KV memory; shares `token_ids`."""
 
     def __post_init__(self, cache_salt: str) -> None:
         # The log-probabilities of a prompt come with its computation, so no part of it may be a prefix hit.
+        self.end = self.num_prompt_tokens + self.stop.max_tokens
+        self.stop_ids = self.stop.stop_ids
         reuse_prefix = not self.sampling.reports_prompt
         self.kv = SequenceKv(self.token_ids, cache_salt, reuse_prefix)
 

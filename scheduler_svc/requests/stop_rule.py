@@ -1,31 +1,48 @@
-"""The one rule for when a sequence ends, for generated tokens and for sequences that a client resumes.
+"""When a sequence ends: the one rule, for new tokens and for sequences that a client resumes."""
 
-A token ends its sequence if it is a stop token or an end token of the model, and the sequence has its minimum
-number of tokens. A completed grammar ends the sequence in any case, because nothing else can follow it.
-"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
-from scheduler_svc.requests.request import FinishReason, Request
+from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.sampling import Sampling
 
 
-def stop_ids(sampling: Sampling, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Returns the tokens that end a sequence. A grammar overrules ``ignore_eos``."""
-    if sampling.ignore_eos and sampling.grammar is None:
-        return sampling.stop_token_ids
-    return sampling.stop_token_ids | eos_token_ids
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Decides whether a token is the last one of its sequence.
 
+    Stop strings are text, so the gateway looks for them; it aborts the sequence when it finds one.
+    """
 
-def is_full(num_output_tokens: int, max_tokens: int) -> bool:
-    """Whether a sequence has all the tokens that it may have."""
-    return num_output_tokens >= max_tokens
+    stop_ids: frozenset[int]
+    """Tokens that may end the sequence: the model's end tokens unless the client ignores them, and its stop tokens."""
+    grammar_end_ids: frozenset[int]
+    """Tokens that end it even before ``min_tokens``: the model's end tokens, if a grammar holds the output. A worker
+    samples them only behind a completed grammar, where nothing else can follow."""
+    min_tokens: int
+    """New tokens before which ``stop_ids`` do not end the sequence."""
+    max_tokens: int
+    """New tokens, at most."""
 
+    @classmethod
+    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], max_tokens: int) -> Self:
+        """Returns the rule of a request with ``max_tokens`` new tokens at most, on a model with these end tokens."""
+        constrained = sampling.grammar is not None
+        heeds_eos = constrained or not sampling.ignore_eos
+        return cls(
+            stop_ids=sampling.stop_token_ids | eos_token_ids if heeds_eos else sampling.stop_token_ids,
+            grammar_end_ids=eos_token_ids if constrained else frozenset(),
+            min_tokens=sampling.min_tokens,
+            max_tokens=max_tokens,
+        )
 
-def finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    """Returns why ``token_id``, just appended, ends the sequence; None if it does not."""
-    if token_id in request.stop_ids:
-        sampling = request.sampling
-        if request.num_output_tokens >= sampling.min_tokens:
+    def reason(self, token: int, count: int) -> FinishReason | None:
+        """Returns why a sequence ends with its ``count``-th new token; None if it goes on."""
+        if token in self.stop_ids and (count >= self.min_tokens or token in self.grammar_end_ids):
             return FinishReason.STOP
-        if sampling.grammar is not None and token_id in request.end_ids:
-            return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.token_ids) >= request.end else None
+        return FinishReason.LENGTH if count >= self.max_tokens else None
+
+    def reason_of(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Returns why a sequence that a client has received has ended; None if it goes on."""
+        return self.reason(token_ids[-1], len(token_ids)) if token_ids else None

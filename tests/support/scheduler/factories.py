@@ -21,6 +21,7 @@ from scheduler_svc.requests.admission import ServedModel, Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling
 from scheduler_svc.requests.sequence_group import Resumed
+from scheduler_svc.requests.stop_rule import StopRule
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
 from tests.support.sampling_params import sampling_params
 
@@ -88,8 +89,7 @@ def make_request(
     sampling = sampling or make_sampling()
     return Request(
         request_id=request_id or f"r{arrival}", token_ids=list(prompt), num_prompt_tokens=len(prompt),
-        sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), end=len(prompt) + sampling.max_tokens,
-        stop_ids=sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else {EOS}),
+        sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), stop=StopRule.of(sampling, frozenset({EOS}), sampling.max_tokens),
         priority=priority, tenant=tenant, cache_salt=cache_salt,
     )  # fmt: skip
 

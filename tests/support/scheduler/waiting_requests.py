@@ -6,6 +6,7 @@ from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.requests.stop_rule import StopRule
 from tests.support.sampling_params import sampling_params
 
 _ARRIVALS = itertools.count()
@@ -27,7 +28,7 @@ def waiting_request(
     arrival = next(_ARRIVALS)
     return Request(
         request_id=f"w{arrival}", token_ids=[5] * num_tokens, num_prompt_tokens=num_tokens, sampling=_SAMPLING,
-        arrival=arrival, arrival_s=arrival_s, sink=_NoSink(), end=num_tokens + 8, priority=priority, tenant=tenant,
+        arrival=arrival, arrival_s=arrival_s, sink=_NoSink(), stop=StopRule.of(_SAMPLING, frozenset(), 8), priority=priority, tenant=tenant,
     )  # fmt: skip
 
 

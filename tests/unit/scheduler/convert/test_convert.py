@@ -14,7 +14,8 @@ from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.model import description_from_proto, files_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
-from scheduler_svc.requests.request import Event, FinishReason
+from scheduler_svc.requests.finish import FinishReason
+from scheduler_svc.requests.request import Event
 from scheduler_svc.workers import model_files
 from scheduler_svc.workers.model_files import FileReceiver, describe_served
 from tests.support.sampling_params import token_logprobs

@@ -15,7 +15,7 @@ from protos.errors import (
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.request import FinishReason
+from scheduler_svc.requests.finish import FinishReason
 from tests.support.scheduler.factories import (
     ListSink,
     make_geometry,
@@ -32,7 +32,6 @@ from tests.support.scheduler.factories import (
         (make_submission([5], resumed=[500]), InvalidArgument, "token id 500"),
         (make_submission([5] * 64), ContextExceeded, "the prompt has 64 tokens and the context holds 64"),
         (make_submission([5] * 60, max_tokens=5), ContextExceeded, "ask for at most 4"),
-        (make_submission(max_tokens=2, resumed=[5, 6]), InvalidArgument, "all of max_tokens=2 were received"),
         (make_submission(min_p=0.5), Unsupported, "min_p is not supported"),
     ],
 )

@@ -1,69 +1,62 @@
-"""The one rule for when a sequence ends."""
-
-from dataclasses import replace
+"""When a sequence ends."""
 
 import pytest
 
-from scheduler_svc.requests.request import FinishReason, Request
-from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.requests.stop_rule import finish_reason, is_full, stop_ids
-from tests.support.scheduler.factories import EOS, make_request, make_sampling
+from protos.triptych.v1 import common_pb2
+from scheduler_svc.requests.finish import FinishReason
+from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.requests.sequence_group import Resumed
+from scheduler_svc.requests.stop_rule import StopRule
+from tests.support.sampling_params import sampling_params
+from tests.support.scheduler.factories import EOS, make_rig, make_submission
 
-STOP = 50
-GRAMMAR = Grammar(b"g")
-
-
-def request_with(
-    *output: int, min_tokens: int = 0, grammar: bool = False, ignore_eos: bool = False
-) -> Request:
-    """A request with these output tokens, at most 4, and a stop token beside the end token."""
-    sampling = make_sampling(
-        max_tokens=4, stop_token_ids=[STOP], min_tokens=min_tokens, ignore_eos=ignore_eos
-    )
-    request = make_request(sampling=replace(sampling, grammar=GRAMMAR if grammar else None))
-    request.stop_ids = stop_ids(request.sampling, frozenset({EOS}))
-    request.end_ids = frozenset({EOS})
-    request.token_ids += output
-    return request
+GRAMMAR = common_pb2.StructuredOutput(regex="a")
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(
-    ("output", "reason"),
+    ("sampling", "received", "reason"),
     [
-        ((7,), None),
-        ((7, STOP), FinishReason.STOP),
-        ((7, EOS), FinishReason.STOP),
-        ((7, 7, 7, 7), FinishReason.LENGTH),
-        ((7, 7, 7, STOP), FinishReason.STOP),
+        (sampling_params(), [1, 5], None),
+        (sampling_params(), [1, 5, 6, 7], LENGTH),
+        (sampling_params(), [1, 2], STOP),
+        (sampling_params(ignore_eos=True), [1, 2], None),
+        (sampling_params(min_tokens=3), [1, 2], None),
+        (sampling_params(stop_token_ids=[7]), [7], STOP),
+        (sampling_params(min_tokens=3, structured_output=GRAMMAR), [1, 2], STOP),
+        (sampling_params(ignore_eos=True, structured_output=GRAMMAR), [1, 2], STOP),
+        (sampling_params(min_tokens=3, structured_output=GRAMMAR, stop_token_ids=[7]), [1, 7], None),
+        (sampling_params(min_tokens=2, stop_token_ids=[7]), [1, 7], STOP),
+        (sampling_params(), [1, 5, 6, 2], STOP),
+        (sampling_params(), [], None),
     ],
 )
-def test_a_sequence_ends_at_a_stop_token_or_its_length(
-    output: tuple[int, ...], reason: FinishReason | None
+def test_a_sequence_ends_at_its_stop_tokens_and_at_its_length(
+    sampling: common_pb2.SamplingParams, received: list[int], reason: FinishReason | None
 ) -> None:
-    """A stop token at the last position counts as a stop."""
-    assert finish_reason(request_with(*output), output[-1]) is reason
+    """Before min_tokens, only the model's end token behind a completed grammar ends it; an end token wins over the length."""
+    rule = StopRule.of(Sampling(sampling), frozenset({2}), max_tokens=4)
+    assert rule.reason_of(received) is reason
 
 
-def test_a_stop_token_before_the_minimum_does_not_end_a_sequence() -> None:
-    """Output of one token ends only if the minimum is at most one."""
-    reasons = [finish_reason(request_with(STOP, min_tokens=least), STOP) for least in (0, 1, 2)]
-    assert reasons == [FinishReason.STOP, FinishReason.STOP, None]
+@pytest.mark.parametrize(("resumed", "expected"), [([20, EOS], (STOP, EOS)), ([20, 21, 22], (LENGTH, None))])
+def test_a_resumed_sequence_that_has_ended_gets_its_last_event_at_once(
+    resumed: list[int], expected: tuple[FinishReason, int | None]
+) -> None:
+    """The connection broke between its last token and its finish reason: the scheduler runs nothing."""
+    rig = make_rig()
+    sink = rig.submit(make_submission(max_tokens=3, resumed=resumed))
+    (event,) = sink.events
+    assert (event.finish_reason, event.stop_token_id) == expected
+    assert not event.token_ids
+    assert rig.step() is None
 
 
-def test_a_completed_grammar_ends_a_sequence_before_the_minimum() -> None:
-    """Only the model's end token tells that the grammar is complete; a stop token must still wait."""
-    early = [finish_reason(request_with(token, min_tokens=3, grammar=True), token) for token in (EOS, STOP)]
-    assert early == [FinishReason.STOP, None]
-
-
-def test_ignored_end_tokens_do_not_end_a_sequence() -> None:
-    """A grammar overrules ``ignore_eos``: nothing can follow a completed grammar."""
-    ends = [
-        finish_reason(request_with(EOS, ignore_eos=True, grammar=grammar), EOS) for grammar in (False, True)
-    ]
-    assert ends == [None, FinishReason.STOP]
-
-
-def test_a_resumed_sequence_with_all_its_tokens_is_full() -> None:
-    """It is full at its limit and above."""
-    assert [is_full(count, 4) for count in (3, 4, 5)] == [False, True, True]
+def test_the_other_sequences_of_a_resumed_request_go_on() -> None:
+    """Only the sequence that has ended stays where it is."""
+    rig = make_rig()
+    parts = (Resumed(0, (20, EOS)), Resumed(1, (21,)))
+    sink = rig.submit(make_submission(n=2, max_tokens=3, resumed_sequences=parts))
+    rig.run()
+    assert [event.finish_reason for event in sink.events if event.sequence == 0] == [STOP]
+    assert len(sink.tokens_of(1)) == 2
