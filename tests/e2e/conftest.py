@@ -1,4 +1,4 @@
-"""One real stack for all end-to-end tests: `triptych up` on SmolLM2 in float32, so that tokens can be compared with transformers'."""
+"""A real stack for end-to-end tests: `triptych up` on SmolLM2 in float32, for comparisons with transformers."""
 
 import contextlib
 import json
@@ -21,33 +21,30 @@ START_TIMEOUT_S = 100.0
 
 @dataclass(frozen=True)
 class Stack:
-    """A running stack.
-
-    Attributes:
-        base_url: of the gateway, without /v1.
-        scheduler_address: host:port for direct gRPC clients.
-        run_dir: pid files and logs.
-        model: name that requests use.
-        example: the command that it printed to try.
-    """
+    """A running stack."""
 
     base_url: str
+    """The gateway's URL, without /v1."""
     scheduler_address: str
+    """host:port for direct gRPC clients."""
     run_dir: Path
+    """The folder of pid files and logs."""
     model: str
+    """The name that requests use."""
     example: str
+    """The example command that the launcher printed."""
 
     def pid(self, service: str) -> int:
-        """Process id of "gateway", "scheduler" or "worker-0"."""
+        """Returns the process id of "gateway", "scheduler" or "worker-0"."""
         return int((self.run_dir / f"{service}.pid").read_text())
 
 
 def listening_port(log: Path) -> int:
-    """The port in a service's own log line, which it writes after it has bound it."""
+    """Returns the port from a service's log, which has it once the port is bound."""
     for line in log.read_text().splitlines():
         if line.startswith("{") and (entry := json.loads(line)).get("event") == "listening":
             return int(entry["port"])
-    raise AssertionError(f"{log} does not say where the service listens")
+    raise AssertionError(f"{log} has no line with the port")
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +55,7 @@ def smollm2() -> Path:
 
 @contextlib.contextmanager
 def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environment: str) -> Iterator[Stack]:
-    """`triptych up` on a model's folder, on free ports, until the block ends; then Ctrl-C."""
+    """Runs `triptych up` for a model's folder on free ports until the block ends, then sends Ctrl-C."""
     command = [
         sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), "--served-model-name", name,
         "--port", "0", "--scheduler-port", "0", "--run-dir", str(run_dir), *flags,
@@ -71,7 +68,7 @@ def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environ
         env={**os.environ, **environment},
     )
     assert launcher.stdout is not None
-    # A stack that never gets ready must not hang the tests: reading its output has no timeout of its own.
+    # Reading the output has no timeout, so a watchdog ends a stack that never gets ready.
     watchdog = threading.Timer(START_TIMEOUT_S, launcher.send_signal, (signal.SIGINT,))
     watchdog.start()
     try:
@@ -97,7 +94,7 @@ def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environ
 
 @pytest.fixture(scope="session")
 def stack(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Started once; every test may use it, none may stop it."""
+    """The stack that all tests share; no test may stop it."""
     flags = ("--dtype", "float32", "--max-model-len", "2048")
     with running_stack(smollm2, "smollm2", tmp_path_factory.mktemp("stack"), *flags) as stack:
         yield stack

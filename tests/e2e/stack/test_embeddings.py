@@ -21,7 +21,7 @@ TEXTS = ["A cat sits on the mat.", "On a rug, a kitten is sitting.", "The stock 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Shapes by the reference's variables."""
+    """A stack whose shapes come from the reference's variables."""
     shapes = {"VLLM_SPYRE_WARMUP_BATCH_SIZES": "1,8,2", "VLLM_SPYRE_WARMUP_PROMPT_LENS": "32,32,128"}
     with running_stack(
         fetch("minilm"), "minilm", tmp_path_factory.mktemp("minilm"), "--max-num-seqs", "4", **shapes
@@ -34,8 +34,8 @@ def dot(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def test_openais_client_gets_embeddings_that_mean_something(minilm: Stack) -> None:
-    """Sentences that mean the same are nearer than others; all are of length 1."""
+def test_similar_sentences_have_similar_embeddings(minilm: Stack) -> None:
+    """Sentences with similar meanings are closer than others, and all embeddings have length 1."""
     with OpenAI(base_url=f"{minilm.base_url}/v1", api_key="unused") as client:
         answer = client.embeddings.create(model="minilm", input=TEXTS)
     cat, kitten, market = (entry.embedding for entry in answer.data)
@@ -47,7 +47,7 @@ def test_openais_client_gets_embeddings_that_mean_something(minilm: Stack) -> No
 
 
 def test_grpc_and_http_agree(minilm: Stack) -> None:
-    """The same token ids, alone and among many others, give the same embedding."""
+    """The same token ids give the same embedding, alone and in a batch."""
     prompt = [101, 1037, 4937, 102]
     with grpc.insecure_channel(minilm.scheduler_address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
@@ -60,29 +60,29 @@ def test_grpc_and_http_agree(minilm: Stack) -> None:
 
 
 def test_a_text_that_fits_no_shape_is_refused(minilm: Stack) -> None:
-    """Though the model itself would read it."""
+    """The longest shape limits prompts, even if the model could read more."""
     response = httpx.post(f"{minilm.base_url}/v1/embeddings", json={"input": [[1] * 129]}, timeout=20)
     assert response.status_code == 400
     assert "at most 128" in response.json()["error"]["message"]
 
 
-def test_settings_that_mean_nothing_here_are_named(minilm: Stack) -> None:
-    """In the scheduler's log; --max-num-seqs was set."""
+def test_settings_without_effect_are_logged(minilm: Stack) -> None:
+    """The scheduler logs that --max-num-seqs has no effect."""
     log = (minilm.run_dir / "scheduler.log").read_text()
     assert '"settings_ignored"' in log
     assert "max_num_seqs" in log
 
 
-def test_chat_says_where_to_go(minilm: Stack) -> None:
-    """The model generates nothing."""
+def test_chat_is_refused_with_a_hint(minilm: Stack) -> None:
+    """The model cannot generate tokens."""
     body = {"messages": [{"role": "user", "content": "hi"}]}
     response = httpx.post(f"{minilm.base_url}/v1/chat/completions", json=body, timeout=20)
     assert response.status_code == 400
     assert "use /v1/embeddings" in response.json()["error"]["message"]
 
 
-def test_the_readmes_example(minilm: Stack) -> None:
-    """As it is written there."""
+def test_the_readme_example(minilm: Stack) -> None:
+    """The README's embedding example runs as written."""
     readme = (ROOT / "README.md").read_text()
     code = readme.partition("<!-- example: embeddings -->\n```bash\n")[2].partition("```")[0]
     assert "/v1/embeddings" in code

@@ -1,4 +1,4 @@
-"""The README's three examples, run as they are written there; only the ports are those of the test's own stack."""
+"""The README's three examples run as written, except for the ports."""
 
 import json
 import re
@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def example(name: str, stack: Stack) -> str:
-    """The code block behind ``<!-- example: name -->``."""
+    """Returns the code block after ``<!-- example: name -->``."""
     match = re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", README, re.DOTALL)
     assert match is not None, f"the README has no example called {name}"
     code = match[1]
@@ -32,19 +32,19 @@ def run(command: list[str]) -> str:
 
 
 def test_the_curl_line_answers_with_a_chat_completion(stack: Stack) -> None:
-    """Paris, as JSON."""
+    """The answer is JSON and names Paris."""
     answer = json.loads(run(["bash", "-c", example("curl", stack)]))
     assert answer["object"] == "chat.completion"
     assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
 def test_the_openai_client_streams_an_answer(stack: Stack) -> None:
-    """The same answer, piece by piece."""
+    """The stream has the same answer in pieces."""
     assert "Paris" in run([sys.executable, "-c", example("openai", stack)])
 
 
 def test_the_grpc_client_gets_token_ids(stack: Stack) -> None:
-    """One event per step; the first token is " Paris"."""
+    """There is one event per step, and the first token is " Paris"."""
     lines = run([sys.executable, "-c", example("grpc", stack)]).splitlines()
     tokens = [token for line in lines for token in json.loads(line)]
     assert len(tokens) == 5

@@ -1,4 +1,4 @@
-"""Tokens through the whole stack: equal to transformers', alone, together, over HTTP, and over the death of a worker."""
+"""The stack's tokens equal those of transformers: alone, in a batch, over HTTP and after a worker died."""
 
 import asyncio
 import json
@@ -29,12 +29,12 @@ NUM_TOKENS = 64
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Reference:
-    """The same model in transformers, float32."""
+    """The same model in transformers, in float32."""
     return open_reference(smollm2, torch.float32)
 
 
 async def generate(stack: Stack, prompts: Sequence[Sequence[int]], **sampling: object) -> list[list[int]]:
-    """Runs all prompts at once, each with a call of its own; returns their tokens."""
+    """Runs all prompts concurrently, each in its own call, and returns their tokens."""
     parameters: dict[str, object] = {
         "temperature": 0,
         "max_tokens": NUM_TOKENS,
@@ -54,8 +54,8 @@ async def generate(stack: Stack, prompts: Sequence[Sequence[int]], **sampling: o
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
 
-async def test_twenty_prompts_at_once_say_what_transformers_says(stack: Stack, reference: Reference) -> None:
-    """Greedy in float32, 5 to 700 tokens of prompt, 64 new tokens each."""
+async def test_twenty_concurrent_prompts_equal_transformers(stack: Stack, reference: Reference) -> None:
+    """Prompts of 5 to 700 tokens, decoded greedily in float32, give the reference's 64 tokens."""
     prompts = [reference.encode(text) for text in PROMPTS]
     answers = await generate(stack, prompts)
     assert [len(answer) for answer in answers] == [NUM_TOKENS] * len(prompts)
@@ -65,17 +65,15 @@ async def test_twenty_prompts_at_once_say_what_transformers_says(stack: Stack, r
     assert not any(mismatches), mismatches
 
 
-async def test_alone_and_from_the_prefix_cache_the_tokens_are_the_same(
-    stack: Stack, reference: Reference
-) -> None:
-    """The longest prompt twice in a row, nothing else running: the second time from cached blocks."""
+async def test_cached_prompts_give_the_same_tokens(stack: Stack, reference: Reference) -> None:
+    """The second request with the longest prompt uses cached blocks and gives the same tokens."""
     prompt = max((reference.encode(text) for text in PROMPTS), key=len)
     first, again = [(await generate(stack, [prompt]))[0] for _ in range(2)]
     assert reference.greedy_mismatch(prompt, first) == ""
     assert again == first
 
 
-async def test_a_seed_gives_the_same_tokens_alone_and_in_company(stack: Stack, reference: Reference) -> None:
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(stack: Stack, reference: Reference) -> None:
     """Sampling at temperature 1 does not depend on the batch."""
     prompt = reference.encode(PROMPTS[3])
     alone = (await generate(stack, [prompt], temperature=1.0, seed=7, top_p=0.9))[0]
@@ -86,7 +84,7 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_company(stack: Stack, r
 
 
 async def test_http_gives_the_text_of_the_same_tokens(stack: Stack, reference: Reference) -> None:
-    """Token ids in, text out, streamed and not."""
+    """A prompt of token ids gives the reference's text, streamed or not."""
     prompt = reference.encode(PROMPTS[0])
     expected = reference.tokenizer.decode(
         (await generate(stack, [prompt], ignore_eos=False))[0], skip_special_tokens=True
@@ -98,15 +96,15 @@ async def test_http_gives_the_text_of_the_same_tokens(stack: Stack, reference: R
 
 
 async def metric(client: httpx.AsyncClient, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """Returns the sum of a metric over its labels."""
     lines = (await client.get("/metrics")).raise_for_status().text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-async def test_two_choices_share_a_prompt_and_tell_their_probabilities(
+async def test_two_choices_share_a_prompt_and_report_log_probabilities(
     stack: Stack, reference: Reference
 ) -> None:
-    """Sampled at temperature 1: two texts, each token with the probability that transformers gives it; streamed alike."""
+    """With n=2 at temperature 1, each token has transformers' log-probability, streamed or not."""
     prompt = reference.encode(PROMPTS[3])
     body = {
         "model": stack.model, "prompt": prompt, "temperature": 1, "seed": 7, "max_tokens": 16, "ignore_eos": True, "n": 2,
@@ -142,8 +140,8 @@ async def test_two_choices_share_a_prompt_and_tell_their_probabilities(
             assert likeliest == pytest.approx(wanted[place].topk(3).values.tolist(), abs=1e-2)
 
 
-async def test_greedy_choices_say_what_transformers_says(stack: Stack, reference: Reference) -> None:
-    """Prompts of one token, of a few and of several chunks: a forked sequence sees the whole prompt, and so does the one it was forked from."""
+async def test_greedy_choices_equal_transformers(stack: Stack, reference: Reference) -> None:
+    """All sequences of a request attend to the whole prompt, whether it has one token or several chunks."""
     prompts = [
         reference.encode(PROMPTS[0])[:1],
         reference.encode(PROMPTS[1]),
@@ -155,7 +153,7 @@ async def test_greedy_choices_say_what_transformers_says(stack: Stack, reference
             request = inference_pb2.GenerateRequest(
                 prompt_token_ids=prompt,
                 n=3,
-                # Nobody has computed it: what the first sequence computes is all there is.
+                # Nothing is cached: only the first sequence computes the prompt.
                 cache_salt="choices",
                 sampling=common_pb2.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
             )
@@ -168,10 +166,8 @@ async def test_greedy_choices_say_what_transformers_says(stack: Stack, reference
             )
 
 
-async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(
-    stack: Stack, reference: Reference
-) -> None:
-    """The launcher restarts it, the scheduler goes on where it was."""
+async def test_a_worker_killed_during_a_stream_loses_no_token(stack: Stack, reference: Reference) -> None:
+    """The launcher restarts the worker, and the scheduler resumes the requests."""
     prompt = reference.encode(PROMPTS[2])
     expected = (await generate(stack, [prompt]))[0]
     received: list[int] = []

@@ -1,10 +1,12 @@
-"""A runner for models without layers, so that tests need no kernels and no weights."""
+"""Models without layers and a device for them, so that tests need no kernels and no weights."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import Recording
 from worker_svc.plans.geometry import AttentionLayer, GroupKind, group_layers
@@ -35,3 +37,29 @@ class LayerlessModel:
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         """Is never called at optimization level 0."""
         raise NotImplementedError
+
+
+POISON = 99
+"""The token whose hidden state is NaN in :class:`Echo`."""
+
+
+class Echo:
+    """A pooling model whose hidden states are a token's id and position, and NaN for one token."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[int, ...]] = []
+
+    def row_plans(self, rows: RowsInput) -> dict[str, Any]:
+        self.forwards.append(tuple(rows.real.shape))
+        return {"rows": rows}
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        hidden = torch.stack([token_ids, positions], dim=-1).float()
+        padding = ~plans["rows"].real.flatten()
+        hidden[padding | (token_ids == POISON)] = math.nan
+        return hidden
+
+    def project(self, pooled: torch.Tensor) -> torch.Tensor:
+        return pooled

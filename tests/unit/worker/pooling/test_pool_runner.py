@@ -1,8 +1,6 @@
 """The pool runner without a real model: pooling of rows, refused plans, rows that fail alone."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Admission, Pool, PoolShape, Prefill, SlotOutput, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
+from tests.support.worker.layerless import POISON, Echo
 from worker_svc.devices import open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput
 from worker_svc.plans.geometry import PoolGeometry
@@ -18,29 +17,6 @@ from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.pooling.pooler import pool_rows
 
 SHAPES = (PoolShape(4, 1), PoolShape(4, 3), PoolShape(8, 2))
-POISON = 99
-
-
-class Echo:
-    """A model whose hidden states are a token's id and position, and NaN for one token."""
-
-    def __init__(self) -> None:
-        self.forwards: list[tuple[int, ...]] = []
-
-    def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        self.forwards.append(tuple(rows.real.shape))
-        return {"rows": rows}
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
-    ) -> torch.Tensor:
-        hidden = torch.stack([token_ids, positions], dim=-1).float()
-        padding = ~plans["rows"].real.flatten()
-        hidden[padding | (token_ids == POISON)] = math.nan
-        return hidden
-
-    def project(self, pooled: torch.Tensor) -> torch.Tensor:
-        return pooled
 
 
 def make_runner(

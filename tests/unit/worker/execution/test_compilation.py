@@ -1,0 +1,91 @@
+"""Optimization levels of devices, and the compiled code that a worker finds and keeps."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from protos.errors import ConfigurationRefused
+from tests.support.worker.layerless import GROUPS
+from worker_svc.devices.cpu.device import CpuDevice
+from worker_svc.execution.compilation import Compilation, graph_options
+from worker_svc.plans.geometry import Geometry
+from worker_svc.plans.model_description import ModelDescription
+from worker_svc.settings import Settings
+
+SIZES = Geometry(32, 2, 8, 16, (1, 2), (5, 5))
+DESCRIPTION = ModelDescription("Tiny", 10, 32, (), torch.float32, None, (), None, {})
+
+
+class OwnCompiler(CpuDevice):
+    """A device whose own compiler is its only one."""
+
+    highest_level: ClassVar[int] = 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of a model."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Tiny"]}))
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def make_settings(cache: Path, **changed: Any) -> Settings:
+    return Settings(model="m", optimization_level=2, compile_cache_dir=cache, **changed)
+
+
+def make_compilation(folder: Path, settings: Settings) -> Compilation:
+    device = CpuDevice()
+    options = graph_options(settings, device)
+    return Compilation(settings, device, options, folder=folder, description=DESCRIPTION, groups=GROUPS)
+
+
+def test_a_level_that_the_device_lacks_is_refused(tmp_path: Path) -> None:
+    """The refusal names the device and the levels that work."""
+    with pytest.raises(ConfigurationRefused, match="device cpu has its own compiler; use -O 1 or omit it"):
+        graph_options(make_settings(tmp_path), OwnCompiler())
+
+
+def test_code_is_kept_and_found_again(folder: Path, tmp_path: Path) -> None:
+    """The first process fills an entry of the cache, the next one uses it."""
+    settings = make_settings(tmp_path / "cache")
+    first = make_compilation(folder, settings)
+    first.find(SIZES)
+    first.use()
+    assert first.folder is not None
+    (first.folder / "kernel").write_text("code")
+    first.keep(["decode of 1 rows"], 1.0)
+    second = make_compilation(folder, make_settings(tmp_path / "cache", require_precompiled=True))
+    second.find(SIZES)
+    assert second.folder == first.folder
+    assert (second.folder / "kernel").read_text() == "code"
+
+
+def test_a_second_configuration_keeps_no_code(folder: Path, tmp_path: Path) -> None:
+    """Code of the first configuration is in memory only, so the second entry would be incomplete."""
+    compilation = make_compilation(folder, make_settings(tmp_path / "cache"))
+    compilation.find(SIZES)
+    compilation.keep([], 1.0)
+    compilation.release()
+    assert compilation.folder is None
+    other = Geometry(32, 1, 8, 16, (1,), (5, 5))
+    compilation.find(other)
+    compilation.keep([], 1.0)
+    required = make_compilation(folder, make_settings(tmp_path / "cache", require_precompiled=True))
+    required.find(SIZES)
+    with pytest.raises(ConfigurationRefused, match="not precompiled"):
+        required.find(other)
+
+
+def test_low_levels_have_no_code(folder: Path, tmp_path: Path) -> None:
+    """At -O 1 there is nothing to compile, even if precompiled code is required."""
+    settings = Settings(
+        model="m", optimization_level=1, compile_cache_dir=tmp_path / "cache", require_precompiled=True
+    )
+    compilation = make_compilation(folder, settings)
+    compilation.find(SIZES)
+    assert compilation.folder is None
