@@ -99,9 +99,23 @@ def is_folder(room: str) -> bool:
     return (ROOT / room.replace(".", "/")).is_dir()
 
 
+def between_services() -> list[str]:
+    """The imports between the services and what they share, as a Mermaid flowchart."""
+    graph = import_graph()
+    found = sorted(
+        {
+            (source, target)
+            for module in graph.modules
+            for imported in graph.find_modules_directly_imported_by(module)
+            if (source := module.partition(".")[0]) != (target := imported.partition(".")[0])
+        }
+    )
+    return ["```mermaid", "flowchart TD", *(f"    {source} --> {target}" for source, target in found), "```"]
+
+
 def diagrams() -> str:
     """The region of the page."""
-    parts = []
+    parts = [*between_services(), ""]
     for service in SERVICES:
         parts += [f"### Rooms of {service}", "", *mermaid(service), "", *rooms_of(service)]
     return "\n".join(parts)
