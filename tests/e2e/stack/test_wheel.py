@@ -56,14 +56,18 @@ def environment(folder: Path, *arguments: object) -> Path:
     return binaries
 
 
-def test_the_wheel_holds_the_files_of_the_images(wheel: Path) -> None:
-    """Compose files, Dockerfiles and locks travel with the commands that use them."""
+def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+    """Modules and schemas, the sources of our kernels, and the compose files, Dockerfiles and locks are in the wheel."""
     with ZipFile(wheel) as content:
         names = set(content.namelist())
-    files = (*(ROOT / "deploy").glob("compose*.yaml"), *(ROOT / "deploy").glob("*/*.txt"))
-    files += (*(ROOT / "deploy").glob("*/*.Dockerfile"),)
-    assert {str(path.relative_to(ROOT)) for path in files} <= names
-    assert len(files) >= 10
+    files = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in {".pyc", ".so"}
+    }
+    assert files - names == set()
+    assert {"deploy/compose.yaml", "deploy/images/gateway.Dockerfile", "deploy/locks/worker-cpu.txt"} <= names
     assert not [name for name in names if name.startswith(("tests", "docs"))]
 
 

@@ -1,0 +1,56 @@
+"""The names in Dockerfiles and compose files exist: files, modules, flags and variables."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.settings import Settings as GatewaySettings
+from protos.settings import ServiceSettings, load
+from scheduler_svc.settings import Settings as SchedulerSettings
+from tests.support.paths import ROOT
+from worker_svc.settings import Settings as WorkerSettings
+
+DEPLOY = ROOT / "deploy"
+DOCKERFILES = sorted(DEPLOY.glob("images/*.Dockerfile"))
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "worker": WorkerSettings,
+}
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_a_dockerfile_names_files_and_modules_that_exist(dockerfile: Path) -> None:
+    """The build would fail on a moved lock or module."""
+    text = dockerfile.read_text()
+    assert f"-f {dockerfile.relative_to(ROOT)} " in text
+    locks = set(re.findall(r"deploy/locks/[\w.-]+\.txt", text))
+    assert locks
+    assert [name for name in locks if not (ROOT / name).exists()] == []
+    modules = set(re.findall(r'-m"?,? "?((?:deploy|worker_svc)\.[\w.]+)', text))
+    assert modules
+    assert [name for name in modules if find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_compose_service_is_built_and_started_with_names_that_exist(name: str) -> None:
+    """Its Dockerfile exists, its command is accepted, and each variable is a setting of the service."""
+    service, settings = COMPOSE["services"][name], SETTINGS[name]
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+    model = ["--model", "any"] if name == "worker" else []
+    assert "host" in load(settings, [*service["command"], *model]).model_fields_set
+    variables = {key for key in service.get("environment", {}) if key.startswith("TRIPTYCH_")}
+    assert variables <= {f"TRIPTYCH_{field.upper()}" for field in settings.model_fields}
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("compose.*.yaml")), ids=lambda path: path.name)
+def test_a_device_s_compose_file_extends_the_worker(path: Path) -> None:
+    """It changes only the worker, and its device is one that the worker knows."""
+    ((name, service),) = yaml.safe_load(path.read_text())["services"].items()
+    assert name == "worker"
+    load(WorkerSettings, ["--model", "any", "--device", service["environment"]["TRIPTYCH_DEVICE"]])
