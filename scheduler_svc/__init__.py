@@ -1,1 +1,8 @@
-"""The scheduler: owns every KV block and every batch, decides with integers only, and never imports torch."""
+"""The scheduler service.
+
+Owns every KV block and every batch, computes with integers only, never imports torch.
+
+Rooms from the top down: `api`, `workers`, `convert`, `pooling`, `dispatch`, `replica`, `policy`, `requests`,
+`kv`, `shapes`. A room imports only rooms below it. `__main__` composes the service, `settings` holds its
+flags, and `metrics` renders what `/metrics` shows.
+"""

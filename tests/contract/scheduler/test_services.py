@@ -23,8 +23,6 @@ from protos.errors import (
 )
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import SCHEMA_REVISION
-from scheduler_svc.api.event_buffer import EventBuffer
-from scheduler_svc.requests.request import Event
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FILES, FakeWorker
@@ -316,16 +314,3 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request(
     call.cancel()
     worker.gate.set()
     assert await scheduler.engine.drained(5)
-
-
-async def test_a_client_that_floods_and_does_not_read_is_held_back() -> None:
-    """Beyond a bound of unread events, the stream accepts no more messages until the client reads."""
-    buffer = EventBuffer()
-    for index in range(10_000):
-        buffer.push(Event(str(index)))
-    waiting = asyncio.create_task(buffer.has_room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    assert len(await buffer.take()) == 10_000
-    await waiting
-    await buffer.has_room()
