@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
@@ -15,7 +16,7 @@ from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.metrics import Metrics
 from gateway.routes import chat, completions, embeddings, models, ops, tokenize
-from gateway.routes.context import Context, random_id
+from gateway.routes.context import Context
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
@@ -30,6 +31,11 @@ _DESCRIPTION: Final = (
     " Every answer has the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant"
     " names the tenant; the scheduler shares capacity fairly among tenants. Statuses 429 and 503 carry Retry-After."
 )
+
+
+def random_id() -> str:
+    """Returns 32 random hexadecimal digits."""
+    return uuid.uuid4().hex
 
 
 def create_app(

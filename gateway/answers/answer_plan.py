@@ -9,7 +9,7 @@ from gateway.answers.answer_reader import AnswerReader
 from gateway.format_names import VLLM_PREFIX
 from gateway.parsers.events import ToolParser
 from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.tools import NamedChoice, Tool
 from gateway.settings import Settings
@@ -86,7 +86,7 @@ class _CallPlan(NamedTuple):
 
 
 def plan_answer(
-    settings: Settings, served: Served, body: ChatCompletionRequest, prompt: Sequence[int]
+    settings: Settings, served: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]
 ) -> AnswerPlan:
     """Plans the answer to ``body``. The effort grows with the request's tools and schemas.
 
@@ -133,7 +133,7 @@ def plan_answer(
     )
 
 
-def _plan_thinking(settings: Settings, served: Served, prompt: Sequence[int]) -> _ThinkingPlan:
+def _plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int]) -> _ThinkingPlan:
     name, text = settings.reasoning_parser, served.text
     if name == "none" or (name == "auto" and not text.thinks):
         return _ThinkingPlan(None, frozenset(), lambda tag, _: tag)
@@ -160,7 +160,7 @@ def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, para
     return behind_thinking(at, tag, marks)
 
 
-def _format(settings: Settings, served: Served, tools: Sequence[Tool]) -> Format | None:
+def _format(settings: Settings, served: ServedModel, tools: Sequence[Tool]) -> Format | None:
     name = settings.tool_call_parser
     if name.startswith(VLLM_PREFIX):
         make = vllm_parsers.tool_parsers(name, served.text, [tool.for_template() for tool in tools])
@@ -204,7 +204,7 @@ def _plan_required(
 
 def _plan_optional(
     form: Format | None,
-    served: Served,
+    served: ServedModel,
     body: ChatCompletionRequest,
     thinking: _ThinkingPlan,
     asked: pb.StructuredOutput | None,

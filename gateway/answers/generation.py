@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Self
 from gateway.answers.logprobs import TokenReport
 from gateway.metrics import Metrics
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop_strings import StopStrings
@@ -99,7 +99,7 @@ class SequenceText:
         cls,
         index: int,
         body: SamplingRequest,
-        served: Served,
+        served: ServedModel,
         prompt: Prompt,
         markers: frozenset[str] | None,
         *,
@@ -247,7 +247,7 @@ class Generation:
         cls,
         group: RequestGroup,
         body: SamplingRequest,
-        served: Served,
+        served: ServedModel,
         worker: TextWorker,
         timing: Timing,
         *,

@@ -15,7 +15,7 @@ from gateway.http.middleware import tenant_of
 from gateway.routes.context import Context, context_of
 from gateway.routes.request_builder import bad_word_tokens, generate_requests
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -60,7 +60,7 @@ async def respond(
     request: Request,
     form: AnswerFormat,
     body: SamplingRequest,
-    served: Served,
+    served: ServedModel,
     prompts: Sequence[Sequence[int]],
     *,
     echoes: Sequence[str] | None = None,
@@ -116,7 +116,7 @@ async def _begin(
     request: Request,
     form: AnswerFormat,
     body: SamplingRequest,
-    served: Served,
+    served: ServedModel,
     prompts: Sequence[Sequence[int]],
     echoes: Sequence[str] | None,
 ) -> Generation:

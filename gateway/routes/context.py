@@ -1,7 +1,5 @@
 """The parts that all routes share, kept in the application's state."""
 
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,11 +17,6 @@ from gateway.text.tokenization import TextWorker
 M = TypeVar("M", bound=RequestModel)
 
 
-def random_id() -> str:
-    """Returns 32 random hexadecimal digits."""
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """The parts of one gateway."""
@@ -33,11 +26,11 @@ class Context:
     watcher: ServedModelWatcher
     metrics: Metrics
     text_worker: TextWorker
-    new_id: Callable[[], str] = random_id
+    new_id: Callable[[], str]
     """Makes ids of answers and requests."""
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float]
     """Monotonic seconds."""
-    wall_clock: Callable[[], float] = time.time
+    wall_clock: Callable[[], float]
     """Seconds since the epoch."""
 
 

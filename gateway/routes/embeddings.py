@@ -17,7 +17,7 @@ from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import context_of, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.routes.request_builder import encode_prompts, pool_requests
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.answers import EmbeddingList
 from gateway.schemas.embeddings import EmbeddingRequest
 from protos.errors import InvalidArgument, Unsupported
@@ -72,7 +72,7 @@ async def embeddings(request: Request) -> Response:
     )
 
 
-def _check(body: EmbeddingRequest, served: Served, max_inputs: int) -> None:
+def _check(body: EmbeddingRequest, served: ServedModel, max_inputs: int) -> None:
     if len(body.input) > max_inputs:
         raise InvalidArgument(
             f"'input' has {len(body.input)} texts; send at most {max_inputs} at once", param="input"

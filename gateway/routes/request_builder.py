@@ -1,9 +1,9 @@
-"""From a request body to what the scheduler gets: token ids and sampling parameters."""
+"""Wire requests from request bodies: token ids, sampling parameters, and checks that need no scheduler."""
 
 from collections.abc import Sequence
 
 from gateway.quoting import quote
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.embeddings import EmbeddingRequest
 from gateway.schemas.sampling import SamplingRequest
@@ -16,7 +16,7 @@ from protos.triptych.v1 import inference_pb2 as inference
 
 
 async def encode_chat(
-    served: Served,
+    served: ServedModel,
     worker: TextWorker,
     messages: Sequence[Message],
     *,
@@ -27,21 +27,23 @@ async def encode_chat(
     variables: dict[str, object],
     size: int,
 ) -> list[int]:
-    """Token ids of a conversation.
+    """Returns the token ids of a conversation.
 
     Args:
         served: the model.
         worker: runs long work.
         messages: the turns.
-        tools: what the model is to know of.
-        may_call: whether it may call them; if not, a template that does not know tools is not helped to show them.
+        tools: the tools to show to the model.
+        may_call: whether the model may call them; if not, a template that does not show tools gets no
+            description of them.
         add_generation_prompt: end with the header of the assistant's turn.
-        add_special_tokens: add BOS and its like; chat templates carry their own, so usually not.
+        add_special_tokens: add BOS and its like; usually not, because chat templates bring their own.
         variables: further variables of the chat template.
-        size: bytes of the request's body, which bound the effort: a template goes over every message, however short.
+        size: bytes of the request's body, which bound the effort: a template visits every message, however
+            short.
 
     Raises:
-        InvalidArgument: if the model has no chat template or its template refuses the messages.
+        InvalidArgument: if the model has no chat template, or its template refuses the messages.
     """
     template = served.text.tool_template if tools else served.text.chat_template
     if template is None:
@@ -63,7 +65,7 @@ async def encode_chat(
 
 
 async def encode_prompts(
-    served: Served,
+    served: ServedModel,
     worker: TextWorker,
     prompts: Sequence[str | list[int]],
     *,
@@ -71,15 +73,15 @@ async def encode_prompts(
     size: int,
     param: str,
 ) -> list[list[int]]:
-    """Token ids of each prompt; those that came as ids are taken as they are.
+    """Returns the token ids of each prompt; prompts given as ids stay unchanged.
 
     Args:
         served: the model.
         worker: runs long work.
         prompts: texts or token ids.
         special: whether texts get the tokens that the model expects around them.
-        size: bytes of the request's body.
-        param: the prompts' public name.
+        size: bytes of the request's body, which bound the effort.
+        param: the client's name for the prompts.
 
     Raises:
         InvalidArgument: if an id is beyond the vocabulary.
@@ -103,8 +105,10 @@ async def encode_prompts(
     return await worker.run(size, work)
 
 
-def check_length(served: Served, prompt: Sequence[int], limit: int | None, *, param: str) -> None:
-    """Refuses prompts that cannot run; the scheduler would too, but does not know the parameters' public names.
+def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, *, param: str) -> None:
+    """Refuses a prompt that cannot run.
+
+    The scheduler would refuse it, too, but does not know the client's names of parameters.
 
     Raises:
         InvalidArgument: if the prompt is empty.
@@ -120,18 +124,16 @@ def check_length(served: Served, prompt: Sequence[int], limit: int | None, *, pa
                 "shorten the prompt",
             )
         else:
-            asked = (
-                f"the prompt has {count} tokens and {limit} new ones are asked for, {count + limit} together"
-            )
+            asked = f"the prompt has {count} tokens and the request asks for {limit} more, {count + limit} together"
             advice = f"shorten the prompt or ask for at most {context - count} tokens"
         raise ContextExceeded(f"this model's context is {context} tokens, but {asked}; {advice}", param=param)
 
 
-def truncated(served: Served, body: SamplingRequest, prompt: list[int]) -> list[int]:
-    """The tokens of a prompt that the body wants to keep.
+def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> list[int]:
+    """Returns the tokens of ``prompt`` that truncate_prompt_tokens keeps.
 
     Raises:
-        InvalidArgument: if it wants more than the context has room for.
+        InvalidArgument: if it keeps more than fit into the context.
     """
     keep = body.truncate_prompt_tokens
     if keep is None:
@@ -139,8 +141,8 @@ def truncated(served: Served, body: SamplingRequest, prompt: list[int]) -> list[
     room = served.model.max_model_len - (body.output_limit or 1)
     if keep > room:
         raise InvalidArgument(
-            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that the context of "
-            f"{served.model.max_model_len} has room for beside the answer; keep fewer, or send -1",
+            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that fit into the context of "
+            f"{served.model.max_model_len} beside the answer; keep fewer, or send -1",
             param="truncate_prompt_tokens",
         )
     if keep == -1:
@@ -151,9 +153,10 @@ def truncated(served: Served, body: SamplingRequest, prompt: list[int]) -> list[
 
 
 def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
-    """Token sequences that write some words: each at the start of a text and, where that gives other tokens, behind a space.
+    """Returns the token sequences that write ``words``.
 
-    With a space, only what begins with another token and is as long is a form of the same word; so vLLM has it.
+    Each word has a sequence for the start of a text, and one for the position behind a space if that begins
+    with another token and has as many tokens, as in vLLM.
 
     Raises:
         InvalidArgument: if a word has no tokens.
@@ -163,7 +166,7 @@ def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
         plain = text.encode(word.lstrip(), add_special_tokens=False)
         if not plain:
             raise InvalidArgument(
-                f"'bad_words' has {quote(word)}, which has no tokens; leave it out", param="bad_words"
+                f"'bad_words' has {quote(word)}, which has no tokens; omit it", param="bad_words"
             )
         found.append(plain)
         spaced = text.encode(f" {word.lstrip()}", add_special_tokens=False)
@@ -177,7 +180,8 @@ def sampling_of(
 ) -> pb.SamplingParams:
     """The body's sampling parameters, with the model's recommended ones where the body is silent.
 
-    A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing to refuse.
+    A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing
+    to refuse.
 
     Args:
         body: the HTTP request.
@@ -233,7 +237,7 @@ def _known(param: str, token_ids: Sequence[int], model: pb.ModelInfo) -> Sequenc
 
 
 def generate_requests(
-    served: Served,
+    served: ServedModel,
     body: SamplingRequest,
     prompts: Sequence[Sequence[int]],
     request_id: str,
@@ -278,25 +282,25 @@ def generate_requests(
 
 
 def pool_requests(
-    served: Served,
+    served: ServedModel,
     body: EmbeddingRequest,
     prompts: Sequence[Sequence[int]],
     request_id: str,
     *,
     tenant: str = "",
 ) -> list[inference.PoolRequest]:
-    """One wire request per input of an embeddings request, after all checks that need no scheduler.
+    """Returns one wire request per input of an embeddings request.
 
     Args:
         served: the model.
         body: the HTTP request.
-        prompts: token ids, one list an input.
-        request_id: unique in this process; becomes the wire id, with the input's index.
-        tenant: whom the scheduler is to be fair to.
+        prompts: token ids, one list per input.
+        request_id: unique in this process; the wire ids append each input's index.
+        tenant: the tenant that the scheduler accounts the requests to.
 
     Raises:
         InvalidArgument: if an input is empty.
-        ContextExceeded: if one is longer than the model reads.
+        ContextExceeded: if an input is longer than the model reads.
     """
     longest = served.model.max_model_len
     for prompt in prompts:

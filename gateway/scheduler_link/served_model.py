@@ -19,7 +19,7 @@ _FIRST_POLL_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """The model that is served at the moment."""
 
     model: pb.ModelInfo
@@ -71,7 +71,7 @@ class ServedModelWatcher:
         self._client = client
         self._prepare = prepare
         self._poll_s = poll_s
-        self._served: Served | None = None
+        self._served: ServedModel | None = None
         self._error: TriptychError = Unavailable("no replica has become ready yet")
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -88,7 +88,7 @@ class ServedModelWatcher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def served(self, model: str | None = None) -> Served:
+    def served(self, model: str | None = None) -> ServedModel:
         """Returns the served model if ``model`` is its name or ``None``.
 
         Raises:
@@ -147,7 +147,7 @@ class ServedModelWatcher:
             with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
                 await self._client.get_tokenizer(Path(folder))
                 text = await asyncio.to_thread(self._load, Path(folder))
-        self._served = Served(model, text)
+        self._served = ServedModel(model, text)
         self._log.info(
             "serving",
             model=model.served_name,

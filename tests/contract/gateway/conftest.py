@@ -1,7 +1,8 @@
-"""Every contract test starts from a fake scheduler without requests and faults."""
+"""Contract tests start from a fake scheduler without requests and faults, and do not wait long to reconnect."""
 
 import pytest
 
+from gateway.scheduler_link import connection
 from tests.support.gateway.serving import Stack
 
 
@@ -10,3 +11,9 @@ def stack(running: Stack) -> Stack:
     """The module's gateway; its scheduler has forgotten earlier tests."""
     running.scheduler.reset()
     return running
+
+
+@pytest.fixture(autouse=True)
+def short_reconnect_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the pause before a reconnect short, however often a module's tests break the stream."""
+    monkeypatch.setattr(connection, "_LONGEST_PAUSE_S", 0.1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import xgrammar
 
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.settings import Settings
@@ -24,8 +24,10 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
-def served_with(folder: Path) -> Served:
-    return Served(pb.ModelInfo(served_name="m", vocab_size=49152, max_model_len=512), TextCodec.load(folder))
+def served_with(folder: Path) -> ServedModel:
+    return ServedModel(
+        pb.ModelInfo(served_name="m", vocab_size=49152, max_model_len=512), TextCodec.load(folder)
+    )
 
 
 def settings(**fields: Any) -> Settings:

@@ -1,15 +1,15 @@
-"""Served models, one without tools and thinking and one with both; loaded once per module that needs them."""
+"""ServedModel models, one without tools and thinking and one with both; loaded once per module that needs them."""
 
 import pytest
 
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.gateway.tool_requests import served_with
 from tests.support.gateway.tool_templates import THINKING, folder_with
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """A model that calls tools as Qwen does, and thinks between special tokens."""
     return served_with(
         folder_with(tmp_path_factory.mktemp("qwen"), THINKING, ["<tool_call>", "<think>", "</think>"])
@@ -17,6 +17,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Served:
+def smollm2() -> ServedModel:
     """A model with neither tools nor thinking."""
     return served_with(smollm2_folder())

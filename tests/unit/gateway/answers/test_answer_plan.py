@@ -8,7 +8,7 @@ import xgrammar
 
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.answer_reader import Message
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from protos.errors import InvalidArgument, TriptychError, Unsupported
 from tests.support.gateway.tool_requests import accepts, byte_compiler, chat, function, settings
 from tests.support.gateway.tool_templates import TIME, WEATHER
@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def opened(served: Served, **fields: Any) -> AnswerPlan:
+def opened(served: ServedModel, **fields: Any) -> AnswerPlan:
     """Returns the plan for a prompt that has begun the thinking."""
     prompt = served.text.encode(OPENED, add_special_tokens=False)
     return plan_answer(settings(), served, chat(**fields), prompt)
@@ -55,7 +55,7 @@ def opened(served: Served, **fields: Any) -> AnswerPlan:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constraint_allows_thinking_before_the_answer(
-    qwen: Served, compiler: xgrammar.GrammarCompiler, kind: str
+    qwen: ServedModel, compiler: xgrammar.GrammarCompiler, kind: str
 ) -> None:
     """The answer behind the thinking must match, whatever the thinking says.
 
@@ -77,7 +77,7 @@ def test_a_constraint_allows_thinking_before_the_answer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constraint_allows_optional_calls_instead_of_the_answer(
-    qwen: Served, compiler: xgrammar.GrammarCompiler, kind: str
+    qwen: ServedModel, compiler: xgrammar.GrammarCompiler, kind: str
 ) -> None:
     """A constraint does not switch off optional tools, and tools do not switch off the constraint."""
     fields, good, bad = KINDS[kind]
@@ -94,7 +94,7 @@ def test_a_constraint_allows_optional_calls_instead_of_the_answer(
         lower(Spec("structural_tag", plan.constraint.structural_tag))
 
 
-def test_without_thinking_the_constraint_is_unchanged(smollm2: Served) -> None:
+def test_without_thinking_the_constraint_is_unchanged(smollm2: ServedModel) -> None:
     """A model that does not think gets the client's constraint itself."""
     body = chat(response_format={"type": "json_object"})
     plan = plan_answer(settings(), smollm2, body, [1])
@@ -102,7 +102,9 @@ def test_without_thinking_the_constraint_is_unchanged(smollm2: Served) -> None:
 
 
 @pytest.mark.parametrize("parser", ["pythonic", "mistral"])
-def test_a_constraint_with_optional_calls_needs_a_grammar_for_calls(smollm2: Served, parser: str) -> None:
+def test_a_constraint_with_optional_calls_needs_a_grammar_for_calls(
+    smollm2: ServedModel, parser: str
+) -> None:
     """Without a grammar for calls, the constraint would silently switch them off, so it is refused."""
     body = chat(tools=[TIME], structured_outputs={"regex": "a"})
     chosen = settings(tool_call_parser=parser)
@@ -116,7 +118,7 @@ def test_a_constraint_with_optional_calls_needs_a_grammar_for_calls(smollm2: Ser
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
 @pytest.mark.parametrize("kind", ["json_object", "choice"])
-def test_a_constraint_with_a_required_call_is_refused(qwen: Served, choice: Any, kind: str) -> None:
+def test_a_constraint_with_a_required_call_is_refused(qwen: ServedModel, choice: Any, kind: str) -> None:
     """One of the two would have to be ignored."""
     fields, _, _ = KINDS[kind]
     (name,) = fields
@@ -139,7 +141,7 @@ def test_a_constraint_with_a_required_call_is_refused(qwen: Served, choice: Any,
     ],
 )
 def test_an_unreadable_constraint_is_an_invalid_argument(
-    qwen: Served, tools: list[Any], asked: dict[str, Any], words: str
+    qwen: ServedModel, tools: list[Any], asked: dict[str, Any], words: str
 ) -> None:
     """Broken JSON and extreme nesting are refused under the client's parameter."""
     with pytest.raises(InvalidArgument, match=words) as caught:
@@ -147,14 +149,14 @@ def test_an_unreadable_constraint_is_an_invalid_argument(
     assert caught.value.param == "structured_outputs"
 
 
-def test_many_choices_fit_into_one_tag(qwen: Served) -> None:
+def test_many_choices_fit_into_one_tag(qwen: ServedModel) -> None:
     """A tag may have 512 parts, yet as many choices are accepted as without thinking."""
     plan = opened(qwen, structured_outputs={"choice": [str(n) for n in range(10_000)]})
     assert plan.constraint is not None
     lower(Spec("structural_tag", plan.constraint.structural_tag))
 
 
-def test_large_numbers_in_a_schema_keep_their_digits(qwen: Served) -> None:
+def test_large_numbers_in_a_schema_keep_their_digits(qwen: ServedModel) -> None:
     """No reader rounds a number on its way to the worker."""
     plan = opened(qwen, structured_outputs={"json": '{"const": 123456789012345678901234567890}'})
     assert plan.constraint is not None
@@ -162,7 +164,7 @@ def test_large_numbers_in_a_schema_keep_their_digits(qwen: Served) -> None:
 
 
 @pytest.mark.parametrize(("levels", "fits"), [(54, True), (66, False)])
-def test_the_depth_limit_of_a_constrained_tools_schema(qwen: Served, levels: int, fits: bool) -> None:
+def test_the_depth_limit_of_a_constrained_tools_schema(qwen: ServedModel, levels: int, fits: bool) -> None:
     """The tag around the schema uses up levels, too; docs/tools.md states the number."""
     schema: dict[str, Any] = {"enum": ["x"], "description": "d" * 1000}
     for _ in range((levels - 2) // 2):
@@ -184,14 +186,14 @@ def test_the_depth_limit_of_a_constrained_tools_schema(qwen: Served, levels: int
         assert (found is None) == fits
 
 
-def test_an_ordinary_chat_needs_no_parsing(smollm2: Served) -> None:
+def test_an_ordinary_chat_needs_no_parsing(smollm2: ServedModel) -> None:
     """Without tools and thinking, the whole text is content."""
     plan = plan_answer(settings(), smollm2, chat(), [1])
     assert plan.plain
     assert (plan.constraint, plan.markers) == (None, frozenset())
 
 
-def test_thinking_is_parsed_without_tools(qwen: Served) -> None:
+def test_thinking_is_parsed_without_tools(qwen: ServedModel) -> None:
     """A model that thinks gets a parser, unless a setting switches it off."""
     plan = plan_answer(settings(), qwen, chat(), [1])
     assert not plan.plain
@@ -200,7 +202,7 @@ def test_thinking_is_parsed_without_tools(qwen: Served) -> None:
 
 
 @pytest.mark.parametrize("parser", ["none", "pythonic"])
-def test_formats_without_a_grammar(smollm2: Served, parser: str) -> None:
+def test_formats_without_a_grammar(smollm2: ServedModel, parser: str) -> None:
     """A required call is written as JSON instead; strict optional calls are refused."""
     chosen = settings(tool_call_parser=parser)
     plan = plan_answer(chosen, smollm2, chat(tools=[TIME], tool_choice="required"), [1])
@@ -211,7 +213,7 @@ def test_formats_without_a_grammar(smollm2: Served, parser: str) -> None:
     assert caught.value.param == ("tool_choice" if parser == "none" else "tools[1].function.strict")
 
 
-def test_strict_enforces_a_tools_schema(qwen: Served, compiler: xgrammar.GrammarCompiler) -> None:
+def test_strict_enforces_a_tools_schema(qwen: ServedModel, compiler: xgrammar.GrammarCompiler) -> None:
     """A required call matches its schema unless strict is false; a tool without parameters takes none."""
     for tool, arguments, fits in (
         (WEATHER, '{"town": 1}', False),

@@ -13,7 +13,7 @@ from gateway.routes.request_builder import (
     generate_requests,
     sampling_of,
 )
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.completions import CompletionRequest
@@ -33,8 +33,8 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def served(codec: TextCodec) -> Served:
-    return Served(pb.ModelInfo(served_name="smol", vocab_size=49152, max_model_len=64), codec)
+def served(codec: TextCodec) -> ServedModel:
+    return ServedModel(pb.ModelInfo(served_name="smol", vocab_size=49152, max_model_len=64), codec)
 
 
 def test_an_empty_body_sets_no_sampling_parameters() -> None:
@@ -91,7 +91,7 @@ def test_seeds_fit_64_bits(seed: int, wire: int) -> None:
 @pytest.mark.parametrize(
     "fields", [{"stop_token_ids": [49152]}, {"allowed_token_ids": [5, 49152]}, {"logit_bias": {"49152": 1}}]
 )
-def test_token_ids_must_be_in_the_vocabulary(served: Served, fields: dict[str, Any]) -> None:
+def test_token_ids_must_be_in_the_vocabulary(served: ServedModel, fields: dict[str, Any]) -> None:
     """The message says where the vocabulary ends."""
     with pytest.raises(InvalidArgument, match="49151") as caught:
         sampling_of(body_of(**fields), served.model)
@@ -106,7 +106,7 @@ def test_token_ids_must_be_in_the_vocabulary(served: Served, fields: dict[str, A
     ],
 )  # fmt: skip
 def test_a_prompt_beyond_the_context_is_refused(
-    served: Served, count: int, limit: int | None, words: str
+    served: ServedModel, count: int, limit: int | None, words: str
 ) -> None:
     """The message has the numbers and what to change."""
     with pytest.raises(ContextExceeded, match="context is 64 tokens") as caught:
@@ -115,18 +115,18 @@ def test_a_prompt_beyond_the_context_is_refused(
 
 
 @pytest.mark.parametrize(("count", "limit"), [(63, None), (63, 1), (1, 63), (32, 32)])
-def test_prompt_and_output_may_fill_the_context(served: Served, count: int, limit: int | None) -> None:
+def test_prompt_and_output_may_fill_the_context(served: ServedModel, count: int, limit: int | None) -> None:
     """Prompt and output may fill the context exactly."""
     check_length(served, [1] * count, limit, param="prompt")
 
 
-def test_a_prompt_without_tokens_is_refused(served: Served) -> None:
+def test_a_prompt_without_tokens_is_refused(served: ServedModel) -> None:
     """A text that encodes to no tokens is an empty prompt."""
     with pytest.raises(InvalidArgument, match="is empty"):
         check_length(served, [], 1, param="prompt")
 
 
-def test_wire_requests_have_separate_ids(served: Served) -> None:
+def test_wire_requests_have_separate_ids(served: ServedModel) -> None:
     """The prompts of one body differ in their index."""
     body = body_of(prompt=["a", "b"], priority=-3, cache_salt="s")
     one, two = generate_requests(served, body, [[1], [2, 3]], "id")
@@ -136,7 +136,7 @@ def test_wire_requests_have_separate_ids(served: Served) -> None:
     assert generate_requests(served, body, [[1]], "id")[0].request_id == "id"
 
 
-def test_errors_name_the_clients_parameter(served: Served) -> None:
+def test_errors_name_the_clients_parameter(served: ServedModel) -> None:
     """A chat has messages, not a prompt."""
     body = parse(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "x"}]}')
     with pytest.raises(ContextExceeded) as caught:
@@ -144,7 +144,7 @@ def test_errors_name_the_clients_parameter(served: Served) -> None:
     assert caught.value.param == "messages"
 
 
-async def test_text_prompts_are_encoded(served: Served) -> None:
+async def test_text_prompts_are_encoded(served: ServedModel) -> None:
     """Text is encoded; token ids pass unchanged if they are in the vocabulary."""
     worker = TextWorker()
     options: dict[str, Any] = {"special": True, "size": 30, "param": "prompt"}
@@ -157,7 +157,7 @@ async def test_text_prompts_are_encoded(served: Served) -> None:
         worker.close()
 
 
-async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None:
+async def test_a_chat_needs_a_template(served: ServedModel, codec: TextCodec) -> None:
     """A chat with a base model is refused with the endpoint that works."""
     worker, messages = TextWorker(), [Message(role="user", content="hi")]
     options: dict[str, Any] = {
@@ -169,7 +169,7 @@ async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None
     try:
         ids = await encode_chat(served, worker, messages, **options)
         assert codec.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-        base = Served(served.model, TextCodec(codec.tokenizer, None, {}))
+        base = ServedModel(served.model, TextCodec(codec.tokenizer, None, {}))
         with pytest.raises(InvalidArgument, match="no chat template; use /v1/completions"):
             await encode_chat(base, worker, messages, **options)
     finally:
@@ -177,7 +177,7 @@ async def test_a_chat_needs_a_template(served: Served, codec: TextCodec) -> None
 
 
 async def test_thousands_of_short_messages_leave_the_event_loop(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template's effort grows with the whole body, so a long body is rendered in a thread."""
     threads: list[str] = []

@@ -13,7 +13,7 @@ import pytest
 from gateway.__main__ import main
 from gateway.answers.answer_plan import plan_answer
 from gateway.answers.answer_reader import AnswerReader, Message
-from gateway.scheduler_link.served_model import Served
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
 from gateway.tools.formats import FORMATS
@@ -256,7 +256,7 @@ def _accepted(compiler: Any, constraint: Any, text: str) -> bool:
 
 def test_a_parser_of_vllm_without_markers_allows_no_constraint(codec: TextCodec) -> None:
     """Without markers the beginning of the answer is unknown; unconstrained answers still work."""
-    served = Served(pb.ModelInfo(served_name="m"), codec)
+    served = ServedModel(pb.ModelInfo(served_name="m"), codec)
     chosen = settings(reasoning_parser="vllm:granite")
     bodies: list[tuple[dict[str, Any], str]] = [
         ({"response_format": {"type": "json_object"}}, "response_format"),
