@@ -4,5 +4,5 @@
 `sequence` is the handle that a request holds. Below them: `block_pool`, `prefix_hash`, `copies`
 (device-to-device copies that the next plan carries), `events` (the log that others follow), `window_policy`,
 `stats`, and `groups/`, one block manager per kind of attention. Imported by `requests`, `replica`,
-`dispatch`, `api`, `convert`, `workers` and the metrics. Imports only `shapes`.
+`dispatch`, `convert` and `workers`. Imports only `shapes`.
 """

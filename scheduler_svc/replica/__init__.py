@@ -3,6 +3,6 @@
 `scheduler` decides a step and takes in its result. It composes `slots` (requests with a slot, and the decode
 batch), `plan_builder` (what the next plan tells the worker), `steps_in_flight` (plans without a result),
 `shared_prefill` (requests that wait for a prefix another one computes), `outputs` (from results to events)
-and `stats`; `step_plan` has the types of plans and results. Synchronous and free of I/O. Imported by
-`dispatch`, `workers`, `convert` and the metrics. Imports `kv`, `policy`, `requests` and `shapes`.
+and `stats`. Plans and results are types of `protos.steps`. Synchronous and free of I/O. Imported by
+`dispatch`, `workers` and the metrics. Imports `kv`, `policy`, `requests` and `shapes`.
 """

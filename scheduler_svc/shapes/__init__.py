@@ -2,5 +2,5 @@
 
 `geometry` checks the shapes once, `buckets` makes decode batch sizes, `bucket_planner` fits them to traffic,
 `batch_histogram` records that traffic, and `pool_shapes` has the shapes of pooling models. Imported by `kv`,
-`replica`, `dispatch`, `pooling`, `workers`, `convert` and the command line. Imports no other room.
+`replica`, `pooling`, `workers`, `convert`, the settings and the command line. Imports no other room.
 """

@@ -1,24 +1,24 @@
-"""The same conversations through vLLM's KVCacheManager and through our KvCache: never a shorter prefix hit than vLLM's.
+"""The same conversations through vLLM's KVCacheManager and our KvCache: hits are never shorter than vLLM's.
 
-Both are driven as their schedulers drive them: look up, allocate, prefill chunk by chunk, decode token by token, free. What "the same
-rules" means, and why a test says "equal" or "at least":
+Both are driven as their schedulers drive them: look up, allocate, prefill in chunks, decode token by token,
+free. The rules are the same up to these differences, which decide whether a test says "equal" or "at least":
 
-- vLLM finds whole blocks, ours whole chunks. With chunk == block these are the same lengths: equal. With chunk < block ours also finds the
-  beginning of a block that vLLM has to compute again: at least. With chunk > block ours resumes at chunk boundaries, so that a hit gives the
-  bits of a miss; that is another rule and not compared.
-- vLLM indexes generated tokens; ours does when told to (``cache_generated``), as here. vLLM indexes a block when it schedules the step that
-  fills it, ours when that step is back; here no request looks while a step runs.
-- Both leave the last token to be computed, and hits of several groups are agreed on at the same block size. Nothing drafts (EAGLE is off).
-- Both evict what was used longest ago, a sequence's end before its beginning. So with one KV group and equal pools hits are equal
-  under eviction too. Ours takes the block for the first generated token when it admits, vLLM a step later, which is why requests here
-  generate at least two.
-- vLLM gives up what falls behind a window at every step, ours when a sequence takes its next block. That is the same moment if the window
-  without its last token is whole blocks; only such windows are compared where blocks are evicted.
-- vLLM's KV groups share one pool, ours have one each. Where groups evict, each of ours is as large as vLLM's pool, which is what one
-  of vLLM's groups may fill. Then the two have lived through the same only until the first hit that differs: that one must be ours. Later a
-  single hit may be shorter (what was computed anew in vLLM was only read in ours, and lies elsewhere in the order of
-  eviction), but not their sum.
-- Live requests always fit in both, so that evictions take only what is cached.
+- vLLM finds whole blocks, ours whole chunks. With chunk == block, hits are equal. With chunk < block, ours
+  also finds the beginning of a block that vLLM computes again: at least. With chunk > block, ours resumes
+  only at chunk boundaries, so that a hit gives the bits of a miss; that rule has no counterpart and is not
+  compared. - vLLM indexes generated tokens; ours does so with ``cache_generated``, as here. vLLM indexes a
+  block when it schedules the step that fills it, ours when that step is done; here no request looks while a
+  step runs. - Both recompute the last token, and several groups agree on a hit at the same block size. EAGLE
+  is off. - Both evict the least recently used content, and the end of a sequence before its beginning. With
+  one KV group and equal pools, hits are therefore equal under eviction, too. Ours allocates the block of the
+  first generated token at admission, vLLM a step later; requests here generate at least two tokens to hide
+  that. - vLLM frees blocks behind a window at every step, ours when a sequence takes its next block. Both
+  happen at the same step if the window without its last token is whole blocks; only such windows are compared
+  under eviction. - vLLM's KV groups share one pool; ours have one each, here as large as vLLM's. Their
+  histories are the same only until the first hit that differs: ours must be longer there. Later a single hit
+  may be shorter, because ours only read content that vLLM computed again, which changes the order of
+  eviction. The sum of hits may not be smaller. - Live requests always fit in both, so evictions take only
+  cached content.
 """
 
 import itertools
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.property
 BLOCK = 8
 MAX_LEN = 160
 MAX_LIVE = 3
-# Blocks that all live requests together can need, in one group.
+# Most blocks that all live requests together need in one group.
 LIVE_BLOCKS = MAX_LIVE * (MAX_LEN // BLOCK + 1)
 AMPLE = 1_600
 FULL = (None,)
@@ -52,10 +52,10 @@ class Cache(Protocol):
     """A KV cache under comparison."""
 
     def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:
-        """Prefills a request; tokens found cached, or None if it does not fit."""
+        """Prefills a request; returns its cached tokens, or None if it does not fit."""
 
     def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Generates tokens; False if they do not fit."""
+        """Generates tokens; returns False if they do not fit."""
 
     def free(self, request_id: str) -> None:
         """Ends a request."""
@@ -129,23 +129,20 @@ class OurCache:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a conversation.
-
-    Attributes:
-        conversation: whose history goes before it; conversations share three system prompts.
-        keep: how many tokens of the history; less than all is an edited earlier message.
-        user: new tokens of the prompt.
-        generated: tokens of the answer, which become history.
-        lingers: whether the request is still alive while the next one runs.
-        tenant: 0 or 1; tenants share nothing.
-    """
+    """One request of a conversation."""
 
     conversation: int
+    """The conversation that it continues; all of them share three system prompts."""
     keep: int
+    """Tokens of the history to keep; fewer than all stand for an edited earlier message."""
     user: int
+    """New tokens of the prompt."""
     generated: int
+    """Tokens of the answer, which join the history."""
     lingers: bool
+    """Whether the request is still alive while the next one runs."""
     tenant: int
+    """0 or 1; tenants share nothing."""
 
 
 TURNS = st.lists(
@@ -159,7 +156,7 @@ SYSTEM_PROMPTS = ([11] * 21, [12] * 32, [11] * 16 + [13] * 24)
 
 
 def play(turns: Sequence[Turn], *caches: Cache) -> list[tuple[int, ...]]:
-    """Runs the same requests through all caches; for each request, the tokens that each cache found."""
+    """Runs the same requests through all caches; returns, per request, the tokens that each cache found."""
     hits: list[tuple[int, ...]] = []
     histories: dict[tuple[int, int], list[int]] = {}
     alive: list[str] = []
@@ -191,7 +188,7 @@ def play(turns: Sequence[Turn], *caches: Cache) -> list[tuple[int, ...]]:
 def compare(
     turns: Sequence[Turn], windows: Sequence[int | None], *, chunk: int = BLOCK, blocks: int = AMPLE
 ) -> list[tuple[int, ...]]:
-    """(ours, vLLM's) for each request, with ``blocks`` blocks for each of our groups and for vLLM's shared pool."""
+    """Returns (ours, vLLM's) per request; ``blocks`` is the size of each of our pools and of vLLM's pool."""
     theirs = vllm_peer.KvCachePeer(
         windows, num_blocks=blocks, block_size=BLOCK, max_model_len=MAX_LEN, chunk=chunk
     )
@@ -199,7 +196,7 @@ def compare(
 
 
 def random_turns(seed: int, count: int) -> list[Turn]:
-    """A long trace, always the same for a seed."""
+    """Returns a long trace, always the same for a seed."""
     dice = random.Random(seed)
     return [
         Turn(
@@ -212,14 +209,14 @@ def random_turns(seed: int, count: int) -> list[Turn]:
 
 
 def first_difference(hits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The first pair of hits that are not the same; (0, 0) if all are."""
+    """Returns the first pair of hits that differ; (0, 0) if none do."""
     return next(((ours, theirs) for ours, theirs in hits if ours != theirs), (0, 0))
 
 
-# vLLM's objects are built anew for each example.
+# Each example builds new vLLM objects.
 examples = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 WINDOWS = st.sampled_from((2, 5, BLOCK, 9, 12, 24, 33))
-# Windows of which blocks fall out at the moment at which the next one is needed.
+# Windows that free a block exactly when the next one is needed.
 EVEN_WINDOWS = st.sampled_from((BLOCK + 1, 2 * BLOCK + 1, 4 * BLOCK + 1))
 
 
@@ -231,28 +228,28 @@ def _vllm() -> None:
 @examples
 @given(turns=TURNS)
 def test_full_attention_finds_what_vllm_finds(turns: list[Turn]) -> None:
-    """One group, room for everything: each hit is equal."""
+    """One group and room for everything: each hit is equal."""
     assert all(ours == theirs for ours, theirs in compare(turns, FULL))
 
 
 @examples
 @given(turns=TURNS, window=WINDOWS)
 def test_windows_find_what_vllm_finds(turns: list[Turn], window: int) -> None:
-    """Sliding windows only, room for everything: each hit is equal."""
+    """Sliding windows only and room for everything: each hit is equal."""
     assert all(ours == theirs for ours, theirs in compare(turns, (window,)))
 
 
 @examples
 @given(turns=TURNS, windows=st.lists(WINDOWS, min_size=1, max_size=2, unique=True))
 def test_hybrids_find_what_vllm_finds(turns: list[Turn], windows: list[int]) -> None:
-    """Full attention beside sliding windows, room for everything: the longest prefix that all groups have is one number."""
+    """Full attention beside sliding windows and room for everything: each hit is equal."""
     assert all(ours == theirs for ours, theirs in compare(turns, (None, *windows)))
 
 
 @examples
 @given(turns=TURNS, window=st.none() | EVEN_WINDOWS, spare=st.integers(1, 30))
 def test_one_group_evicts_what_vllm_evicts(turns: list[Turn], window: int | None, spare: int) -> None:
-    """One group, a pool that holds little more than the live requests: the same blocks go first, so each hit is equal."""
+    """One group and a pool little larger than the live requests: each hit is equal."""
     assert all(ours == theirs for ours, theirs in compare(turns, (window,), blocks=LIVE_BLOCKS + spare))
 
 
@@ -268,7 +265,7 @@ def test_one_group_evicts_what_vllm_evicts_for_long(window: int | None, spare: i
 @examples
 @given(turns=TURNS, window=EVEN_WINDOWS, spare=st.integers(1, 30))
 def test_hybrids_evict_no_more_than_vllm(turns: list[Turn], window: int, spare: int) -> None:
-    """Full attention beside a sliding window in small pools: where they part, ours has kept more."""
+    """Full attention beside a sliding window in small pools: at the first difference, ours kept more."""
     ours, theirs = first_difference(compare(turns, (None, window), blocks=2 * LIVE_BLOCKS + spare))
     assert ours >= theirs
 
@@ -291,7 +288,7 @@ def test_hybrids_evict_no_more_than_vllm_for_long(windows: tuple[int | None, ...
 def test_chunks_smaller_than_blocks_find_more(
     turns: list[Turn], chunk: int, windows: tuple[int | None, ...]
 ) -> None:
-    """Chunks that divide a block, room for everything: each hit is at least vLLM's and shorter than vLLM's and a block."""
+    """Room for everything: each hit is at least vLLM's, and longer by less than a block."""
     assert all(theirs <= ours < theirs + BLOCK for ours, theirs in compare(turns, windows, chunk=chunk))
 
 
@@ -302,7 +299,7 @@ def test_chunks_smaller_than_blocks_find_more(
 def test_chunks_smaller_than_blocks_evict_no_more(
     turns: list[Turn], chunk: int, window: int | None, spare: int
 ) -> None:
-    """Chunks that divide a block in a small pool: where they part, ours has found more."""
+    """A small pool: at the first difference, ours found more."""
     ours, theirs = first_difference(compare(turns, (window,), chunk=chunk, blocks=LIVE_BLOCKS + spare))
     assert ours >= theirs
 
@@ -310,6 +307,6 @@ def test_chunks_smaller_than_blocks_evict_no_more(
 @pytest.mark.parametrize("chunk", [2, 4])
 @pytest.mark.parametrize("window", [None, 9, 33])
 def test_chunks_smaller_than_blocks_find_more_for_long(window: int | None, chunk: int) -> None:
-    """Hundreds of requests in a small pool: what is kept of unfinished blocks never costs more than it gives."""
+    """Hundreds of requests in a small pool: keeping partial blocks never costs more than it gains."""
     hits = compare(random_turns(1, 400), (window,), chunk=chunk, blocks=LIVE_BLOCKS + 20)
     assert sum(ours for ours, _ in hits) > sum(theirs for _, theirs in hits)

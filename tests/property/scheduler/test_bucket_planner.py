@@ -1,4 +1,4 @@
-"""The planned buckets are the best ones, against trying them all."""
+"""The planned buckets are the best ones, compared with trying all of them."""
 
 from itertools import combinations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.property
 )
 @settings(max_examples=400, deadline=None)
 def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObject) -> None:
-    """Of all sets of at most that many sizes that end with the largest batch, observed or not."""
+    """Compared with all sets of at most that many sizes that end with the largest batch."""
     counts = data.draw(st.dictionaries(st.integers(1, max_batch), st.integers(0, 50) | st.just(10**12)))
     best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
     assert list(best) == sorted(set(best))
@@ -34,8 +34,8 @@ def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObj
 
 @given(st.dictionaries(st.integers(1, 300), st.integers(1, 10**6), min_size=1), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_the_quick_way_finds_what_the_plain_one_finds(counts: dict[int, int], graphs: int) -> None:
-    """Against the same recursion without the convex hull, on larger histograms."""
+def test_the_convex_hull_finds_what_the_plain_recursion_finds(counts: dict[int, int], graphs: int) -> None:
+    """On larger histograms, both run the same number of rows."""
     sizes = sorted({*counts, 300})
     upto = [0]
     for size in sizes:

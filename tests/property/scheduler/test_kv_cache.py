@@ -1,7 +1,7 @@
-"""Random lives of a KV cache, checked after every step against a naive memory (``tests/support/scheduler/kv_cache_model.py``).
+"""Random operations on a KV cache, checked after every step against a naive memory, ``KvModel``.
 
-The machine stands for the scheduler and for the device: it plans a step (grow, take the copies, work), lets anything else happen while the
-step runs, and takes its result in; the model does what the plans say.
+The machine stands for the scheduler and the device. It plans a step (grow, take the copies, work), lets
+anything else happen while the step runs, and applies its result. The model does what the plans say.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.property
 MAX_LEN = 40
 PINNED_SHARE = 0.5
 
-# Windows below, at and above a block of 4 or 8, multiples of it and not.
+# Windows below, at and above a block of 4 or 8, both multiples of it and not.
 GROUPS = (
     FULL,
     *(KvGroup(GroupKind.PAGED_WINDOW, window) for window in (1, 2, 3, 4, 5, 8, 9, 14)),
@@ -37,13 +37,13 @@ MIXES = st.one_of(
     st.lists(st.sampled_from(GROUPS), min_size=1, max_size=2).map(lambda groups: (FULL, *groups)),
     st.lists(st.sampled_from(GROUPS), min_size=2, max_size=3).map(tuple),
 )
-# A trunk and branches off it: prefixes repeat, and leave one another at any place.
+# A trunk with branches: prefixes repeat and diverge at any position.
 TOKENS = st.builds(lambda trunk, branch: [3] * trunk + [4] * branch, st.integers(1, 24), st.integers(0, 6))
 
 
 @dataclass
 class Flight:
-    """A step that runs: its sequence, what it computes, and the copies that travel with it."""
+    """A step in flight: its sequence, what it computes, and the copies that its plan carries."""
 
     sequence: SequenceKv | None
     start: int
@@ -93,10 +93,10 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.unsent: dict[int, tuple[bytes, int]] = {}
         self.flight: Flight | None = None
         self.resets = 0
-        # What a sequence computes on top of what was forgotten is not to be found either.
+        # Resets before each sequence was admitted; after a reset, older sequences are not indexed.
         self.born: dict[SequenceKv, int] = {}
 
-    # ---- requests come and go ------------------------------------------------------------------------------------------------------
+    # ---- admitting and releasing ----
 
     @precondition(lambda self: len(self.waiting) < 6)
     @rule(prompt=TOKENS, salt=st.sampled_from(["", "", "", "a"]))
@@ -123,7 +123,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             assert busy, "an idle cache must take any sequence that fits it"
             return
         if sequence.num_cached != hit * hash_block_size:
-            # Without room for a block to copy from, a hit ends at a whole block.
+            # Without room for the block to copy from, a hit ends at a whole block.
             tight = [
                 count <= group.most_blocks(len(sequence.token_ids) + 1)
                 for group, count in zip(self.kv.groups, free, strict=True)
@@ -140,12 +140,12 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.fresh.append(sequence)
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else hit // per_block
-            self.model.handed_out(group_id, [block.block_id for block in table.blocks[shared:]])
+            self.model.allocated(group_id, [block.block_id for block in table.blocks[shared:]])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), comes_back=st.booleans())
     def leave(self, data: st.DataObject, comes_back: bool) -> None:
-        """Finished, aborted or preempted, at any time."""
+        """A sequence finishes, is aborted or is preempted, at any time."""
         self.release(self.running[data.draw(st.integers(0, len(self.running) - 1))], comes_back=comes_back)
 
     def release(self, sequence: SequenceKv, *, comes_back: bool) -> None:
@@ -163,7 +163,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.waiting.append(sequence)
 
     def generated(self, sequence: SequenceKv) -> None:
-        """As the scheduler: at the end of blocks and when a decoding sequence leaves."""
+        """Indexes decoded tokens as the scheduler does: at the end of blocks, and when a sequence leaves."""
         self.kv.prefixes.index_decoded(sequence)
         copied = not self.kv.copies.waits_for(sequence)
         if self.options.cache_generated and copied and self.born[sequence] == self.resets:
@@ -190,8 +190,8 @@ class KvCacheMachine(RuleBasedStateMachine):
         whole = child.num_computed // self.geometry.block_size
         for group_id, (group, table) in enumerate(zip(self.groups, child.tables, strict=True)):
             shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else whole
-            self.model.handed_out(group_id, [block.block_id for block in table.blocks[shared:]])
-        # What the child shares may have been decoded by its parent: nothing of it is a hit.
+            self.model.allocated(group_id, [block.block_id for block in table.blocks[shared:]])
+        # The parent may have decoded what the child shares, so none of it counts as a hit.
         child.num_cached = 0
         self.running.append(child)
         self.born[child] = self.born[parent]
@@ -209,7 +209,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.waiting = [*self.waiting, *self.running][:6]
         self.boot()
 
-    # ---- pins and resets -----------------------------------------------------------------------------------------------------------
+    # ---- pins and resets ----
 
     @precondition(lambda self: len(self.pins) < 3)
     @rule(prompt=TOKENS)
@@ -237,12 +237,12 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.model.findable.clear()
         self.resets += 1
 
-    # ---- steps ---------------------------------------------------------------------------------------------------------------------
+    # ---- steps ----
 
     @precondition(lambda self: self.flight is None and self.running)
     @rule(data=st.data(), fails=st.sampled_from([False] * 9 + [True]), at_once=st.booleans())
     def step(self, data: st.DataObject, fails: bool, at_once: bool) -> None:
-        """A chunk or a token of some sequence; its result comes at once or later."""
+        """Runs a chunk or a token of some sequence; its result comes at once or later."""
         self.plan(self.running[data.draw(st.integers(0, len(self.running) - 1))], fails=fails)
         if at_once:
             self.update()
@@ -250,7 +250,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flight is None and self.running)
     @rule(data=st.data(), count=st.integers(2, 12))
     def steps(self, data: st.DataObject, count: int) -> None:
-        """The same sequence for a while."""
+        """Runs several steps of one sequence."""
         sequence = self.running[data.draw(st.integers(0, len(self.running) - 1))]
         for _ in range(count):
             if sequence not in self.running:
@@ -281,13 +281,13 @@ class KvCacheMachine(RuleBasedStateMachine):
         sequence.num_computed = end
         if end == len(sequence.token_ids):
             self.decoding.add(sequence)
-            # The sampled token depends on nothing here; equal ones make generated prefixes repeat.
+            # The sampled token is constant, so that generated prefixes repeat.
             sequence.token_ids.append(3)
             if len(sequence.token_ids) >= MAX_LEN:
                 self.release(sequence, comes_back=False)
 
     def note_windows(self, sequence: SequenceKv, end: int) -> None:
-        """What was queued to be kept is the sequence's window, and the blocks for it are nobody else's any more."""
+        """Checks new copies that keep windows, and gives their target blocks to the model."""
         context = contexts_of(sequence)[end - 1]
         for entry in self.kv.copies.entries:
             if entry.key is not None and id(entry) not in self.unsent:
@@ -296,7 +296,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                     "windows are kept where hits may end"
                 )
                 self.unsent[id(entry)] = context, self.resets
-                self.model.handed_out(entry.group_id, [entry.target.block_id])
+                self.model.allocated(entry.group_id, [entry.target.block_id])
 
     def plan(self, sequence: SequenceKv, *, fails: bool) -> None:
         decode = sequence in self.decoding
@@ -312,7 +312,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                 assert self.pins, "the whole life of a sequence that was admitted fits"
                 self.kv.unpin(self.pins.pop()[1])
         for group_id, block_ids in grown:
-            self.model.handed_out(group_id, block_ids)
+            self.model.allocated(group_id, block_ids)
         self.grown += grown
         copies = self.kv.copies.take()
         assert not self.kv.copies
@@ -335,7 +335,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.flight = Flight(sequence, start, end, not decode, copies, windows)
 
     def grant(self) -> None:
-        """The worker clears what was granted since the last plan, but for what hits and copies brought."""
+        """Clears the blocks granted since the last plan, as the worker does, except hits and copies."""
         for sequence in self.fresh:
             written = -(-sequence.num_computed // self.geometry.block_size)
             for group_id, table in enumerate(sequence.tables):
@@ -346,14 +346,14 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.grown.clear()
 
     def fail(self, sequence: SequenceKv, start: int, end: int, copies: Sequence[PendingCopy]) -> None:
-        """The step fails: what it was to write is unknown, its sequence ends, and who resumes from its copies goes back."""
+        """Fails a step: its sequence ends, its content is unknown, and sequences with copies wait again."""
         for copy in copies:
             self.model.spoil(copy)
         self.grant()
         self.model.write(sequence, start, end, chunk=False, spoil=True)
         owners = [copy.sequence for copy in copies if copy.sequence is not None]
         self.kv.settle_copies(copies, done=False)
-        # Nothing that they decoded may be looked for in what was not copied.
+        # Their decoded tokens must not be indexed in blocks that were not copied.
         self.decoding.difference_update(owner for owner in owners)
         self.release(sequence, comes_back=False)
         for owner in owners:
@@ -361,7 +361,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                 self.release(owner, comes_back=True)
 
     def check_alone(self, sequence: SequenceKv, start: int, end: int) -> None:
-        """Blocks that are about to be written are in one table and in no pin."""
+        """Checks that blocks about to be written are in one table and in no pin."""
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             size = self.geometry.block_size
             paged = group.kind is not GroupKind.IN_PLACE_WINDOW
@@ -371,7 +371,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                 tables = [other for other in self.running if block in other.tables[group_id].blocks]
                 assert tables == [sequence], f"block {block.block_id} is written while others use it"
 
-    # ---- always --------------------------------------------------------------------------------------------------------------------
+    # ---- invariants ----
 
     @invariant()
     def holds(self) -> None:
@@ -418,5 +418,6 @@ class KvCacheMachine(RuleBasedStateMachine):
 
 
 TestKvCache = KvCacheMachine.TestCase
-# With test_scheduler_machines.py: (250 + 60 + 120) x 60 = 25,800 steps; one step of a machine is often several of the cache.
+# With test_machines.py: (250 + 60 + 120) x 60 = 25,800 steps; a step of the machine is often several of the
+# cache.
 TestKvCache.settings = machine(max_examples=250, stateful_step_count=60)

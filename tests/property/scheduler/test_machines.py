@@ -1,4 +1,4 @@
-"""Random lives of pools and schedulers, checked against naive models after every step."""
+"""Random operations on pools and schedulers, checked against naive models after every step."""
 
 import hypothesis.strategies as st
 import pytest
@@ -26,13 +26,13 @@ NUM_BLOCKS = 8
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool against three lists of free ids and a dict from content to the blocks that have it."""
+    """A pool against three lists of free ids and a dict from content to its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[bytes] = []
         self.pool = BlockPool(NUM_BLOCKS + 1, on_evict=self.evicted.append)
-        # In the order in which they are handed out: without content, with cheap content, with other content.
+        # In the order of allocation: without content, with cheap content, with other content.
         self.free: tuple[list[int], list[int], list[int]] = (list(range(1, NUM_BLOCKS + 1)), [], [])
         self.content: dict[int, list[bytes]] = {}
         self.cheap: set[int] = set()
@@ -43,7 +43,7 @@ class PoolMachine(RuleBasedStateMachine):
         return [*self.free[0], *self.free[1], *self.free[2]]
 
     def give(self, ids: list[int]) -> None:
-        """What the pool does with blocks that have no references any more."""
+        """Sorts blocks without references into the free lists, as the pool does."""
         for block_id in ids:
             if not self.content.get(block_id):
                 self.free[0].insert(0, block_id)
@@ -107,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def spare(self) -> None:
-        """A spare block costs nothing but cheap content."""
+        """A block for cheap content evicts only cheap content."""
         block = self.pool.allocate_for_cheap()
         assert (block is None) == (not self.free[0] and not self.free[1])
         if block is None:
@@ -145,9 +145,9 @@ KINDS = (
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, are aborted, preempted for want of blocks and lose their replica; every one must get exactly its tokens.
+    """Requests arrive, are aborted, preempted and lose their replica; each must get exactly its tokens.
 
-    The device behind the scheduler checks before every step that the blocks hold what its queries see.
+    Before every step, the simulated device checks that the blocks hold what its queries see.
     """
 
     @initialize(
@@ -159,13 +159,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int,
     ) -> None:  # fmt: skip
-        # Smaller than the longest request on purpose with few blocks: admission must refuse, never deadlock.
+        # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease)  # fmt: skip
         self.jump = self.rig.device.jump = jump
-        # Tokens by request and sequence, up to the stop token where there is one.
+        # Expected tokens by request and sequence, up to the stop token if there is one.
         self.stops: dict[str, int | None] = {}
         self.wanted: dict[str, list[list[int]]] = {}
         self.aborted: set[tuple[str, int]] = set()
@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         name = f"r{self.count}"
         wanted = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
-        # One of the tokens that the first sequence is about to generate.
+        # A token that the first sequence will generate.
         stop = self.stops[name] = None if stop_at is None else wanted[0][min(stop_at, max_tokens - 1)]
         self.wanted[name] = [
             tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in wanted
@@ -209,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.draw_and_abort(data)
 
     def draw_and_abort(self, data: st.DataObject) -> None:
-        """A whole request, or one of its sequences."""
+        """Aborts a whole request or one of its sequences."""
         name = data.draw(st.sampled_from(sorted(self.wanted)))
         sequences = range(len(self.wanted[name]))
         one = data.draw(st.sampled_from([None, *sequences]))
@@ -313,7 +313,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_that_nothing_is_left()
 
     def check_that_nothing_is_left(self) -> None:
-        """No request is known, and nothing is still counted, expected or due of those that were."""
+        """Checks that no request is known and that no counter or calendar entry of one remains."""
         scheduler, engine = self.rig.scheduler, self.rig.engine
         assert scheduler.prefill_backlog == 0
         assert scheduler.num_running == scheduler.num_deferred == 0

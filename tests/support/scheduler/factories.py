@@ -1,4 +1,4 @@
-"""Small real objects for scheduler tests, and a simulated device that checks every plan it is given."""
+"""Small real objects for scheduler tests, and a simulated device that checks every plan."""
 
 import hashlib
 import itertools
@@ -48,7 +48,7 @@ class ListSink:
         return [token for event in self.events for token in event.token_ids]
 
     def tokens_of(self, sequence: int) -> list[int]:
-        """Those of one of a request's sequences."""
+        """Returns the tokens of one of a request's sequences."""
         return [token for event in self.events if event.sequence == sequence for token in event.token_ids]
 
 
@@ -95,7 +95,7 @@ def make_request(
 
 
 def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:
-    """A sequence without blocks."""
+    """Returns a sequence without blocks."""
     return SequenceKv(list(prompt), cache_salt)
 
 
@@ -115,13 +115,13 @@ def make_submission(
 
 
 def next_token(context: Sequence[int], sequence: int = 0, vocab_size: int = 97) -> int:
-    """A deterministic "model": the next token is a function of the whole context and of which of a request's sequences it is."""
+    """A deterministic "model": the next token is a function of the context and the sequence index."""
     digest = hashlib.blake2b(repr((sequence, *context)).encode(), digest_size=4).digest()
     return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
 
 
 def expected_tokens(prompt: Sequence[int], max_tokens: int, sequence: int = 0) -> list[int]:
-    """What the simulated model generates, alone and undisturbed."""
+    """Returns what the simulated model generates, alone and undisturbed."""
     context = list(prompt)
     for _ in range(max_tokens):
         context.append(next_token(context, sequence))
@@ -129,13 +129,13 @@ def expected_tokens(prompt: Sequence[int], max_tokens: int, sequence: int = 0) -
 
 
 def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
-    """Extends ``contexts`` to the tokens: what the KV of each position depends on, all tokens up to it."""
+    """Extends ``contexts`` to the tokens; a context identifies all tokens up to a position."""
     for position in range(len(contexts), len(tokens)):
         contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
 
 
 def next_leased(plan: StepPlan) -> StepPlan:
-    """A leasing plan's next step: one position on, and nothing to be done before it."""
+    """Returns the next step of a leasing plan: one position further, with nothing else to do."""
     assert isinstance(plan.work, Decode)
     positions = tuple(position + 1 for position in plan.work.positions)
     return StepPlan(plan.step, replace(plan.work, positions=positions))
@@ -152,10 +152,10 @@ class _Slot:
 
 @dataclass
 class SimulatedDevice:
-    """Executes plans as a worker does and keeps, per block, what the KV in it was computed from.
+    """Executes plans as a worker does; keeps, per block, the contexts from which its KV was computed.
 
-    Before each step it checks that the blocks hold exactly the contexts that the step's queries see, so a wrong block table, a block
-    that is shared while written, a missing copy, or a stale prefix hit is an error at once.
+    Before each step it checks that the blocks hold exactly the contexts that the step's queries see. A wrong
+    block table, a block that is shared while written, a missing copy and a stale prefix hit all fail at once.
     """
 
     geometry: Geometry
@@ -224,7 +224,7 @@ class SimulatedDevice:
                 self.memory.pop((group, block), None)
 
     def _compute(self, state: _Slot, end: int) -> None:
-        """One graph execution for one row: reads what is visible, writes positions up to ``end``."""
+        """Runs one graph for one row: reads what is visible, writes positions up to ``end``."""
         _contexts(state.tokens, state.contexts)
         start = state.computed
         for group_id, group in enumerate(self.groups):
@@ -255,7 +255,7 @@ class SimulatedDevice:
     def _check_alone(self, group_id: int, block: int) -> None:
         assert block != NULL_BLOCK_ID
         sharers = [other for other in self.slots.values() if block in other.tables[group_id]]
-        # Tables here are never told of blocks behind a window, which others may have by now.
+        # These tables keep blocks behind a window, which other slots may have by now.
         if self.groups[group_id].window:
             sharers = [other for other in sharers if block in self._live(other, group_id)]
         assert len(sharers) == 1, (
@@ -290,13 +290,7 @@ class SimulatedDevice:
 
 @dataclass
 class Rig:
-    """An engine with one replica on a simulated device, stepped by hand.
-
-    Attributes:
-        now: what the clock says.
-        max_lease: decode steps that a plan may allow.
-        meanwhile: called while each step runs.
-    """
+    """An engine with one replica on a simulated device, stepped by hand."""
 
     groups: Sequence[KvGroup]
     num_blocks: int | Sequence[int]
@@ -308,8 +302,11 @@ class Rig:
     device: SimulatedDevice = field(init=False)
     sinks: dict[str, ListSink] = field(default_factory=dict)
     now: float = 0.0
+    """Reading of the clock."""
     max_lease: int = 1
+    """Decode steps that a plan may allow."""
     meanwhile: Callable[[], None] = lambda: None
+    """Called while each step runs."""
 
     def start(self) -> None:
         """Attaches an empty replica."""
@@ -323,7 +320,7 @@ class Rig:
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
 
     def replace_replica(self, num_blocks: int | None = None) -> int:
-        """Loses the replica with everything in its memory and attaches an empty one; returns how many requests came back."""
+        """Replaces the replica by an empty one; returns how many requests were requeued."""
         self.num_blocks = num_blocks or self.num_blocks
         back = self.engine.detach("replica-0")
         self.start()
@@ -342,10 +339,10 @@ class Rig:
         return plan
 
     def answer(self, plan: StepPlan) -> int:
-        """Runs a plan to its last result, as a worker and its driver do: what comes meanwhile cuts a lease short.
+        """Runs a plan to its last result, as a worker and its driver do; new work ends a lease early.
 
         Returns:
-            How many steps were run.
+            The number of steps run.
         """
         lease = plan.work.lease if isinstance(plan.work, Decode) else 1
         for index in range(lease):
@@ -363,7 +360,7 @@ class Rig:
         raise AssertionError("a lease of no steps")
 
     def run(self, limit: int = 10_000) -> list[StepPlan]:
-        """Steps until there is nothing to do."""
+        """Steps until no work is left; returns the plans."""
         plans = []
         while (plan := self.step()) is not None:
             plans.append(plan)

@@ -1,7 +1,7 @@
-"""A naive KV memory: what every block physically holds, and by brute force the longest prefix that every group could hand over.
+"""A naive KV memory: the physical content of every block, and a brute-force search for the longest prefix hit.
 
-It knows nothing of free lists, indices or searches. It is told what was decided and what was written, and remembers, per block, what may be
-found in it until the block is handed out again.
+It has no free lists or indices. It learns what the cache decided and what was written, and remembers, per
+block, what may be found in it until the block is allocated again.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
 
 Cell = tuple[bytes, bool]
-"""KV of one position: what it was computed from (all tokens up to it), and whether a whole chunk at its own boundaries computed it."""
+"""KV of one position: its context (all tokens up to it), and whether a whole aligned chunk computed it."""
 
 
 def contexts_of(sequence: SequenceKv) -> list[bytes]:
-    """Per position, the identity of everything that its KV depends on."""
+    """Returns, per position, the identity of everything that its KV depends on."""
     context, contexts = hashlib.blake2b(sequence.cache_salt.encode(), digest_size=8).digest(), []
     for token in sequence.token_ids:
         context = hashlib.blake2b(context + bytes([token]), digest_size=8).digest()
@@ -28,39 +28,36 @@ def contexts_of(sequence: SequenceKv) -> list[bytes]:
 
 @dataclass
 class KvModel:
-    """Blocks by (group id, block id).
-
-    Attributes:
-        hit_stride: hash blocks between two lengths that a hit may have.
-        memory: what is in a block: its cells from the block's start on (paged) or the last ``window`` ones (in place).
-        findable: the contexts under which a block may be found, shortest first; content that must not change.
-    """
+    """Blocks by (group id, block id)."""
 
     geometry: Geometry
     groups: Sequence[KvGroup]
     hit_stride: int
+    """Hash blocks between two lengths that a hit may have."""
     memory: dict[tuple[int, int], list[Cell | None]] = field(default_factory=dict)
+    """Content: cells from the block\'s start (paged), or the last ``window`` cells (in place)."""
     findable: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
+    """Contexts under which a block may be found, shortest first; this content must not change."""
 
-    # ---- what the device does ------------------------------------------------------------------------------------------------------
+    # ---- the device ----
 
     def copy(self, copy: PendingCopy) -> None:
-        """Copies the leading cells; the target holds nothing else then."""
+        """Copies the leading cells; the target then holds nothing else."""
         source = self.memory.get((copy.group_id, copy.source.block_id), [])
         assert len(source) >= copy.num_tokens, f"{copy} copies what was never written"
         self.memory[copy.group_id, copy.target.block_id] = source[: copy.num_tokens]
 
     def spoil(self, copy: PendingCopy) -> None:
-        """What a copy was to write is unknown now."""
+        """Marks the target of a failed copy as unknown."""
         self.memory[copy.group_id, copy.target.block_id] = []
 
     def clear(self, group_id: int, block_ids: Iterable[int]) -> None:
-        """Blocks were granted: the worker clears them."""
+        """Clears granted blocks, as the worker does."""
         for block_id in block_ids:
             self.memory.pop((group_id, block_id), None)
 
     def write(self, sequence: SequenceKv, start: int, end: int, *, chunk: bool, spoil: bool = False) -> None:
-        """Positions ``start`` .. ``end`` of a request are computed, or (``spoil``) something else is written there."""
+        """Computes positions ``start`` .. ``end``, or writes unknown content there (``spoil``)."""
         contexts = contexts_of(sequence)
         exact = chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
@@ -80,15 +77,15 @@ class KvModel:
                 cells += [None] * (offset + 1 - len(cells))
                 cells[offset] = None if spoil else (contexts[position], exact)
 
-    # ---- what the cache decides ----------------------------------------------------------------------------------------------------
+    # ---- decisions of the cache ----
 
-    def handed_out(self, group_id: int, block_ids: Iterable[int]) -> None:
-        """Blocks have a new owner: their old content cannot be found any more."""
+    def allocated(self, group_id: int, block_ids: Iterable[int]) -> None:
+        """Records that blocks have a new owner, so their old content cannot be found."""
         for block_id in block_ids:
             self.findable.pop((group_id, block_id), None)
 
     def publish(self, sequence: SequenceKv, start: int, end: int) -> None:
-        """Whatever lies in a request's blocks from ``start`` up to ``end`` may be found from now on, whole hash blocks only."""
+        """Makes whole hash blocks of a sequence from ``start`` to ``end`` findable."""
         size, hash_block_size = self.geometry.block_size, self.geometry.hash_block_size
         if start // hash_block_size == end // hash_block_size:
             return
@@ -109,13 +106,13 @@ class KvModel:
                 self.findable[group_id, table.blocks[index].block_id] = keys
 
     def publish_window(self, group_id: int, block_id: int, context: bytes) -> None:
-        """A window was kept."""
+        """Makes a kept window findable."""
         self.findable[group_id, block_id] = [context]
 
-    # ---- what must hold ------------------------------------------------------------------------------------------------------------
+    # ---- checks ----
 
     def limit(self, sequence: SequenceKv) -> int:
-        """Granules that a hit may have at the most: up to the last boundary before the last token."""
+        """Returns the most hash blocks of a hit: up to the last boundary before the last token."""
         return (
             (len(sequence.token_ids) - 1)
             // (self.hit_stride * self.geometry.hash_block_size)
@@ -123,7 +120,7 @@ class KvModel:
         )
 
     def longest_hit(self, sequence: SequenceKv, limit: int | None = None) -> int:
-        """Granules of the longest prefix that all groups can serve: tries every length."""
+        """Returns the longest prefix that all groups can serve, in hash blocks, by trying every length."""
         limit = self.limit(sequence) if limit is None else limit
         found = [
             {context for (group, _), contexts in self.findable.items() if group == group_id for context in contexts}
@@ -152,9 +149,10 @@ class KvModel:
         )
 
     def check_sequence(self, sequence: SequenceKv, *, exact: bool) -> None:
-        """Every computed position that a later query sees is where the tables say; ``exact``: with the bits of a miss.
+        """Checks that every computed position that a later query sees is where the tables say.
 
-        Decoded positions of the request itself are never exact.
+        With ``exact``, hits must also have the bits of a miss. Decoded positions of the sequence are never
+        exact.
         """
         contexts, end = contexts_of(sequence), sequence.num_computed
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
@@ -184,7 +182,7 @@ class KvModel:
             yield position, cells[offset] if offset < len(cells) else None
 
     def check_findable(self) -> None:
-        """What can be found is still there."""
+        """Checks that findable content is unchanged."""
         hash_block_size = self.geometry.hash_block_size
         for (group_id, block_id), contexts in self.findable.items():
             cells = self.memory.get((group_id, block_id), [])
