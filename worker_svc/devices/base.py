@@ -175,7 +175,9 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
-        """Prepares one step's attention for a group. All of the group's layers pass the result to :meth:`attend`.
+        """Prepares one step's attention for a group.
+
+        All of the group's layers pass the result to :meth:`attend`.
 
         Args:
             group: determines the type of ``step``: :class:`InPlaceInput` for in-place groups, else

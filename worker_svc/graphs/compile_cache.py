@@ -74,11 +74,10 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 class CompileCache:
-    """A folder of entries. Several processes may use it at once.
+    """A folder of entries. Several processes may use it at once."""
 
-    Attributes:
-        root: the folder; it need not exist.
-    """
+    root: Path
+    """The folder; it need not exist."""
 
     def __init__(self, root: Path) -> None:
         """Reads nothing yet."""
@@ -180,11 +179,10 @@ class CompileCache:
 
 
 class PendingEntry:
-    """An entry that is being filled.
+    """An entry that is being filled."""
 
-    Attributes:
-        folder: where compilers put their files.
-    """
+    folder: Path
+    """Where compilers put their files."""
 
     def __init__(self, cache: CompileCache, folder: Path, fields: Mapping[str, str]) -> None:
         """Use :meth:`CompileCache.begin`."""

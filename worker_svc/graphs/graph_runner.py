@@ -106,14 +106,15 @@ class BuildTimes:
 
 
 class GraphRunner:
-    """Runs a model's steps as graphs, or as the model's own Python code at level 0.
+    """Runs a model's steps as graphs, or as the model's own Python code at level 0."""
 
-    Attributes:
-        num_late: graphs that were built while serving; each made a request wait.
-        build_times: by signature, what building its graph took.
-        observe: if set, called with each kernel's operator and seconds while a step is replayed, which slows
-            the step down.
-    """
+    num_late: int
+    """Graphs that were built while serving; each made a request wait."""
+    build_times: dict[GraphSignature, BuildTimes]
+    """By signature, what building its graph took."""
+    observe: Callable[[str, float], None] | None
+    """If set, called with each kernel's operator and seconds while a step is replayed. It slows the step
+    down."""
 
     def __init__(self, model: RecordableModel, device: Device, options: GraphOptions) -> None:
         """Starts without graphs.
@@ -130,9 +131,9 @@ class GraphRunner:
         self._graphs: dict[GraphSignature, Graph | None] = {}
         self._serving = False
         self._log = get_logger()
-        self.build_times: dict[GraphSignature, BuildTimes] = {}
+        self.build_times = {}
         self.num_late = 0
-        self.observe: Callable[[str, float], None] | None = None
+        self.observe = None
 
     @property
     def num_compiled(self) -> int:

@@ -19,11 +19,10 @@ _UNTUNED = 2
 
 
 class SubgraphCompiler:
-    """Compiles subgraphs, each structure once.
+    """Compiles subgraphs, each structure once."""
 
-    Attributes:
-        num_misses: structures that were not in the compiler's cache.
-    """
+    num_misses: int
+    """Structures that were not in the compiler's cache."""
 
     def __init__(self, level: int) -> None:
         """Compiles nothing yet.

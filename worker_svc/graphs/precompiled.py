@@ -21,12 +21,12 @@ _REMEDY = "run triptych compile with the same settings, or omit --require-precom
 
 
 class CompiledCode:
-    """The compiled code of one configuration, found in the cache or about to be compiled.
+    """The compiled code of one configuration, found in the cache or about to be compiled."""
 
-    Attributes:
-        is_warm: whether the cache has the code.
-        folder: where the compilers' files are.
-    """
+    is_warm: bool
+    """Whether the cache has the code."""
+    folder: Path
+    """Where the compilers' files are."""
 
     def __init__(self, cache: CompileCache | None, fields: Mapping[str, str], *, required: bool) -> None:
         """Looks for the code.

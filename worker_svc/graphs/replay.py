@@ -175,11 +175,13 @@ def _without_constants(
 
 
 class _MemoryPlan:
-    """Assigns memory to a step's intermediate tensors. Tensors that are not needed at the same time share it.
+    """Assigns memory to a step's intermediate tensors.
 
-    Attributes:
-        num_bytes: the memory in total.
+    Tensors that are not needed at the same time share it.
     """
+
+    num_bytes: int
+    """The memory in total."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch
 from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
+from worker_svc.plans.model_description import ModelDescription, ModelSize
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
 from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_process
@@ -19,11 +20,12 @@ class VllmModel:
 
     It is built without weights, so that a worker can describe the model at once; :meth:`load_weights` reads
     them.
-
-    Attributes:
-        description: what the model is.
-        size: what the model's memory depends on.
     """
+
+    description: ModelDescription
+    """What the model is."""
+    size: ModelSize
+    """What the model's memory depends on."""
 
     def __init__(
         self,

@@ -23,13 +23,10 @@ _ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
 
 @MoERunner.register_oot
 class StaticMoeRunner(MoERunner):
-    """One expert layer: a softmax over the chosen experts, and the weighted sum of their gated MLPs.
-
-    Attributes:
-        device: runs the experts; set after the model is built.
-    """
+    """One expert layer: a softmax over the chosen experts, and the weighted sum of their gated MLPs."""
 
     device: Device
+    """Runs the experts; set after the model is built."""
 
     def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         """Takes vLLM's arguments.

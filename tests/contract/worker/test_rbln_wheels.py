@@ -179,8 +179,8 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
     with_sinks = (False, True) if namespace == CUSTOM else (False,)
     for kind, partitions, sinks in itertools.product(kinds, (1, 2), with_sinks):
         group = group_of(kind)
-        shape = AttentionParams(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
-        device.check_attention(shape)
+        params = AttentionParams(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
+        device.check_attention(params)
         cache = torch.zeros(device.cache_shape(group, 3, 1024))
         for step in steps(kind, partitions):
             plan = device.plan(group, 1024, step)
@@ -189,7 +189,7 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
             with Recorder() as recorder:
                 output = torch.empty_like(query)
                 device.attend(
-                    AttentionCall(shape, query, key, key, cache, output, torch.zeros(6) if sinks else None),
+                    AttentionCall(params, query, key, key, cache, output, torch.zeros(6) if sinks else None),
                     plan,
                 )
             ((used, operator, arguments),) = recorder.calls

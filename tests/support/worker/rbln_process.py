@@ -1,6 +1,6 @@
-"""Generates with a model on device rbln with its stand-in backend, and prints what came of it: vLLM serves one platform a process.
+"""Generates with models on device rbln with its stand-in backend, in its own process: vLLM serves one platform a process.
 
-Called with a JSON object; see :class:`Job`. Prints one JSON object; see :class:`Result`.
+The argument is a JSON array of :class:`Job`. The output is a JSON array of :class:`Result`.
 """
 
 import dataclasses
@@ -17,33 +17,46 @@ from worker_svc.plans.geometry import GroupKind
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to do."""
+    """One model to generate with."""
 
     folder: str
+    """The model's folder."""
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     num_tokens: int
+    """Tokens to generate for each prompt."""
     triton: bool
+    """Whether to use the Triton kernels."""
     block_size: int
+    """Tokens of a block."""
     max_model_len: int
+    """Tokens of the longest sequence."""
     chunk: int = 128
+    """Tokens of a prefill chunk."""
     window_kind: str = "in_place_window"
+    """Value of the ``GroupKind`` of windows."""
     poisoned: bool = False
+    """Whether to fill the caches with NaN first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of it."""
+    """What one job generated, and how."""
 
     tokens: list[list[int]]
+    """Generated tokens of each prompt."""
     operators: list[str]
     """Operators of the attention namespaces in all graphs."""
     cache_devices: list[str]
+    """Types of the devices that hold the caches."""
     graphs: int
+    """Number of graphs."""
     seconds: float
+    """Time that the job took."""
 
 
 def run(job: Job) -> Result:
-    """Loads, generates."""
+    """Loads the model and generates."""
     started = time.monotonic()
     device = RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=job.triton))
     device.check_available()
@@ -73,7 +86,7 @@ def run(job: Job) -> Result:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the jobs of the first argument and prints their results."""
     results = [run(Job(**job)) for job in json.loads(sys.argv[1])]
     print(json.dumps([dataclasses.asdict(result) for result in results]))
 

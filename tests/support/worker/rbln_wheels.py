@@ -1,4 +1,4 @@
-"""What the wheels of vllm-rbln say about attention operators: their sources are parsed, never imported."""
+"""Reads attention operators from the wheels of vllm-rbln. Their sources are parsed, never imported."""
 
 import ast
 import hashlib
@@ -28,16 +28,16 @@ _UNREACHABLE = (
 )
 
 
-class IndexUnreachable(Exception):  # noqa: N818 - says what it is
+class IndexUnreachable(Exception):  # noqa: N818 - a state, not an error
     """The package index does not answer."""
 
 
 def fetch(version: str) -> Path:
-    """The wheel, from an earlier run or from the index.
+    """Returns the wheel, from the cache or from the package index.
 
     Raises:
-        IndexUnreachable: if it is neither here nor to be had.
-        AssertionError: if it is another one than we know.
+        IndexUnreachable: if it is not in the cache and the index does not answer.
+        AssertionError: if its checksum is wrong.
     """
     wheel = CACHE / f"vllm_rbln-{version}-py3-none-any.whl"
     if not wheel.exists():
@@ -63,21 +63,27 @@ class Call:
     """One call ``torch.ops.NAMESPACE.OPERATOR(...)``."""
 
     namespace: str
+    """The operator's namespace."""
     operator: str
+    """The operator's name."""
     arguments: tuple[str, ...]
     """The source of each positional argument."""
     keywords: tuple[str, ...] = ()
-    """Names of those that are passed by name."""
+    """Names of the keyword arguments."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """One operator that the wheel itself declares."""
+    """One operator that the wheel declares."""
 
     namespace: str
+    """The operator's namespace."""
     operator: str
+    """The operator's name."""
     names: tuple[str, ...]
+    """Names of its arguments."""
     annotations: tuple[str, ...]
+    """Sources of their types."""
 
 
 class Wheel:
@@ -91,11 +97,11 @@ class Wheel:
         self._calls = [call for tree in self.modules.values() for call in _calls(tree)]
 
     def calls(self, namespace: str) -> list[Call]:
-        """Every call of an operator of that namespace, wherever it is."""
+        """Every call of an operator of the namespace, in any module."""
         return [call for call in self._calls if call.namespace == namespace]
 
     def declarations(self, namespace: str) -> list[Declaration]:
-        """Every function that a decorator makes an operator, or a fake of one, of that namespace."""
+        """Every function that a decorator registers as an operator of the namespace, or as its fake."""
         return [
             found
             for tree in self.modules.values()
@@ -113,7 +119,7 @@ class Wheel:
         return found
 
     def returned(self, path: str, name: str) -> str:
-        """The source of what a function returns last."""
+        """The source of the expression in a function's last ``return``."""
         *_, last = (node for node in ast.walk(self.function(path, name)) if isinstance(node, ast.Return))
         assert last.value is not None
         return ast.unparse(last.value)

@@ -1,6 +1,9 @@
-"""Compiles the Triton kernels for a GPU that need not be there, as the interpreter takes what the compiler would refuse.
+"""Compiles the Triton kernels for a GPU, which need not be present.
 
-``python -m tests.support.worker.triton_process``: prints a line of JSON with the bytes of shared memory of each kernel.
+The interpreter accepts code that the compiler refuses.
+
+``python -m tests.support.worker.triton_process`` prints one line of JSON: each kernel's shared memory in
+bytes.
 """
 
 import json
@@ -21,7 +24,10 @@ STRIDES = ("_token", "_head", "_block", "_half")
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-    """A kernel for Hopper; pointers and strides are multiples of 16, and what has no type is a stride."""
+    """Compiles a kernel for Hopper.
+
+    Pointers and strides are multiples of 16; arguments without a type are strides.
+    """
     signature, given, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -34,11 +40,11 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 
 
 def attention(
-    shape: AttentionParams, dtype: torch.dtype, block_size: int, rows: int, query_len: int
+    params: AttentionParams, dtype: torch.dtype, block_size: int, rows: int, query_len: int
 ) -> tuple[Any, triton_attention._Launch]:
-    """The kernel for a step over up to 4,096 tokens."""
+    """Compiles the attention kernel for a step over up to 4,096 tokens."""
     launch = triton_attention._launch(
-        shape, rows, query_len, block_size, 4096 // block_size, dtype.itemsize, PROCESSORS
+        params, rows, query_len, block_size, 4096 // block_size, dtype.itemsize, PROCESSORS
     )
     states, sums = TYPES[dtype], "*fp32" if launch.splits > 1 else TYPES[dtype]
     types = dict.fromkeys(("query", "key", "value", "cache", "output"), states)
@@ -46,12 +52,12 @@ def attention(
     types |= dict.fromkeys(("seq_lens", "query_start", "table"), "*i32")
     types |= {"slots": "*i64", "sinks": "*fp32", "scale": "fp32", "softcap": "fp32"}
     constants: dict[str, Any] = {
-        "HEADS": shape.num_heads, "GROUP": shape.num_heads // shape.num_kv_heads, "HEAD_SIZE": shape.head_size,
-        "BLOCK_SIZE": block_size, "QUERY_LEN": query_len, "WINDOW": shape.window, "SOFTCAP": shape.softcap > 0,
-        "SINKS": shape.sinks, "WRITES": query_len == 1, "QUERIES": launch.queries, "M": launch.tile_rows,
+        "HEADS": params.num_heads, "GROUP": params.num_heads // params.num_kv_heads, "HEAD_SIZE": params.head_size,
+        "BLOCK_SIZE": block_size, "QUERY_LEN": query_len, "WINDOW": params.window, "SOFTCAP": params.softcap > 0,
+        "SINKS": params.sinks, "WRITES": query_len == 1, "QUERIES": launch.queries, "M": launch.tile_rows,
         "N": launch.keys, "D": launch.head_elements, "SPLITS": launch.splits,
     }  # fmt: skip
-    if not shape.sinks:
+    if not params.sinks:
         constants["sinks"] = None
     if query_len > 1:
         constants |= {"key": None, "value": None}
@@ -60,7 +66,7 @@ def attention(
 
 
 def main() -> None:
-    """Prints what was compiled."""
+    """Compiles all kernels and prints their shared memory."""
     llama = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
     gemma = AttentionParams(8, 4, 256, 0.06, 512, 50.0, writes=True)
     gpt_oss = AttentionParams(64, 8, 64, 0.125, 128, 0.0, writes=True, sinks=True)

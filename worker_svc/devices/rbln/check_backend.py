@@ -164,18 +164,18 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class CheckBackend:
-    """The backend that ``torch.compile`` calls.
+    """The backend that ``torch.compile`` calls."""
 
-    Attributes:
-        graphs: the accepted graphs, in order.
-        folder: where to store graphs as text; ``None`` to store none.
-    """
+    graphs: list[fx.GraphModule]
+    """The accepted graphs, in order."""
+    folder: Path | None
+    """Where to store graphs as text; ``None`` to store none."""
 
     def __init__(self, memory: MetaMemory) -> None:
         """Uses the given memory of the device."""
         self._memory = memory
-        self.graphs: list[fx.GraphModule] = []
-        self.folder: Path | None = None
+        self.graphs = []
+        self.folder = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Checks a graph and returns a function that runs it.

@@ -58,13 +58,14 @@ class RblnPlan:
 
 
 class RblnDevice(Device):
-    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that stands in for it.
+    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that stands in for it."""
 
-    Attributes:
-        namespace: the attention operators' namespace.
-        backend: the stand-in's backend, with the graphs that it has accepted.
-        memory: the stand-in's memory behind the handles that the host has of caches.
-    """
+    namespace: Namespace
+    """The attention operators' namespace."""
+    backend: CheckBackend
+    """The stand-in's backend, with the graphs that it has accepted."""
+    memory: MetaMemory
+    """The stand-in's memory behind the handles that the host has of caches."""
 
     name: ClassVar[str] = "rbln"
     torch_device: ClassVar[torch.device] = torch.device("cpu")
@@ -86,7 +87,7 @@ class RblnDevice(Device):
         options = options or DeviceOptions()
         self._is_stand_in = options.rbln_backend == "rbln-check"
         self.defers_weights = not self._is_stand_in
-        self.namespace: Namespace = TRITON if options.rbln_use_custom_kernel else CUSTOM
+        self.namespace = TRITON if options.rbln_use_custom_kernel else CUSTOM
         self.block_dim = 1 if self.namespace == TRITON else 0
         optimized = options.rbln_moe_use_opt_kernel
         self._wants_expert_kernel = bool(optimized or options.rbln_moe_custom_kernel)
