@@ -50,7 +50,7 @@ def test_without_the_vendors_packages_it_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize(("triton", "where"), [(False, "meta"), (True, "cpu")])
 def test_where_caches_are(triton: bool, where: str) -> None:
-    """The host has handles for the compiler's kernels and memory for Triton's, one whole tensor for each layer."""
+    """The compiler's kernels use handles, Triton's use host memory; each layer has a whole tensor."""
     device = open_stand_in(triton=triton)
     cache = KvCache(device, [group_of(GroupKind.FULL, "ab")], BLOCK, [5])
     for tensor in cache.by_layer().values():

@@ -246,7 +246,7 @@ def sliding_step(
 @pytest.mark.parametrize(("namespace", "sinks"), [(TRITON, 0), (CUSTOM, 0), (CUSTOM, 1)])
 @pytest.mark.parametrize("chunk", [2, 5, 8, 13, 32])
 def test_windows_that_slide_in_place(namespace: Namespace, chunk: int, sinks: int) -> None:
-    """Chunks of any size relative to the window, then decode steps with padded rows, match the naive result."""
+    """Chunks of any size, then decode steps with padded rows, match the naive result."""
     checker = Checker(namespace, 8, sinks=sinks, seed=chunk)
     sequences = []
     for block, prompt in ((4, 1), (1, 7), (5, 8), (2, 21)):

@@ -1,4 +1,4 @@
-"""Recorded steps: a replay computes what the recorded code computes, and steps that cannot be replayed are refused."""
+"""Recorded steps: a replay computes what the code computes, and dynamic steps are refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def test_results_share_memory() -> None:
 
 
 def test_attention_gets_the_plan_of_each_replay() -> None:
-    """A replay calls the device's attention between the kernels, with the layer's own cache and the new plan."""
+    """A replay calls the device's attention in its place, with the layer's cache and the new plan."""
     cache, query = torch.zeros(1), torch.ones(2, 4)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_a_step_that_depends_on_data_is_refused(step: Step, operator: str) -> No
 
 
 def test_a_profile_is_a_replay_with_each_kernels_seconds() -> None:
-    """A profile lists operators in order, names attention, and synchronizes with the device after each kernel."""
+    """A profile lists the operators in order and synchronizes with the device after each kernel."""
     waited = 0
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Partitioned steps: split at attention, equal in structure where only weights differ, and correct when compiled."""
+"""Partitioned steps: split at attention, equal in structure if only weights differ, correct if compiled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def subgraphs(recording: Recording) -> list[Subgraph]:
 
 
 def test_a_step_is_split_at_attention() -> None:
-    """Subgraphs and attention alternate, and each input is a constant, an input of the step or an earlier output."""
+    """Subgraphs and attention alternate, and each subgraph's inputs are known before it runs."""
     recording = Layers(4).record(2)
     steps = partition(recording)
     assert [isinstance(step, LayerAttention) for step in steps] == [False, True] * 4 + [False]
@@ -92,7 +92,7 @@ def test_a_step_is_split_at_attention() -> None:
 
 
 def test_layers_that_differ_in_weights_alone_are_one_structure() -> None:
-    """A step has three structures, however many layers: the first subgraph, those between layers, and the last."""
+    """Any number of layers has three structures: the first subgraph, those between layers, the last."""
     structures = [subgraph.structure for subgraph in subgraphs(Layers(6).record(2))]
     assert len(structures) == 7
     assert len(set(structures)) == 3
@@ -138,7 +138,7 @@ def test_unread_results_are_dropped() -> None:
 def test_compiled_subgraphs_compute_what_the_kernels_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code and replayed kernels agree on new inputs and plans, and each structure is compiled once."""
+    """Compiled code and replayed kernels agree on new inputs; each structure is compiled once."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     layers = Layers(4)
     recording = layers.record(2)

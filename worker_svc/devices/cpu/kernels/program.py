@@ -132,7 +132,7 @@ class Kernels:
         return self._program(_ADD_NORM, (x, weight, residual), numbers, (epsilon,))
 
     def gate(self, x: torch.Tensor, activation: str, out: torch.Tensor) -> "Program":
-        """``activation(x[:, :size]) * x[:, size:]`` into contiguous ``out``; for activations see :data:`GATES`."""
+        """``activation(x[:, :size]) * x[:, size:]`` into contiguous ``out``; see :data:`GATES`."""
         rows, size = out.shape
         return self._program(_GATE, (x, out), (rows, size, x.stride(0), GATES.index(activation)))
 
