@@ -93,7 +93,7 @@ def _row(cls: type[ServiceSettings], name: str, field: FieldInfo) -> tuple[str, 
     shown = "<br>".join(f"`{text}`" for text in (*names, *([alias] if alias else [])))
     if opposite:
         shown += f"<br>`{opposite}=1` turns it off"
-    return shown, kind_of(field), _default(field), (field.description or "").replace("<", "\\<")
+    return shown, kind_of(field), _default(field), field.description or ""
 
 
 def kind_of(field: FieldInfo) -> str:

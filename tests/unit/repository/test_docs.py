@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.docs import __main__ as generated
-from tests.support.docs.pages import anchor, with_region
+from tests.support.docs.pages import anchor, cell, with_region
 from tests.support.paths import ROOT
 
 PAGES = [
@@ -134,6 +134,11 @@ def test_a_stale_page_fails_the_check(
     assert page.read_text() == "old\n"
     assert generated.main([]) == 0
     assert generated.main(["--check"]) == 0
+
+
+def test_a_cell_shows_its_text_as_it_is() -> None:
+    """Pipes end no cell, and angle brackets open no tag, except in code and line breaks."""
+    assert cell("a | b\n<think>, `<x>`<br>`c`") == "a \\| b \\<think>, `<x>`<br>`c`"
 
 
 def test_a_region_is_replaced_between_its_markers() -> None:
