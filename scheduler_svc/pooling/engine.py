@@ -101,11 +101,6 @@ class PoolEngine:
     # ---- load ----
 
     @property
-    def num_running(self) -> int:
-        """Requests in running batches, over all replicas."""
-        return sum(replica.scheduler.num_running for replica in self.replicas.values())
-
-    @property
     def num_waiting(self) -> int:
         """Requests that wait for a batch."""
         return len(self._queue) if self._queue else 0

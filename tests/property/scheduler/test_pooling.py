@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         live = {name for name in self.sinks if self._is_live(name)}
-        assert self.engine.num_waiting + self.engine.num_running == len(live)
+        assert self.engine.num_waiting + self.engine.load().num_running == len(live)
         if self.engine.num_waiting:
             idle = [name for name, plan in self.plans.items() if plan is None]
             assert not idle or self.woken.intersection(idle)
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.attach("x")
-        while self.engine.num_waiting or self.engine.num_running:
+        while self.engine.num_waiting or self.engine.load().num_running:
             for name in list(self.replicas):
                 self._drive(name)
         for name, sink in self.sinks.items():
