@@ -59,7 +59,7 @@ class Placer:
         # Stay with this request until it is placed. A preempted request may be the queue's head by age and
         # would otherwise take its slot back again and again.
         while not self._place(request):
-            if not self._make_way(request) and not self._drop_idle_pins(request):
+            if not self._preempt_for(request) and not self._drop_idle_pins(request):
                 return False
         return True
 
@@ -140,7 +140,7 @@ class Placer:
                 return True
         return False
 
-    def _make_way(self, request: Request) -> bool:
+    def _preempt_for(self, request: Request) -> bool:
         """Preempts the least urgent running request if the waiting one is more urgent."""
         candidates = [
             (least, replica)
@@ -149,7 +149,7 @@ class Placer:
         ]
         candidates.sort(key=lambda item: item[0], reverse=True)
         for _, replica in candidates:
-            if replica.scheduler.make_way(request):
+            if replica.scheduler.preempt_for(request):
                 replica.wake()
                 return True
         return False

@@ -97,7 +97,7 @@ class KvCache:
         """Copies for the next plan to carry; pass them to :meth:`settle_copies` when the plan was run."""
         self.stats = KvStats()
         self.slides_in_place = not all(group.paged for group in self.groups)
-        """Whether the model has windows whose content slides with every token."""
+        """Whether the model has in-place windows, which slide with every token."""
         self.prefixes = PrefixIndex(
             self.groups, self._layout, self.copies, self.events, self.stats, model=model,
             enabled=options.prefix_caching, index_decoded=options.cache_generated,
@@ -116,7 +116,7 @@ class KvCache:
 
     @property
     def num_evicted(self) -> int:
-        """Blocks whose cached content was evicted so far."""
+        """Blocks that lost cached content so far."""
         return sum(pool.num_evicted for pool in self._pools)
 
     def fits(self, num_tokens: int) -> bool:

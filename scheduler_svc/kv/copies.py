@@ -58,7 +58,7 @@ class CopyQueue:
         return tuple(entries)
 
     def withdraw(self, sequence: SequenceKv) -> None:
-        """Drops the copies of a sequence, except those that a fork in the same plan copies on from."""
+        """Drops the copies of a sequence, except those that a fork in the same plan reads."""
         read = {copy.source for copy in self.entries}
         for copy in [copy for copy in self.entries if copy.sequence is sequence]:
             if copy.target not in read:

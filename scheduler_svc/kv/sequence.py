@@ -26,7 +26,7 @@ class SequenceKv:
     tables: list[Table] = field(default_factory=list)
     """One block table per KV group; empty while the request waits."""
     num_computed: int = 0
-    """Leading tokens whose KV is in the blocks."""
+    """Leading tokens with KV in the blocks."""
     num_cached: int = 0
     """Leading tokens that the last admission found in the prefix cache."""
     hash_chain: HashChain | None = None

@@ -153,7 +153,7 @@ class PriorityFairOrder:
 
     There is one queue per tenant and priority, and a heap of queues by the key of their first request. A key
     that grew (its tenant was served, its first request left) is corrected when it surfaces. A key that fell
-    (an earlier arrival returned, a first request was promoted) is entered anew. Every operation takes
+    (an earlier arrival returned, a first request was promoted) is entered again. Every operation takes
     amortized O(log queues + log requests in the queue); a promotion costs that once per queue and
     ``ageing_s``.
 

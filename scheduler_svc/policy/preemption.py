@@ -19,8 +19,8 @@ class PreemptionPolicy(Protocol):
 class LatestOfLeastUrgent:
     """Preempts the running request with the largest rank, so that the first in order always makes progress.
 
-    A waiting request preempts only requests of lower priority, and not those that ageing has promoted before
-    it: a later arrival does not undo a promotion.
+    A waiting request preempts only requests of lower priority that ageing has not promoted before it: a later
+    arrival does not undo a promotion.
     """
 
     def victim(self, running: Iterable[Request]) -> Request | None:

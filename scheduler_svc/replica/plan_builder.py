@@ -55,7 +55,7 @@ class PlanBuilder:
         self._admitted[request.request_id] = (request, size)
 
     def release(self, request: Request, slot: int) -> None:
-        """Releases a slot, unless the worker was never told of its request."""
+        """Releases a slot, unless the request's admission has not been sent yet."""
         admitted = self._admitted.pop(request.request_id, None)
         if admitted is None:
             self._released.append(slot)

@@ -175,7 +175,7 @@ class ReplicaScheduler:
         """Ends a request that runs or is deferred here. The next plan releases its slot."""
         self._slots.finish(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
 
-    def make_way(self, request: Request) -> bool:
+    def preempt_for(self, request: Request) -> bool:
         """Preempts a running request that is less urgent than the waiting one, if that could help.
 
         Returns:
@@ -225,7 +225,7 @@ class ReplicaScheduler:
         """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
 
         Returns:
-            A plan without work. The worker takes it up after its current step, whose result ends the lease.
+            A plan without work. The worker takes it up after its current step, which is then the last of the lease.
         """
         if not self._in_flight.leasing:
             return None

@@ -12,7 +12,7 @@ from scheduler_svc.requests.request import Request
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan whose last result is outstanding."""
+    """A plan that awaits its last result."""
 
     plan: StepPlan
     requests: Sequence[Request]

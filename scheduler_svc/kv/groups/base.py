@@ -109,7 +109,7 @@ class KvGroupManager(Protocol):
         """Frees the blocks that no query from ``num_computed`` on can see; returns how many."""
 
     def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:
-        """Makes hash blocks ``start`` .. ``end`` of a table findable; returns those that were not before."""
+        """Makes hash blocks ``start`` .. ``end`` of a table findable; returns the newly findable ones."""
 
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
         """Returns a referenced block that a table's content is to be copied to before it is overwritten.

@@ -1,4 +1,4 @@
-"""Sliding window in place: one block per sequence, whose content slides along with the sequence.
+"""Sliding window in place: one block per sequence, with content that slides along.
 
 The kernels of Rebellions NPUs append to the block and keep its last ``window`` tokens. One chunk later the
 prefix's window is overwritten, and vLLM-RBLN therefore disables prefix caching for such models. Here the

@@ -64,7 +64,7 @@ def make_geometry(
 
 
 def make_sampling(*, max_tokens: int = 8, **fields: Any) -> Sampling:
-    """Returns greedy parameters by default, since tests of the scheduler sample nothing; ``fields`` are the message's."""
+    """Returns sampling parameters, greedy by default; ``fields`` are the message's."""
     return Sampling(sampling_params(max_tokens=max_tokens, **fields))
 
 

@@ -1,4 +1,4 @@
-"""A naive KV memory: the physical content of every block, and a brute-force search for the longest prefix hit.
+"""A naive KV memory: the content of every block, and a brute-force search for the longest hit.
 
 It has no free lists or indices. It learns what the cache decided and what was written, and remembers, per
 block, what may be found in it until the block is allocated again.
