@@ -13,13 +13,13 @@ from gateway.http.access_log import noted_fields
 from gateway.http.errors import PayloadTooLarge, error_response, internal
 from gateway.metrics import Metrics
 from protos.errors import InvalidArgument
+from protos.limits import MAX_NAME_BYTES
 from protos.logs import bind_request, get_logger
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-tenant"
 
 # The scheduler's limit.
-MAX_TENANT_BYTES: Final = 256
 
 # Machines poll these every few seconds, so they are logged at debug level only.
 _QUIET: Final = frozenset({"/health", "/metrics"})
@@ -49,10 +49,8 @@ def tenant_of(headers: Headers) -> str:
     if len(given) > 1:
         raise InvalidArgument("there are several X-Tenant headers; send one", param="X-Tenant")
     raw = given[0].encode("latin-1")
-    if len(raw) > MAX_TENANT_BYTES:
-        raise InvalidArgument(
-            f"X-Tenant is longer than {MAX_TENANT_BYTES} bytes; shorten it", param="X-Tenant"
-        )
+    if len(raw) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"X-Tenant is longer than {MAX_NAME_BYTES} bytes; shorten it", param="X-Tenant")
     try:
         tenant = raw.decode()
     except UnicodeDecodeError:

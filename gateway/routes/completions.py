@@ -16,8 +16,8 @@ from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
 from gateway.schemas.answers import Completion
 from gateway.schemas.completions import CompletionRequest
-from gateway.schemas.sampling import MAX_SEQUENCES
 from protos.errors import InvalidArgument
+from protos.limits import MAX_SEQUENCES
 
 router = APIRouter(tags=["Generation"])
 

@@ -1,6 +1,7 @@
 """Wire requests from request bodies: token ids, sampling parameters, and checks that need no scheduler."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from gateway.quoting import quote
 from gateway.scheduler_link.served_model import ServedModel
@@ -11,8 +12,16 @@ from gateway.schemas.tools import Tool
 from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools.prompting import show_tools_in_words
 from protos.errors import ContextExceeded, InvalidArgument
+from protos.limits import SAMPLING
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from protos.validation import check_ids, check_token_ids
+
+# Parameters that are numbers on both sides, under one name. A value without effect stays unset, so that a worker that does
+# not support the parameter has nothing to refuse.
+_SCALARS: Final = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 
 
 async def encode_chat(
@@ -94,11 +103,8 @@ async def encode_prompts(
             if isinstance(prompt, str):
                 encoded.append(served.text.encode(prompt, add_special_tokens=special))
                 continue
-            if prompt and vocab_size and max(prompt) >= vocab_size:
-                raise InvalidArgument(
-                    f"'{param}' has the token id {max(prompt)}; this model's ids end at {vocab_size - 1}",
-                    param=param,
-                )
+            if vocab_size:
+                check_ids(param, prompt, vocab_size)
             encoded.append(prompt)
         return encoded
 
@@ -193,12 +199,11 @@ def sampling_of(
     """
     params = pb.SamplingParams()
     params.CopyFrom(model.default_sampling)
-    off = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    for name in _SCALARS:
         value = getattr(body, name)
         if value is not None:
             params.ClearField(name)
-            if value != off.get(name):
+            if value not in SAMPLING[name].off:
                 setattr(params, name, value)
     if body.top_k is not None:
         params.ClearField("top_k")
@@ -211,29 +216,18 @@ def sampling_of(
         params.max_tokens = body.output_limit
     params.min_tokens = body.min_tokens
     params.ignore_eos = body.ignore_eos
-    params.presence_penalty = body.presence_penalty or 0.0
-    params.frequency_penalty = body.frequency_penalty or 0.0
-    params.stop_token_ids.extend(_known("stop_token_ids", body.stop_token_ids, model))
-    params.allowed_token_ids.extend(_known("allowed_token_ids", body.allowed_token_ids or (), model))
-    for token_id, bias in (body.logit_bias or {}).items():
-        _known("logit_bias", (token_id,), model)
-        params.logit_bias[token_id] = bias
+    params.stop_token_ids.extend(body.stop_token_ids)
+    params.allowed_token_ids.extend(body.allowed_token_ids or ())
+    params.logit_bias.update(body.logit_bias or {})
     if body.num_logprobs is not None:
         params.logprobs = body.num_logprobs
     if body.num_prompt_logprobs is not None:
         params.prompt_logprobs = body.num_prompt_logprobs
     if constraint is not None:
         params.structured_output.CopyFrom(constraint)
+    if model.vocab_size:
+        check_token_ids(params, model.vocab_size)
     return params
-
-
-def _known(param: str, token_ids: Sequence[int], model: pb.ModelInfo) -> Sequence[int]:
-    if model.vocab_size and token_ids and max(token_ids) >= model.vocab_size:
-        raise InvalidArgument(
-            f"'{param}' has the token id {max(token_ids)}; this model's ids end at {model.vocab_size - 1}",
-            param=param,
-        )
-    return token_ids
 
 
 def generate_requests(

@@ -7,8 +7,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
+from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
 from gateway.schemas.tools import FUNCTIONS_HINT, NamedChoice, ToolCall, ToolChoice, Tools, few_calls
+from protos import limits
 
 # Turns of a conversation: more than real ones have, few enough to check without delaying other requests'
 # streams.
@@ -195,7 +196,9 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     top_logprobs: Annotated[
         int | None,
         Field(
-            ge=0, le=MAX_LOGPROBS, description="Also report that many of the likeliest tokens in each place."
+            ge=0,
+            le=limits.MAX_LOGPROBS,
+            description="Also report that many of the likeliest tokens in each place.",
         ),
     ] = None
 

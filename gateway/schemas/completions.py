@@ -7,7 +7,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.quoting import quote
 from gateway.schemas.base import Unserved
-from gateway.schemas.sampling import COMMON_UNSERVED, MAX_LOGPROBS, SamplingRequest, or_default
+from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
+from protos import limits
 
 # OpenAI's default for this endpoint; chats continue to the end of the context.
 DEFAULT_MAX_TOKENS: Final = 16
@@ -65,7 +66,7 @@ class CompletionRequest(SamplingRequest):
         int | None,
         Field(
             ge=0,
-            le=MAX_LOGPROBS,
+            le=limits.MAX_LOGPROBS,
             description="Report each token's log-probability, and those of that many of the likeliest tokens.",
         ),
     ] = None

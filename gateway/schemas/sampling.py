@@ -11,24 +11,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.structured import ResponseFormat, StructuredOutputs
+from protos import limits
 from protos.triptych.v1 import common_pb2 as pb
 
-MAX_STOP_STRINGS: Final = 16
-MAX_STOP_LENGTH: Final = 1_000
-
-MAX_LOGIT_BIASES: Final = 1024
-
-MAX_BAD_WORDS: Final = 256
-MAX_BAD_WORD_LENGTH: Final = 200
-
-# Choices a prompt; the scheduler's own limit, which may be lower where there are few slots.
-MAX_SEQUENCES: Final = 128
-
-# OpenAI's own for chats.
-MAX_LOGPROBS: Final = 20
-
-# More than any vocabulary has: beyond it a list is refused before it is read.
-MAX_TOKEN_IDS: Final = 2**19
+MAX_BAD_WORDS: Final = limits.MAX_BAD_WORDS // 2
+"""Each word becomes one or two token sequences: at the start of a text, and behind a space."""
 
 _UINT32_MAX: Final = 2**32 - 1
 
@@ -45,14 +32,14 @@ def _stop_strings(value: Any) -> list[str]:
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise ValueError("must be a string or a list of strings")  # noqa: TRY004 - pydantic's signal
-    return _strings(stops, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
+    return _strings(stops, limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_LENGTH)
 
 
 def _bad_words(value: Any) -> list[str]:
     words = [] if value is None else value
     if not isinstance(words, list):
         raise ValueError("must be a list of strings")  # noqa: TRY004 - pydantic's signal
-    return _strings(words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+    return _strings(words, MAX_BAD_WORDS, limits.MAX_BAD_WORD_LENGTH)
 
 
 def _strings(strings: list[Any], most: int, longest: int) -> list[str]:
@@ -77,13 +64,24 @@ def _token_keys(value: Any) -> Any:
     """JSON has only text keys; ours are token ids."""
     if not isinstance(value, dict):
         return value
-    if len(value) > MAX_LOGIT_BIASES:
-        raise ValueError(f"takes at most {MAX_LOGIT_BIASES} token ids, got {len(value)}")
+    if len(value) > limits.MAX_LOGIT_BIASES:
+        raise ValueError(f"takes at most {limits.MAX_LOGIT_BIASES} token ids, got {len(value)}")
     if any(
         not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10) for key in value
     ):
         raise ValueError('must map token ids to biases, for example {"50256": -100}')
     return {int(key): bias for key, bias in value.items()}
+
+
+def in_bounds(parameter: str, **overrides: Any) -> Any:
+    """Returns a field with the bounds that the schema gives a sampling parameter; ``overrides`` are other arguments of ``Field``."""
+    bounds = limits.SAMPLING[parameter]
+    known: dict[str, Any] = {}
+    if bounds.low is not None:
+        known["gt" if bounds.above_low else "ge"] = bounds.low
+    if bounds.high is not None:
+        known["le"] = bounds.high
+    return Field(**{**known, **overrides})
 
 
 class StreamOptions(RequestModel):
@@ -133,33 +131,39 @@ class SamplingRequest(RequestModel):
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; left out: the served one.")
     ] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    temperature: Annotated[float | None, in_bounds("temperature", le=2)] = None
+    top_p: Annotated[float | None, in_bounds("top_p")] = None
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="-1 and 0: off.")] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    min_p: Annotated[float | None, in_bounds("min_p")] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    frequency_penalty: Annotated[float | None, in_bounds("frequency_penalty")] = None
+    presence_penalty: Annotated[float | None, in_bounds("presence_penalty")] = None
+    repetition_penalty: Annotated[float | None, in_bounds("repetition_penalty")] = None
     logit_bias: Annotated[
-        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
+        dict[TokenId, Annotated[float, in_bounds("logit_bias")]] | None,
         BeforeValidator(_token_keys),
     ] = None
-    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1, max_length=MAX_TOKEN_IDS)] = None
+    allowed_token_ids: Annotated[
+        TokenIds | None, Field(min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS)
+    ] = None
     bad_words: Annotated[
         list[str],
         BeforeValidator(_bad_words, json_schema_input_type=list[str] | None),
         Field(description="Texts that must not be produced, at the start of a word or within a text."),
     ] = Field(default_factory=list)
     n: Annotated[
-        int, or_default(1), Field(ge=1, le=MAX_SEQUENCES, description="Choices for each prompt.")
+        int, or_default(1), Field(ge=1, le=limits.MAX_SEQUENCES, description="Choices for each prompt.")
     ] = 1
     best_of: Annotated[
         int | None, Field(ge=1, description="Only as large as n: no choices are made and thrown away.")
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        Field(ge=0, le=MAX_LOGPROBS, description="Log-probabilities of the prompt's tokens; not streamed."),
+        Field(
+            ge=0,
+            le=limits.MAX_LOGPROBS,
+            description="Log-probabilities of the prompt's tokens; not streamed.",
+        ),
     ] = None
     return_tokens_as_token_ids: Annotated[
         bool, or_default(False), Field(description="Log-probabilities name tokens as token_id:5.")
@@ -181,10 +185,12 @@ class SamplingRequest(RequestModel):
         list[str],
         BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None),
         Field(
-            description=f"Texts that end the answer: at most {MAX_STOP_STRINGS} of {MAX_STOP_LENGTH:,} characters each."
+            description=f"Texts that end the answer: at most {limits.MAX_STOP_STRINGS} of {limits.MAX_STOP_STRING_LENGTH:,} characters each."
         ),
     ] = Field(default_factory=list)
-    stop_token_ids: Annotated[TokenIds, or_default([]), Field(max_length=256)] = Field(default_factory=list)
+    stop_token_ids: Annotated[TokenIds, or_default([]), Field(max_length=limits.MAX_STOP_TOKEN_IDS)] = Field(
+        default_factory=list
+    )
     include_stop_str_in_output: Annotated[
         bool, or_default(False), Field(description="Keep the stop string at the end of the answer.")
     ] = False

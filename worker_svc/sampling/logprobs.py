@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from protos.limits import MAX_LOGPROBS
 from protos.triptych.v1 import common_pb2
-
-NUM_TOP = 20
-"""Most probable tokens found for each row: as many as any client can ask for, so all steps have one shape."""
 
 
 def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -25,7 +23,7 @@ def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor
     total = (logits - best).exp_().sum(dim=-1, keepdim=True).log_().add_(best)
     own = logits.gather(1, tokens[:, None])
     rank = (logits > own).sum(dim=-1, keepdim=True).add_(1)
-    values, ids = logits.topk(min(NUM_TOP, logits.shape[-1]), dim=-1)
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
     return torch.cat([(own - total).double(), rank.double(), ids.double(), (values - total).double()], dim=-1)
 
 
