@@ -1,11 +1,11 @@
 """The cost of sampling, compared with the forward pass before it.
 
-``python -m tests.bench.sampling [--quick] [--device cpu|cuda]`` runs SmolLM2 in bfloat16 in this process,
+`python -m tests.bench.sampling [--quick] [--device cpu|cuda]` runs SmolLM2 in bfloat16 in this process,
 without a scheduler and on all cores; on a GPU it runs random weights in the shape of Llama 3.2 1B. It
-measures decode steps of 32 rows in alternating rounds: greedy, sampled, with filters, with ``top_p`` alone,
-with penalties, with all of these, and with log-probabilities. On a CPU, ``forward`` is the time until the
+measures decode steps of 32 rows in alternating rounds: greedy, sampled, with filters, with `top_p` alone,
+with penalties, with all of these, and with log-probabilities. On a CPU, `forward` is the time until the
 logits are computed. The same batch with grammars follows, and the savings of jump-ahead
-(``tests/bench/support/constrained.py``).
+(`tests/bench/support/constrained.py`).
 """
 
 import argparse
@@ -64,7 +64,7 @@ def _prompt(seed: int) -> list[int]:
 
 
 def requests_of(**fields: float) -> Case:
-    """Returns a case: requests with these parameters and different seeds, whose context counts as computed."""
+    """Returns a case: requests with these parameters, different seeds and a computed context."""
 
     def fill(harness: Harness) -> None:
         for slot in range(BATCH):

@@ -238,7 +238,9 @@ def killed_on_hangup(connection: socket.socket) -> Iterator[None]:
     descriptor = connection.fileno()
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)  # sends SIGIO, whose default action is to exit
+    fcntl.fcntl(
+        descriptor, fcntl.F_SETFL, flags | os.O_ASYNC
+    )  # sends SIGIO, which ends the process by default
     if select.select([connection], [], [], 0)[0]:
         raise EOFError  # readable before any answer: only a hangup does that
     yield
@@ -273,7 +275,7 @@ def _run_child(vocabulary: CompilerVocabulary, connection: socket.socket) -> Non
 
 
 def _reap(children: dict[int, socket.socket]) -> None:
-    """Reaps exited children. Reports the wait status of those that failed, which cannot have answered."""
+    """Reaps exited children. Reports the wait status of failed children, which cannot have answered."""
     while children:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:

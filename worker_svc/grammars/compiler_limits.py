@@ -21,5 +21,5 @@ class CompilerLimits:
     cache: int = 256 << 20
     """Bytes of all compiled grammars.
 
-    Those in use by running requests count, and stay when the limit is exceeded.
+    Grammars in use by running requests count, and stay when the limit is exceeded.
     """

@@ -1,4 +1,4 @@
-"""Chooses the tokens of slots whose output a grammar constrains.
+"""Chooses tokens for slots with a grammar.
 
 A token is drawn first and then looked up in the grammar, which takes microseconds. Only if the grammar
 rejects it is the mask built and applied, and the row drawn again with different random numbers. The
@@ -27,8 +27,8 @@ from worker_svc.grammars.spec import Spec
 Draw = Callable[[Sequence[int] | None], torch.Tensor]
 """Draws a token for each given row: int64 [rows], -1 where no token is allowed.
 
-It reads the step's logits as they are when it is called. `None` draws all rows; only rows whose filters need
-the mask are masked by then.
+It reads the current logits of the step. `None` draws all rows; by then only rows with filters that need the
+mask are masked.
 """
 
 
@@ -189,7 +189,7 @@ class Constraints:
             # Only an end token may follow, but min_tokens or a bias forbids it. The grammar wins.
             tokens[row] = end
         elif matcher.ended:
-            errors[slot] = Internal("the plan continues a request whose grammar has ended")
+            errors[slot] = Internal("the plan continues a request after the end of its grammar")
         else:
             # Other parameters forbid every token that the grammar allows, or the grammar is at a dead end.
             errors[slot] = InvalidArgument(

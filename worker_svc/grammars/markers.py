@@ -19,7 +19,7 @@ _DESCRIPTIONS: Final = frozenset({"json_schema", "pattern", "grammar", "excludes
 
 
 def markers_in(tag: Any, specials: Mapping[str, int]) -> dict[str, int]:
-    """Returns the special tokens, by text, that a structural tag names or whose texts it writes.
+    """Returns the special tokens, by text, that a structural tag names or writes out.
 
     Args:
         tag: the lowered tag.

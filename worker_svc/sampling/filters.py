@@ -2,8 +2,8 @@
 
 Each filter is a threshold on the tokens' weights, `exp(logit - largest logit)`. Tokens of equal weight,
 common in bfloat16, are therefore kept or dropped together, whatever their order. The threshold of `top_k` is
-the largest value that at least `k` tokens reach. The threshold of `top_p` is the largest value whose tokens
-(those that reach it) have the required mass.
+the largest value that at least `k` tokens reach. The threshold of `top_p` is the largest value such
+that the tokens that reach it have the required mass.
 
 Both are found exactly and without sorting. The bits of a float in [0, 1] order like its value, so a histogram
 of the highest ten bits finds a bin, a second one refines the bin by the next ten bits, and a third by the
@@ -45,7 +45,7 @@ def apply_filters(
     Args:
         tile: its `weights` [rows, vocab] are in [0, 1], and each row's largest is 1. Its other tensors are
             overwritten.
-        min_p: float32 [rows]: drops tokens whose weight is below this. `None` if no row has the filter.
+        min_p: float32 [rows]: drops tokens with a smaller weight. `None` if no row has the filter.
         top_k: int64 [rows], at least 1: number of tokens to keep; the vocabulary's size keeps all. `None`
             likewise.
         top_p: float64 [rows], at most 1: share of the mass to keep. `None` likewise.
@@ -93,7 +93,7 @@ class _TopWeights:
         return cls(values, ids, top_k[:, None])
 
     def kth(self) -> torch.Tensor:
-        """Returns the bits of each row's k-th largest weight, int32 [rows, 1]; 0 if the row keeps all tokens."""
+        """Returns the bits of each row's k-th largest weight, int32 [rows, 1]; 0 to keep all tokens."""
         return self._bits(self.weights.gather(1, self.top_k.clamp(max=self.weights.shape[1]) - 1))
 
     def nucleus_threshold(self, mass: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def find_threshold(
         measure = tile.logits.view(torch.int32).fill_(1)
     base = torch.zeros((bits.shape[0], 1), dtype=torch.int32, device=bits.device)
     for shift in _SHIFTS:
-        # The first bin takes tokens below the searched range, the last bin those above it.
+        # The first bin takes tokens below the searched range, the last bin tokens above it.
         bins = torch.bitwise_right_shift(bits, shift, out=tile.words).sub_(base).clamp_(-1, _BINS).add_(1)
         histogram = measure.new_zeros((bits.shape[0], _BINS + 2))
         histogram.scatter_add_(1, tile.places.copy_(bins), measure)

@@ -5,7 +5,7 @@ JSON schema. It measures the runner's decode step including sampling and matchin
 reports medians. The second part runs one request after the other, with forced tokens emitted at once or one
 by one, and reports forward passes per output token.
 
-A GPU runs random weights, whose output follows no grammar. There one grammar accepts every token and another
+A GPU runs random weights, so its output follows no grammar. There one grammar accepts every token and another
 rejects more than half.
 """
 
@@ -102,7 +102,7 @@ def step_cost(harness: ConstrainedHarness, *, quick: bool) -> tuple[dict[str, fl
     for turn in range(turns):
         for case in CASES if turn % 2 == 0 else reversed(CASES):
             times[case.name] += step_times(harness, case, steps, prompt, SCHEMA)[2:]
-    ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
+    ms = {name: statistics.median(values) * 1000 for name, values in times.items()}
     return ms, {
         "constrained_b1": ms["1 constrained, greedy"] / ms["plain greedy"],
         "constrained_b32": ms["32 constrained, greedy"] / ms["plain greedy"],
@@ -167,7 +167,7 @@ def measured_on_words(
             case = Case(name, constrained, float(drawn == "sampled"))
             times.setdefault(name, []).extend(step_times(harness, case, steps, range(100, 164), spec)[2:])
             redrawn[name] = redrawn.get(name, 0) + constraints.num_redrawn - before
-    ms = {name: statistics.median(taken) * 1000 for name, taken in times.items()}
+    ms = {name: statistics.median(values) * 1000 for name, values in times.items()}
     figures = {name: round(value, 3) for name, value in ms.items()}
     figures |= {f"redrawn a step, {name}": round(count / turns / steps, 1) for name, count in redrawn.items()}
     ratios = {

@@ -1,4 +1,4 @@
-"""Constrained generation without services: a runner on SmolLM2 whose requests have grammars."""
+"""Constrained generation without services: a SmolLM2 runner for requests with grammars."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -56,7 +56,7 @@ def constraints(*, num_slots: int = 32, min_jump: int = 4) -> Constraints:
 
 
 class ConstrainedHarness(Harness):
-    """A harness whose requests may have grammars. It prefills forced tokens as the scheduler does."""
+    """A harness for requests with grammars. It prefills forced tokens as the scheduler does."""
 
     def __init__(self, *, dtype: Dtype = "bfloat16", min_jump: int = 4, **options: object) -> None:
         model = load(SMOLLM2, dtype)

@@ -65,7 +65,7 @@ class _Lowering:
         self._definition_names: dict[str, str] = {}
         """Name of each referenced definition in the result, by reference."""
         self._queue: list[str] = []
-        """References whose definitions are not lowered yet."""
+        """References to definitions that are not lowered yet."""
 
     def run(self) -> Any:
         """Lowers the root and every definition that it refers to."""
@@ -123,7 +123,7 @@ class _Lowering:
         if name == "oneOf" and not self._are_disjoint(value, where):
             refuse_schema(
                 where,
-                "has a oneOf whose schemas may overlap, which cannot be enforced; use anyOf, different types, or a"
+                "has a oneOf with schemas that may overlap, which cannot be enforced; use anyOf, different types, or a"
                 " required property with a different const in each",
             )
         branches = [self._lower(branch, f"{where}.{name}[{index}]") for index, branch in enumerate(value)]

@@ -121,7 +121,7 @@ class _Structure:
     def _repeat(self, top: _Group, token: re.Match[str]) -> None:
         least, most = int(token["least"] or 1), int(token["most"] or 0)
         if token["most"] and most < least:
-            raise ValueError(f"has {token.group()}, whose minimum is above its maximum")
+            raise ValueError(f"has {token.group()} with a minimum above its maximum")
         once, top.last = top.last, 0
         self._grow(top, once * (max(least, most, 1) - 1))
         top.last = 0
@@ -243,7 +243,7 @@ def _class(text: str, in_json: bool) -> str:
             _check_point(point, f"U+{point:04X}", in_json)
     allowed = difference(chars, JSON_UNSAFE if in_json else _NUL)
     if not allowed:
-        raise ValueError(f"has the class {text}, none of whose characters can be enforced")
+        raise ValueError(f"has the class {text} without a character that can be enforced")
     return class_pattern(allowed)
 
 

@@ -29,8 +29,8 @@ def test_a_redraw_under_the_mask_keeps_the_distribution() -> None:
         logits[:, ids] = weights.log()
 
         def draw(rows: Sequence[int] | None, logits: torch.Tensor = logits) -> torch.Tensor:
-            those = logits[:, ids] if rows is None else logits[list(rows)][:, ids]
-            return ids[torch.multinomial(those.softmax(-1), 1, generator=generator)[:, 0]]
+            chosen = logits[:, ids] if rows is None else logits[list(rows)][:, ids]
+            return ids[torch.multinomial(chosen.softmax(-1), 1, generator=generator)[:, 0]]
 
         choice = some.choose(range(slots), logits, draw, masked_first=[False] * slots, room=[9] * slots)
         counts += torch.bincount(torch.searchsorted(ids, choice.tokens), minlength=len(ids))
