@@ -169,3 +169,14 @@ def test_min_tokens_beyond_the_memory_is_refused() -> None:
     with pytest.raises(ContextExceeded, match="min_tokens=23 never fit"):
         rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=23)))
     rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=22)))
+
+
+def test_a_generating_engine_refuses_pooling_requests() -> None:
+    """The refusal is retryable only while the kind of model is unknown."""
+    engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
+    with pytest.raises(Unavailable, match="no worker is ready yet"):
+        engine.submit_pooling(object(), ListSink())
+    rig = make_rig()
+    rig.engine.suspend(Unavailable("gone"))
+    with pytest.raises(Unsupported, match="call Generate or Connect"):
+        rig.engine.submit_pooling(object(), ListSink())
