@@ -164,5 +164,12 @@ def _table(described: dict[str, Any]) -> str:
     flags = " ".join(described["flags"])
     variables = [f"  {name}={value}" for name, value in described["environment"].items()]
     return "\n".join(
-        [*lines, "", f"Expected: {change}. To use them:", f"  triptych scheduler {flags}", "or", *variables]
+        [
+            *lines,
+            "",
+            f"Expected: {change}. To use them, also with `triptych up`:",
+            f"  triptych scheduler {flags}",
+            "or",
+            *variables,
+        ]
     )
