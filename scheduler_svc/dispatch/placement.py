@@ -84,7 +84,7 @@ class Placer:
     def has_prospects(self, request: Request) -> bool:
         """Returns whether some replica is large enough for the request and has its grammar or compiles it."""
         return any(
-            replica.scheduler.kv.fits(request.end) and self._grammars.is_expected(request, name)
+            replica.scheduler.fits(request) and self._grammars.is_expected(request, name)
             for name, replica in self.replicas.items()
         )
 
@@ -95,7 +95,7 @@ class Placer:
         until the set of replicas changes.
         """
         large_enough = frozenset(
-            name for name, replica in self.replicas.items() if replica.scheduler.kv.fits(request.end)
+            name for name, replica in self.replicas.items() if replica.scheduler.fits(request)
         )
         return request.sampling.grammar, request.tenant, large_enough
 
@@ -105,7 +105,7 @@ class Placer:
 
     def _suits(self, replica_id: str, request: Request) -> bool:
         """Returns whether the request could run on the replica if it were empty."""
-        fits = self.replicas[replica_id].scheduler.kv.fits(request.end)
+        fits = self.replicas[replica_id].scheduler.fits(request)
         return fits and self._grammars.may_run(request, replica_id)
 
     def _is_claimed(self, replica_id: str, request: Request) -> bool:

@@ -5,7 +5,7 @@ from typing import Protocol
 from scheduler_svc.requests.request import Request
 
 
-class ReplicaLoad(Protocol):
+class PlacementTarget(Protocol):
     """What a placement policy may ask about a replica."""
 
     @property
@@ -23,7 +23,7 @@ class ReplicaLoad(Protocol):
 class PlacementPolicy(Protocol):
     """Compares replicas that have a free slot."""
 
-    def cost(self, request: Request, replica: ReplicaLoad) -> float:
+    def cost(self, request: Request, replica: PlacementTarget) -> float:
         """Returns the cost of running the request on the replica; the lowest wins."""
 
 
@@ -37,7 +37,7 @@ class PrefixAndLoad:
         """Counts each running request as ``tokens_per_running`` tokens of prefill."""
         self._tokens_per_running = tokens_per_running
 
-    def cost(self, request: Request, replica: ReplicaLoad) -> float:
+    def cost(self, request: Request, replica: PlacementTarget) -> float:
         """See :class:`PlacementPolicy`."""
         load = replica.prefill_backlog + self._tokens_per_running * replica.num_running
         return load + len(request.token_ids) - replica.cached_tokens(request)

@@ -131,6 +131,10 @@ class ReplicaScheduler:
         """The priority of the least urgent running request."""
         return self._slots.least_urgent
 
+    def fits(self, request: Request) -> bool:
+        """Whether the whole life of a request fits the replica when nothing else runs."""
+        return self.kv.fits(request.end)
+
     def cached_tokens(self, request: Request) -> int:
         """Returns how many leading tokens of a request are in the cache or being computed."""
         if self.shares_prompt(request):
@@ -181,7 +185,7 @@ class ReplicaScheduler:
         Returns:
             Whether a request was preempted; :meth:`admit` may still find too little room.
         """
-        if not self._plan.has_room(request) or not self.kv.fits(request.end):
+        if not self._plan.has_room(request) or not self.fits(request):
             return False
         lesser = [one for one in self._slots.requests if self.preemption.outranks(request, one)]
         victim = self.preemption.victim(lesser)

@@ -309,7 +309,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                 victim = next(other for other in reversed(self.running) if other is not sequence)
                 self.release(victim, comes_back=len(self.waiting) < 6)
             elif not self.kv.copies.drop_windows():
-                assert self.pins, "the whole life of a sequence that was admitted fits"
+                assert self.pins, "an admitted sequence fits up to its full length"
                 self.kv.unpin(self.pins.pop()[1])
         for group_id, block_ids in grown:
             self.model.allocated(group_id, block_ids)

@@ -62,7 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert blocks is not None
         expected = self.all_free[:count]
-        assert [block.block_id for block in blocks] == expected, "the block that is worth least first"
+        assert [block.block_id for block in blocks] == expected, "the block of least worth comes first"
         self.take(expected)
         for block_id in expected:
             self.content.pop(block_id, None)
@@ -88,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
     def revive(self, key: bytes) -> None:
         block = self.pool.lookup(key)
         holders = [block_id for block_id, content in self.content.items() if key in content]
-        assert (block is not None) == bool(holders), "found exactly as long as some block has it"
+        assert (block is not None) == bool(holders), "a key is found exactly while some block has it"
         if block is None:
             return
         assert block.block_id in holders
@@ -303,7 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert mine[-1].finish_reason is FinishReason.ABORT
                 else:
                     assert EOS not in wanted
-                    assert tokens == wanted, "no token lost, doubled or changed"
+                    assert tokens == wanted, "no token is lost, repeated or changed"
                     stopped = wanted[-1] == self.stops[name]
                     assert mine[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
                     assert mine[-1].stop_token_id == (wanted[-1] if stopped else None)

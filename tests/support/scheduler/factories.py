@@ -364,7 +364,7 @@ class Rig:
         plans = []
         while (plan := self.step()) is not None:
             plans.append(plan)
-            assert len(plans) < limit, "the scheduler does not come to an end"
+            assert len(plans) < limit, "the scheduler does not finish"
         return plans
 
 

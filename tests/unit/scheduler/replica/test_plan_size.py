@@ -27,7 +27,7 @@ from tests.support.scheduler.factories import (
 
 VOCABULARY = 262_144
 PROMPT = tuple(range(20, 51))
-# Of these a plan takes three.
+# A plan has room for three of them.
 HEAVY = make_grammar("x" * (MAX_ADMITTED_BYTES * 3 // 10))
 
 

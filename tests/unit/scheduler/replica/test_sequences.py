@@ -214,7 +214,7 @@ def test_one_failing_sequence_fails_the_request() -> None:
     assert (errors[0].request_id, errors[0].sequence) == ("r", 1)
     assert other.tokens == expected_tokens((60, 61, 62), 8)
     assert_clean(rig)
-    # The id is free again, even before the rest was cleared away.
+    # The id is free again, even before the other sequences have ended.
     again = rig.submit(make_submission(PROMPT, n=3))
     rig.run()
     assert again.tokens_of(2)[-8:] == expected_tokens(PROMPT, 8, 2)

@@ -8,7 +8,7 @@ from protos.steps import Decode, Prefill, StepPlan
 from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
 
 RUNNING, LONG = 16, 4000
-# Seconds that a step takes on the simulated device.
+# Seconds per step on the simulated device.
 CHUNK_S, DECODE_S = 0.056, 0.021
 
 
