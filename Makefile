@@ -24,7 +24,7 @@ PACKAGES := deploy gateway protos scheduler_svc worker_svc
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help serve env test test-unit test-compose check format protos docs lock models clean
+.PHONY: help serve env test test-slow test-unit test-compose check format protos docs lock models clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,10 +32,18 @@ help: ## Show this list
 serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
-# Two processes at once with a thread each: torch would give each of them all cores, and they would wait for each other.
-test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run every test but those of the containers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose" $(ARGS) || $(NONE_CHOSEN)
-	@$(BIN)/python -m pytest -m stack tests/e2e $(ARGS) || $(NONE_CHOSEN)
+# Two processes at once, with one thread each: torch would give all cores to both, and their threads would wait for one another.
+# Tests marked `stack` run one by one, as their serving processes use all cores.
+define run_tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
+	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e $(ARGS) || $(NONE_CHOSEN)
+endef
+
+test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the tests that take minutes, on every capability
+	$(call run_tests,not slow)
+
+test-slow: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the other tests (but those of the containers)
+	$(call run_tests,slow)
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
@@ -43,10 +51,11 @@ test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no mo
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
 	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)
 
-check: $(STAMPS)/dev ## Linters, types, generated stubs, locks
+check: $(STAMPS)/dev ## Linters, types, layer contracts, generated files, locks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m protos.generate --check
 	@$(BIN)/python -m tests.support.docs --check
 	@$(BIN)/python -m deploy.lockfile

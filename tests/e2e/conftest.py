@@ -1,95 +1,18 @@
-"""A real stack for end-to-end tests: `triptych up` on SmolLM2 in float32, for comparisons with transformers."""
+"""One real stack for all end-to-end tests: `triptych up` on SmolLM2 in float32, so that its tokens can be compared."""
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.support.stack import Stack, running_stack
 from worker_svc.model_files.demo_models import fetch
-
-START_TIMEOUT_S = 100.0
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A running stack."""
-
-    base_url: str
-    """The gateway's URL, without /v1."""
-    scheduler_address: str
-    """host:port for direct gRPC clients."""
-    run_dir: Path
-    """The folder of pid files and logs."""
-    model: str
-    """The name that requests use."""
-    example: str
-    """The example command that the launcher printed."""
-
-    def pid(self, service: str) -> int:
-        """Returns the process id of "gateway", "scheduler" or "worker-0"."""
-        return int((self.run_dir / f"{service}.pid").read_text())
-
-
-def listening_port(log: Path) -> int:
-    """Returns the port from a service's log, which has it once the port is bound."""
-    for line in log.read_text().splitlines():
-        if line.startswith("{") and (entry := json.loads(line)).get("event") == "listening":
-            return int(entry["port"])
-    raise AssertionError(f"{log} has no line with the port")
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The demo model's folder."""
     return fetch("smollm2", None)
-
-
-@contextlib.contextmanager
-def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environment: str) -> Iterator[Stack]:
-    """Runs `triptych up` for a model's folder on free ports until the block ends, then sends Ctrl-C."""
-    command = [
-        sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), "--served-model-name", name,
-        "--port", "0", "--scheduler-port", "0", "--run-dir", str(run_dir), *flags,
-    ]  # fmt: skip
-    launcher = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert launcher.stdout is not None
-    # Reading the output has no timeout, so a watchdog ends a stack that never gets ready.
-    watchdog = threading.Timer(START_TIMEOUT_S, launcher.send_signal, (signal.SIGINT,))
-    watchdog.start()
-    try:
-        printed = []
-        for line in launcher.stdout:
-            printed.append(line)
-            if "curl " in line:
-                break
-        else:
-            pytest.fail(f"the stack did not start:\n{''.join(printed)}")
-        watchdog.cancel()
-        base_url = f"http://127.0.0.1:{listening_port(run_dir / 'gateway.log')}"
-        assert httpx.get(f"{base_url}/health", timeout=10).status_code == 200
-        yield Stack(
-            base_url, f"127.0.0.1:{listening_port(run_dir / 'scheduler.log')}", run_dir, name, printed[-1]
-        )
-    finally:
-        watchdog.cancel()
-        launcher.send_signal(signal.SIGINT)
-        launcher.communicate(timeout=30)
-    assert launcher.returncode == 0, "Ctrl-C ends the stack cleanly"
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 from openai import OpenAI
 
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from tests.e2e.conftest import Stack, running_stack
 from tests.support.paths import ROOT
+from tests.support.stack import Stack, running_stack
 from worker_svc.model_files.demo_models import fetch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]

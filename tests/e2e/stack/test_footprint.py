@@ -4,7 +4,7 @@ import psutil
 import pytest
 
 from tests.bench.footprint import LIMITS_MIB, READY_LIMIT_S, time_to_ready
-from tests.e2e.conftest import Stack
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.stack]
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import Stack
 from tests.support.paths import ROOT
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.stack]
 

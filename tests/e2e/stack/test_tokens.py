@@ -13,9 +13,9 @@ import torch
 
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
-from tests.e2e.conftest import Stack
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
+from tests.support.stack import Stack
 
 pytestmark = [
     pytest.mark.e2e,

@@ -12,9 +12,9 @@ import pytest
 
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
-from tests.e2e.conftest import running_stack
 from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
+from tests.support.stack import running_stack
 from tests.support.worker.harness import FULL, load
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.plans.geometry import GroupKind

@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.conftest import Stack, running_stack
 from tests.support.docs.pages import table, with_region
 from tests.support.docs.rooms import PAGE
 from tests.support.paths import ROOT
+from tests.support.stack import Stack, running_stack
 from worker_svc.model_files.demo_models import fetch
 
 HOOK = ROOT / "tests" / "support" / "docs" / "walk_hook"

@@ -1,0 +1,67 @@
+"""Modules, functions and folders stay small enough to read, and each package says what lives in it."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PACKAGES = ("deploy", "gateway", "protos", "scheduler_svc", "worker_svc")
+MODULE_LINES = 450
+FUNCTION_LINES = 60
+FOLDER_MODULES = 12
+# Kernels call nothing: what they compute stands in one place.
+KERNELS = {"attend_kernel"}
+
+
+def sources(*packages: str) -> list[Path]:
+    """Returns the modules of packages, generated stubs excluded."""
+    return [
+        path for package in packages for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name
+    ]
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_modules_are_short() -> None:
+    """A module that outgrows its idea is split by idea."""
+    lengths = {named(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "tests")}
+    assert {name: length for name, length in lengths.items() if length > MODULE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    """A product function fits on a screen."""
+    long = {
+        f"{named(path)}: {node.name}": node.end_lineno - node.lineno + 1
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
+        and node.name not in KERNELS
+    }
+    assert long == {}
+
+
+def test_folders_hold_few_modules() -> None:
+    """A folder is one idea, in about ten files."""
+    modules = Counter(
+        named(path.parent) for path in sources(*PACKAGES, "tests") if path.name != "__init__.py"
+    )
+    assert {folder: count for folder, count in modules.items() if count > FOLDER_MODULES} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_says_what_lives_in_it(package: str) -> None:
+    """The docstring of a package names its contents, its importers and its imports."""
+    silent = []
+    for path in sources(package):
+        if path.name == "__init__.py" and "triptych" not in path.parts[-3:]:
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if len(docstring.splitlines()) < 3:
+                silent.append(named(path))
+    assert silent == []
