@@ -1,6 +1,6 @@
 """`triptych compile`: compiles a model's graphs and keeps the code, without serving.
 
-The shapes are those that a scheduler with the same flags would request.
+A scheduler with the same flags would request the same shapes.
 """
 
 import sys

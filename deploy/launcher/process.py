@@ -56,7 +56,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether a process was started whose end `wait` has not seen yet."""
+        """Whether a process was started and `wait` has not seen it end."""
         return self._process is not None
 
     async def start(self) -> None:

@@ -52,8 +52,8 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
 def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     """Returns the variables that give the `index`-th of several workers a device of its own.
 
-    The devices are those that the launcher's own environment makes visible. If there are too few, workers
-    share them.
+    Workers use the devices that the launcher's own environment makes visible, and share them if there are
+    too few.
     """
     variable = {"cuda": "CUDA_VISIBLE_DEVICES", "rbln": "RBLN_DEVICES"}.get(settings.device)
     if settings.workers == 1 or variable is None:

@@ -42,7 +42,7 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """Starts all children, restarts those that die, and stops them stage by stage."""
+    """Starts all children, restarts a child that dies, and stops them stage by stage."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def test_unset_settings_are_omitted() -> None:
     assert set(scheduler()) == {"--host=127.0.0.1", "--port=9", "--drain-s=2.0", "--log-format=json"}
 
 
-# Arguments for fields whose sample value cannot be told from their type.
+# Arguments for fields that need more than their type to choose a valid value.
 ARGUMENTS = {
     "compilation_config": ['--compilation-config={"level": 3, "candidate_compile_sizes": [1, 8]}'],
     "compile_strict": ["--compile-strict"],
