@@ -81,7 +81,7 @@ class PagedInput:
 
 @dataclass(frozen=True)
 class InPlaceInput:
-    """The same for a group whose window slides in place. Names and shapes follow the NPU's kernels.
+    """The same for a window that slides in place. Names and shapes follow the NPU's kernels.
 
     A row's block holds the last ``window`` tokens of its sequence, oldest first from offset 0, or all of them
     while they are fewer. A step appends its keys and values, attends, and keeps the last ``window`` tokens of

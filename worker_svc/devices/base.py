@@ -72,7 +72,7 @@ class Device(abc.ABC):
     weights_are_constants: ClassVar[bool] = False
     """Whether compiled code contains the weights."""
     compiler_packages: ClassVar[tuple[str, ...]] = ()
-    """Packages whose versions compiled code depends on, besides PyTorch, Triton and vLLM."""
+    """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     has_own_compiler: ClassVar[bool] = False
     """Whether :meth:`compile` runs a compiler that keeps its own cache in the folder of
     :meth:`use_code_folder`."""

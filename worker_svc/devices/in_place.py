@@ -36,7 +36,7 @@ class InPlacePlan:
 
     @classmethod
     def of(cls, group: KvGroup, step: InPlaceInput) -> "InPlacePlan":
-        """Derives masks and places from a step's lengths, for a group whose window slides in place."""
+        """Derives masks and places from a step's lengths, for a window that slides in place."""
         window, query_len = group.window, step.query_len
         before, after = step.cache_seq_len.long(), step.cache_offset.long()
         place = torch.arange(window + query_len, device=before.device)

@@ -66,7 +66,7 @@ class GenerationEngine:
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran since :meth:`start`: for pieces of steps, or for whole steps."""
+        """How often a compiler ran since :meth:`start`: for subgraphs of steps, or for whole steps."""
         return 0 if self._runner is None else self._runner.graphs.num_compiled
 
     @property

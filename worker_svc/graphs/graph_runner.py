@@ -86,7 +86,7 @@ class GraphOptions:
     """0: no graphs, the model's Python code runs. 1: the device's kernels replayed, or the output of the
     device's own compiler. 2: compiled kernels. 3: compiled kernels, tuned."""
     sizes: tuple[int, ...] | None = None
-    """Decode buckets whose kernels are compiled; ``None`` for all. The others are replayed."""
+    """Decode buckets to compile kernels for; ``None`` for all. The others are replayed."""
     required: bool = False
     """Whether a step that cannot be a graph is an error."""
     strict: bool = False

@@ -112,7 +112,7 @@ class _Attend:
 
 
 class InductorGraph:
-    """A step whose subgraphs are compiled. Attention stays a call of the device."""
+    """A step made of compiled subgraphs. Attention stays a call of the device."""
 
     def __init__(self, recording: Recording, device: Device, compiler: SubgraphCompiler) -> None:
         """Compiles the subgraphs of structures that the compiler has not seen.

@@ -65,7 +65,7 @@ class _Kernel:
     run: Callable[..., Any]
     """Runs it; takes the plans of ``layers``."""
     layers: tuple[str, ...] = ()
-    """Layers whose attention plans it takes."""
+    """The layers of the attention plans that it takes."""
 
 
 def _fused(kernels: Sequence[_Kernel], device: Device) -> tuple[_Kernel, ...]:
@@ -153,7 +153,7 @@ class KernelGraph:
 def _without_constants(
     calls: Sequence[KernelCall | LayerAttention], inputs: Sequence[torch.Tensor]
 ) -> list[KernelCall | LayerAttention]:
-    """Drops calls that read only weights and whose result no later call writes: it is the same every time."""
+    """Drops calls that read only weights, unless a later call writes their result: it is always the same."""
     writers: dict[int, int] = {}
     for call in calls:
         for storage in {storage_id(tensor) for tensor in call.written()}:

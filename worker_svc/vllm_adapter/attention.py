@@ -1,4 +1,4 @@
-"""Our attention as vLLM sees it: a backend whose implementation delegates to the device."""
+"""Our attention as vLLM sees it: a backend that delegates to the device."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -51,7 +51,7 @@ def attend(call: AttentionCall, plan: TritonPlan) -> None:
 
     Padded rows get zeros.
 
-    The cache may have any strides but for the last dimension, whose stride is 1.
+    The cache may have any strides, except that the last dimension's stride is 1.
     """
     params, query, output, sinks = call.params, call.query, call.output, call.sinks
     cache = call.cache.transpose(2, 3)

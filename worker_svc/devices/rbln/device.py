@@ -142,7 +142,7 @@ class RblnDevice(Device):
             torch.compiler.reset()
 
     def _chip(self) -> str:
-        """The NPU's name, for example "RBLN-CA25". Its sources are asked in vllm-rbln's order."""
+        """The NPU's name, for example "RBLN-CA25". Sources have vllm-rbln's order of precedence."""
         if self._is_stand_in:
             return "stand-in"
         name = None

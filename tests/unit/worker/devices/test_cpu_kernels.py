@@ -51,6 +51,7 @@ def _seed() -> None:
 def test_a_product_with_packed_weights(
     kernels: Kernels, rows: int, columns: int, size: int, dtype: torch.dtype
 ) -> None:
+    """A product with packed weights and a bias matches PyTorch, for any shape and result type."""
     x, weights, bias = _random(rows, size + 6)[:, :size], _random(columns, size), _random(columns)
     out = torch.full((rows, columns), torch.nan, dtype=dtype)
     kernels.linear(x, kernels.pack(weights), bias, out)()
@@ -58,6 +59,7 @@ def test_a_product_with_packed_weights(
 
 
 def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
+    """A row of a product has the same bits alone and among others."""
     x, packed = _random(128, 576), kernels.pack(_random(960, 576))
     alone, together = torch.empty(1, 960).bfloat16(), torch.empty(128, 960).bfloat16()
     kernels.linear(x, packed, None, together)()
@@ -69,6 +71,7 @@ def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [64, 70, 576])
 def test_norms(kernels: Kernels, size: int, weight_dtype: torch.dtype) -> None:
+    """RMS norms, with and without a residual, match PyTorch."""
     weight = torch.randn(size).to(weight_dtype)
 
     def normalized(x: torch.Tensor) -> torch.Tensor:
@@ -88,6 +91,7 @@ def test_norms(kernels: Kernels, size: int, weight_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [8, 100, 1536])
 def test_gates(kernels: Kernels, size: int) -> None:
+    """Both gates match PyTorch, also for large inputs."""
     x = torch.cat([_random(9, size) * 20, _random(9, size)], dim=1)
     out = torch.empty(9, size).bfloat16()
     for how, function in (
@@ -100,6 +104,7 @@ def test_gates(kernels: Kernels, size: int) -> None:
 
 @pytest.mark.parametrize(("head", "rotated"), [(64, 64), (96, 24), (256, 256)])
 def test_rotary_positions(kernels: Kernels, head: int, rotated: int) -> None:
+    """Rotary positions match PyTorch, also if only a part of a head rotates."""
     tokens, heads, kv_heads, half = 11, 3, 1, rotated // 2
     turns, positions = _random(50, rotated), torch.randint(0, 50, (tokens,))
     both = _random(tokens, (heads + kv_heads) * head)
@@ -204,6 +209,7 @@ def _params(kind: tuple[int, int, int, int, float, bool]) -> AttentionParams:
 def test_decoding_rows_of_all_lengths_attend(
     kernels: Kernels, kind: tuple[int, int, int, int, float, bool]
 ) -> None:
+    """A decode step over rows of very different lengths matches PyTorch."""
     lengths = [1, 2, 33, 64, 65, 512, 513, 700, 1300]
     sequences = _Sequences(_params(kind), lengths)
     for row, length in enumerate(lengths):
@@ -214,6 +220,7 @@ def test_decoding_rows_of_all_lengths_attend(
 
 @pytest.mark.parametrize("kind", _KINDS, ids=str)
 def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, int, float, bool]) -> None:
+    """A prompt's chunks, with padding, match PyTorch."""
     sequences = _Sequences(_params(kind), [300])
     ends = [1, 8, 136, 137, 265, 300]
     for start, end in itertools.pairwise([0, *ends]):
@@ -221,6 +228,7 @@ def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, 
 
 
 def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> None:
+    """A layer that reads another layer's cache leaves it unchanged."""
     params = AttentionParams(2, 1, 64, 0.125, 0, 0.0, writes=False)
     cache = _random(2, 1, 2 * BLOCK, 64)
     before = cache.clone()
@@ -231,11 +239,12 @@ def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> N
         kernels.plan(BLOCK, step)
     )
     assert torch.equal(cache, before)
-    # Its one visible token's values are what it gets.
+    # Only one token is visible, so its values are the result.
     assert torch.equal(out[0, 0], cache[1, 0, BLOCK:].reshape(BLOCK // 2, 64, 2)[0, :, 0])
 
 
 def test_joined_programs_run_in_order(kernels: Kernels) -> None:
+    """A joined program gives the result of its programs in order, in every run."""
     x, first, second = _random(5, 64), _random(64, 64) / 8, _random(64, 64) / 8
     middle, out = torch.empty(5, 64).bfloat16(), torch.empty(5, 64).bfloat16()
     one, two = kernels.linear(x, kernels.pack(first), None, middle), kernels.linear(middle, kernels.pack(second), None, out)  # fmt: skip
@@ -251,6 +260,7 @@ def test_joined_programs_run_in_order(kernels: Kernels) -> None:
 
 
 def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
+    """A product has the same bits for any number of threads."""
     x, weights = _random(40, 576), kernels.pack(_random(960, 576))
     results = []
     before = torch.get_num_threads()
@@ -265,7 +275,8 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_a_device_fuses_its_own_kernels_around_those_that_are_not() -> None:
+def test_a_device_fuses_consecutive_own_kernels() -> None:
+    """Consecutive kernels of our own become one program; others stay between them."""
     device = CpuDevice()
     try:
         kernels = Kernels(build.library())
@@ -282,7 +293,7 @@ def test_a_device_fuses_its_own_kernels_around_those_that_are_not() -> None:
 
 
 def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a folder of its own, and the last one's result stays; nobody sees half of one."""
+    """Several processes may compile at once, and the file is always complete."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.1\necho made > "$2"\n')
     compiler.chmod(0o755)
@@ -303,13 +314,15 @@ def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pyte
 def test_no_compiler_no_kernels(
     compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A missing or failing compiler is reported, and nothing is left behind."""
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(build.KernelsUnavailable, match=said):
         build.compile_into(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_says_why_it_made_nothing(tmp_path: Path) -> None:
+def test_the_command_says_why_it_compiled_nothing(tmp_path: Path) -> None:
+    """A failed build exits with 2 and one line with the reason."""
     done = subprocess.run(
         [sys.executable, "-m", "worker_svc.devices.cpu.kernels.build", str(tmp_path)],
         env={"CXX": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
@@ -323,6 +336,7 @@ def test_the_command_says_why_it_made_nothing(tmp_path: Path) -> None:
 def test_other_processors_get_the_wheels_kernels(
     flags: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Processors without bfloat16 instructions, or with AMX, use the kernels of vLLM's wheel."""
     monkeypatch.setattr(build, "_processor_flags", lambda: flags)
     with pytest.raises(build.KernelsUnavailable, match="the processor has"):
         build.library()

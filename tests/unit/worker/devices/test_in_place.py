@@ -36,7 +36,7 @@ def lengths(
 
 
 class Checker:
-    """Runs steps on a cache whose null block and unused blocks hold NaN."""
+    """Runs steps on a cache with NaN in its null block and its unused blocks."""
 
     def __init__(self, softcap: float = 0.0, seed: int = 0, *, sinks: bool = False) -> None:
         self.params = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, softcap, writes=True)

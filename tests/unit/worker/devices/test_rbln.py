@@ -268,7 +268,7 @@ def refused(function: Callable[..., Any], *arguments: Any, dynamic: bool | None 
 
 
 def test_dynamic_shapes_are_refused() -> None:
-    """A graph whose input has a dynamic size is refused."""
+    """A graph with an input of dynamic size is refused."""
     assert "dynamic" in refused(lambda x: x + 1, torch.zeros(5), dynamic=True)
 
 

@@ -216,7 +216,7 @@ def sliding_step(
     checker: Checker, sequences: Sequence[History], counts: Sequence[int], query_len: int,
     *, padded_rows: int = 0, masked: bool = False,
 ) -> None:  # fmt: skip
-    """Runs and checks one step of the operator whose window slides in place."""
+    """Runs and checks one step of the operator for windows that slide in place."""
     window, rows = checker.block, len(sequences) + padded_rows
     given = checker.states(rows, query_len)
     before = [min(len(sequence.keys), window) for sequence in sequences] + [0] * padded_rows

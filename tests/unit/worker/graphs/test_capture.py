@@ -19,7 +19,7 @@ WEIGHT = torch.linspace(-1, 1, 16).view(4, 4)
 
 
 class AddingDevice(CudaDevice):
-    """A device whose attention adds the plan and the sinks to the query and counts its calls in the cache."""
+    """A device: its attention adds plan and sinks to the query and counts its calls in the cache."""
 
     torch_device: ClassVar[torch.device] = torch.device("cpu")
 

@@ -20,7 +20,7 @@ PARAMS = AttentionParams(1, 1, 4, 1.0, 0, 0.0, writes=True)
 
 
 class AddingDevice(CpuDevice):
-    """A device whose attention adds its plan to a simple product and to the cache."""
+    """A device: its attention adds its plan to a simple product and to the cache."""
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
         """See the base class."""
@@ -121,7 +121,7 @@ def test_literals_are_part_of_the_structure() -> None:
 
 
 def test_unread_results_are_dropped() -> None:
-    """A subgraph omits calls whose results nothing reads, and their inputs."""
+    """A subgraph omits calls with unread results, and their inputs."""
     recorder, x, unused = Recorder(), torch.ones(2), torch.ones(2)
     with torch.inference_mode(), recorder:
         _ = unused * 3

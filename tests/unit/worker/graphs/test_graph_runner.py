@@ -44,14 +44,14 @@ class TriplingModel:
 
 
 class Dynamic(TriplingModel):
-    """A model whose step depends on data."""
+    """A model with a step that depends on data."""
 
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
         raise NotStatic("aten.nonzero depends on data")
 
 
 class HiddenDynamic(TriplingModel):
-    """A model whose step depends on data in a way that a recording does not show."""
+    """A model with a step that depends on data in a way that a recording does not show."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]

@@ -1,4 +1,4 @@
-// Paged attention over a cache whose layout suits matrix products.
+// Paged attention over a cache with a layout for matrix products.
 //
 // A layer's cache is [blocks][kv heads][2][block size][head size]. The first half of a head's block holds
 // keys as panels, [block size / 32][head size / 2][32 keys][2], so scores are products like any other. The
@@ -38,8 +38,8 @@ inline void write_cache(const Op& op, const Plan& plan, int64_t piece) {
   }
 }
 
-// ---- attend: at = {query, cache, out, sinks or null}; n = {kv heads, query heads a kv head, head size, window, query stride};
-//      f = {scale, soft cap}
+// ---- attend: at = {query, cache, out, sinks or null};
+//      n = {kv heads, query heads a kv head, head size, window, query stride}; f = {scale, soft cap}
 
 constexpr int kMostRows = 48;
 constexpr int kTile = 128;

@@ -82,7 +82,8 @@ inline void linear(const Op& op, int64_t piece, int threads) {
   if (op.n[4]) _mm_sfence();
 }
 
-// ---- norms: at = {x, weight, out or residual}; n = {outer, inner, size, outer stride, inner stride, weight is float}; f = {epsilon}
+// ---- norms: at = {x, weight, out or residual};
+//      n = {outer, inner, size, outer stride, inner stride, weight is float}; f = {epsilon}
 
 constexpr int64_t kRowsAPiece = 8;
 
@@ -131,7 +132,8 @@ inline void add_norm(const Op& op, int64_t piece) {
   }
 }
 
-// ---- gate: at = {x, out}; n = {rows, size, x stride, how}: out = how(x[:size]) * x[size:]; how: 0 SiLU, 1 GELU by tanh
+// ---- gate: at = {x, out}; n = {rows, size, x stride, activation}: out = activation(x[:size]) * x[size:];
+//      activation: 0 SiLU, 1 GELU by tanh
 
 constexpr int64_t kGatesAPiece = 8192;
 
@@ -160,7 +162,8 @@ inline void gate(const Op& op, int64_t piece) {
 }
 
 // ---- rotate: at = {positions, queries, keys or null, cosines and sines};
-//      n = {tokens, query heads, key heads, head size, rotated, query stride, key stride}: the halves of the first `rotated` values turn
+//      n = {tokens, query heads, key heads, head size, rotated, query stride, key stride}:
+//      rotates the two halves of the first `rotated` values of each head
 
 constexpr int64_t kTokensAPiece = 8;
 

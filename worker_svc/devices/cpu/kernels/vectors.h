@@ -17,7 +17,7 @@ using bf16 = uint16_t;
 constexpr int kLanes = 16;
 // Columns of a panel: packed weights and cached keys have [panels][k / 2][32 columns][2].
 constexpr int kPanel = 32;
-// The number of rows whose sums fit into registers next to two vectors of a panel and one of a row.
+// As many rows as fit: their sums, two vectors of a panel and one of a row are in registers.
 constexpr int kRows = 12;
 inline __m512 widen(__m256i values) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
@@ -71,8 +71,8 @@ inline __m512 sigmoid(__m512 x) {
 // Sums of `rows` rows times one panel, [rows][32] floats.
 //   x: pairs of values, a row every `x_stride` values.
 //   panel: 64 values a pair, a pair every `stride` values.
-//   fetch: the address to prefetch, `lines` lines of 64 bytes a pair. The processor's own prefetchers leave memory idle while
-//     several blocks of rows use a panel that is in the cache already.
+//   fetch: the address to prefetch, `lines` lines of 64 bytes a pair. The processor's own prefetchers leave
+//     memory idle while several blocks of rows use a panel that is in the cache already.
 template <int rows, int lines>
 inline void multiply(__m512 (&sums)[rows][2], const bf16* __restrict x, int64_t x_stride,
                      const bf16* __restrict panel, int64_t stride, int64_t pairs, const char* fetch) {
