@@ -31,8 +31,8 @@ from scheduler_svc.convert.model import files_to_proto, model_to_proto
 from scheduler_svc.convert.requests import pool_submission_from_proto, submission_from_proto
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import EngineProtocol
 from scheduler_svc.workers.model_files import ServedFiles

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.stop_rule import FinishReason
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,

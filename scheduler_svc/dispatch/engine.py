@@ -29,10 +29,9 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ServedModel, Submission, check, requests_of
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.requests.stop_rule import StopRule
+from scheduler_svc.requests.stop_rule import FinishReason, StopRule
 
 
 class Engine:

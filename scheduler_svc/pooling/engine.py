@@ -27,10 +27,9 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.stop_rule import StopRule
+from scheduler_svc.requests.stop_rule import FinishReason, StopRule
 from scheduler_svc.shapes.pool_shapes import listed
 
 _NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())

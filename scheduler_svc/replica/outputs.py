@@ -10,8 +10,8 @@ from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.steps_in_flight import InFlight
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event, Request
+from scheduler_svc.requests.stop_rule import FinishReason
 
 
 class Outputs:

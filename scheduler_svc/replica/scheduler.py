@@ -20,8 +20,8 @@ from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.steps_in_flight import InFlight, StepsInFlight
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event, Request, RequestState
+from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.shapes.buckets import bucket_for
 from scheduler_svc.shapes.geometry import Geometry
 

@@ -2,7 +2,7 @@
 
 `admission` checks a client's request against the model and makes requests of it, one per sequence. `request` holds a
 request's state, `sequence_group` the sequences that share a prompt. `sampling` is what the scheduler reads of the
-sampling parameters, which otherwise pass unopened; `stop_rule` and `finish` say when and why sequences end.
+sampling parameters, which otherwise pass unopened; `stop_rule` says when and why sequences end.
 
 Every room above imports this one; it imports `kv` only.
 """

@@ -8,9 +8,8 @@ from typing import Protocol
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.stop_rule import StopRule
+from scheduler_svc.requests.stop_rule import FinishReason, StopRule
 
 
 class RequestState(enum.Enum):

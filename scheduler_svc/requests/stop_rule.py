@@ -1,11 +1,22 @@
 """When a sequence ends: the one rule, for new tokens and for sequences that a client resumes."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.sampling import Sampling
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = enum.auto()
+    """At an end token or a stop token."""
+    LENGTH = enum.auto()
+    """At its length limit, or the context's."""
+    ABORT = enum.auto()
+    """The client aborted it, or went away."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from scheduler_svc.convert.events import event_to_proto, events_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.stop_rule import FinishReason
 from tests.support.sampling_params import token_logprobs
 
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import RequestState
+from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (
     FULL,

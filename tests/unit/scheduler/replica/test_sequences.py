@@ -10,9 +10,9 @@ from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.steps import Prefill, SlotOutput, StepResult
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event, SequenceGroup
 from scheduler_svc.requests.sequence_group import Resumed
+from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.sampling_params import token_logprobs
 from tests.support.scheduler.factories import (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import RequestState
+from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (
     FULL,

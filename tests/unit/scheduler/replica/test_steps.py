@@ -4,8 +4,8 @@ import pytest
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
-from scheduler_svc.requests.finish import FinishReason
 from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.shapes.geometry import GroupKind, KvGroup
 from tests.support.scheduler.factories import (
     FULL,
