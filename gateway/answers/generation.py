@@ -22,17 +22,16 @@ _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 
 class Delta(NamedTuple):
-    """The news about one sequence."""
+    """New text and tokens of one sequence."""
 
     sequence: int
     text: str
     finish_reason: str | None = None
-    """"stop" or "length" in the last delta."""
+    """In the last delta: "stop" or "length"."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the sequence; ``None`` for the model's own end tokens."""
     tokens: tuple[TokenReport, ...] = ()
-    """The new tokens, if log-probabilities were asked for. Text that is held back comes later than its
-    tokens."""
+    """The new tokens, if log-probabilities were asked for. Text held back comes later than its tokens."""
 
 
 @dataclass(slots=True)
@@ -46,8 +45,7 @@ class Prompt:
     echo: str | None = None
     """The text that each answer begins with; ``None`` if answers do not repeat the prompt."""
     reports: tuple[TokenReport, ...] | None = None
-    """The prompt's tokens as part of an answer that repeats it, once they are known and if they are reported.
-    """
+    """The prompt's tokens as part of an answer that repeats it, if they are reported and known."""
 
     @classmethod
     def of(cls, pending: PendingRequest, echo: str | None) -> "Prompt":

@@ -15,8 +15,7 @@ class TokenReport(NamedTuple):
 
     token_id: int
     offset: int
-    """Where its text begins in the answer's text; for a token inside a character, where the character begins.
-    """
+    """Where its text, or the character that it is a part of, begins in the answer's text."""
     logprob: float | None
     """Natural logarithm; ``None`` for a prompt's first token, which nothing precedes."""
     top: Sequence[tuple[int, float]] = ()
