@@ -17,8 +17,8 @@ from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids, check_token_ids
 
-# Parameters that are numbers on both sides, under one name. A value without effect stays unset, so that a worker that does
-# not support the parameter has nothing to refuse.
+# Parameters that are numbers on both sides, under one name. A value without effect stays unset, so that a
+# worker that does not support the parameter has nothing to refuse.
 _SCALARS: Final = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
@@ -184,7 +184,7 @@ def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
 def sampling_of(
     body: SamplingRequest, model: pb.ModelInfo, constraint: pb.StructuredOutput | None = None
 ) -> pb.SamplingParams:
-    """The body's sampling parameters, with the model's recommended ones where the body is silent.
+    """Returns the body's sampling parameters; the model's recommended values replace unset ones.
 
     A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing
     to refuse.
@@ -192,7 +192,7 @@ def sampling_of(
     Args:
         body: the HTTP request.
         model: the model.
-        constraint: what the output must match, made of the body by whoever knows how the answer is read.
+        constraint: what the whole output must match; the answer's plan has made it of the body.
 
     Raises:
         InvalidArgument: if a token id is beyond the vocabulary.
@@ -210,7 +210,7 @@ def sampling_of(
         if body.top_k > 0:
             params.top_k = body.top_k
     if body.seed is not None:
-        # Negative seeds are legal in vLLM's API; the wire has 64 bits either way.
+        # vLLM's API allows negative seeds; the wire has 64 bits either way.
         params.seed = body.seed % 2**64
     if body.output_limit is not None:
         params.max_tokens = body.output_limit
@@ -240,14 +240,14 @@ def generate_requests(
     bad_words: Sequence[Sequence[int]] = (),
     constraint: pb.StructuredOutput | None = None,
 ) -> list[inference.GenerateRequest]:
-    """One wire request per prompt, after all checks that need no scheduler.
+    """Returns one wire request per prompt.
 
     Args:
         served: the model.
         body: the HTTP request; each prompt is continued ``n`` times.
-        prompts: token ids, one list a prompt.
-        request_id: unique in this process; becomes the wire id, with the prompt's index if there are several.
-        tenant: whom the scheduler is to be fair to.
+        prompts: token ids, one list per prompt.
+        request_id: unique in this process; several prompts append their index to it.
+        tenant: the tenant that the scheduler accounts the requests to.
         bad_words: see :func:`bad_word_tokens`.
         constraint: see :func:`sampling_of`.
 

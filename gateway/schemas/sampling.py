@@ -1,7 +1,7 @@
-"""What chat and plain completions have in common: sampling, stopping, streaming.
+"""The parameters that chats and plain completions share: sampling, stopping, streaming.
 
-Names and meanings are OpenAI's, and vLLM's where OpenAI has none. Sampling parameters are checked for their range here and passed on;
-whether the workers serve them is the scheduler's to say.
+Names and meanings are OpenAI's, or vLLM's if OpenAI has none. Parameters are checked for their range here and
+passed on; the scheduler knows whether the workers support them.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ _UINT32_MAX: Final = 2**32 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
 
-# Only the first finding is told: a list of millions must not be searched for the others.
+# Validation stops at the first invalid id: a list of millions must not be searched for others.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
-# Names go into the log.
+# Bounded, because names go into the access log.
 ModelName = Annotated[str, Field(max_length=256)]
 
 
@@ -43,11 +43,11 @@ def _bad_words(value: Any) -> list[str]:
 
 
 def _strings(strings: list[Any], most: int, longest: int) -> list[str]:
-    # Before they are looked at one by one.
+    # Checked before the strings themselves.
     if len(strings) > most:
         raise ValueError(f"takes at most {most} strings, got {len(strings)}")
     if not all(isinstance(string, str) for string in strings):
-        raise ValueError("must hold strings only")
+        raise ValueError("must contain only strings")
     if "" in strings:
         raise ValueError("must not contain an empty string")
     if any(len(string) > longest for string in strings):
@@ -56,12 +56,12 @@ def _strings(strings: list[Any], most: int, longest: int) -> list[str]:
 
 
 def or_default(default: Any) -> BeforeValidator:
-    """``null`` means the default, as in OpenAI's API."""
+    """Returns a validator that replaces ``null`` with ``default``, as in OpenAI's API."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
 def _token_keys(value: Any) -> Any:
-    """JSON has only text keys; ours are token ids."""
+    """Turns JSON's text keys into token ids."""
     if not isinstance(value, dict):
         return value
     if len(value) > limits.MAX_LOGIT_BIASES:
@@ -74,7 +74,12 @@ def _token_keys(value: Any) -> Any:
 
 
 def in_bounds(parameter: str, **overrides: Any) -> Any:
-    """Returns a field with the bounds that the schema gives a sampling parameter; ``overrides`` are other arguments of ``Field``."""
+    """Returns a field with the wire schema's bounds of a sampling parameter.
+
+    Args:
+        parameter: its name on the wire.
+        overrides: other arguments of ``Field``; they win over the bounds.
+    """
     bounds = limits.SAMPLING[parameter]
     known: dict[str, Any] = {}
     if bounds.low is not None:
@@ -85,7 +90,7 @@ def in_bounds(parameter: str, **overrides: Any) -> Any:
 
 
 class StreamOptions(RequestModel):
-    """What a stream reports beside its text."""
+    """Options of a stream."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {"include_obfuscation": Unserved((False,))}
 
@@ -97,7 +102,7 @@ class StreamOptions(RequestModel):
     ] = False
 
 
-# Accepted at their neutral value by both endpoints.
+# Accepted by both endpoints, with values that change nothing.
 COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "use_beam_search": Unserved((False,)),
     "length_penalty": Unserved((1.0,), "it belongs to beam search, which is not served"),
@@ -121,7 +126,7 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "kv_transfer_params": Unserved(),
     "vllm_xargs": Unserved(({},)),
     "request_id": Unserved((), "send it as the header X-Request-Id"),
-    "service_tier": Unserved(("auto", "default"), "there is one tier; leave it out"),
+    "service_tier": Unserved(("auto", "default"), "there is one tier; omit it"),
 }
 
 
@@ -129,7 +134,7 @@ class SamplingRequest(RequestModel):
     """The common part of both completions endpoints."""
 
     model: Annotated[
-        ModelName | None, Field(description="A name from /v1/models; left out: the served one.")
+        ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
     ] = None
     temperature: Annotated[float | None, in_bounds("temperature", le=2)] = None
     top_p: Annotated[float | None, in_bounds("top_p")] = None
@@ -155,7 +160,7 @@ class SamplingRequest(RequestModel):
         int, or_default(1), Field(ge=1, le=limits.MAX_SEQUENCES, description="Choices for each prompt.")
     ] = 1
     best_of: Annotated[
-        int | None, Field(ge=1, description="Only as large as n: no choices are made and thrown away.")
+        int | None, Field(ge=1, description="Must equal n: no choices are generated and discarded.")
     ] = None
     prompt_logprobs: Annotated[
         int | None,
@@ -166,18 +171,18 @@ class SamplingRequest(RequestModel):
         ),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool, or_default(False), Field(description="Log-probabilities name tokens as token_id:5.")
+        bool, or_default(False), Field(description="Write tokens in log-probabilities as token_id:5.")
     ] = False
     truncate_prompt_tokens: Annotated[
         int | None,
         Field(
             ge=-1,
             le=_UINT32_MAX,
-            description="Keep only that many tokens of a prompt; -1: as many as leave room for the answer.",
+            description="Keep only this many tokens of a prompt; -1: as many as leave room for the answer.",
         ),
     ] = None
     truncation_side: Annotated[
-        Literal["left", "right"] | None, Field(description="Where tokens are cut off; left by default.")
+        Literal["left", "right"] | None, Field(description="Which end loses tokens; left by default.")
     ] = None
     max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32_MAX)] = None
     min_tokens: Annotated[int, or_default(0), Field(ge=0, le=_UINT32_MAX)] = 0
@@ -196,7 +201,7 @@ class SamplingRequest(RequestModel):
     ] = False
     ignore_eos: Annotated[bool, or_default(False)] = False
     skip_special_tokens: Annotated[
-        bool, or_default(True), Field(description="Leave special tokens out of the text.")
+        bool, or_default(True), Field(description="Omit special tokens from the text.")
     ] = True
     spaces_between_special_tokens: Annotated[
         bool,
@@ -212,10 +217,10 @@ class SamplingRequest(RequestModel):
         ),
     ] = None
     response_format: Annotated[
-        ResponseFormat | None, Field(description="What the answer must match, as OpenAI writes it.")
+        ResponseFormat | None, Field(description="Constrains the answer, in OpenAI's form.")
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, Field(description="What the answer must match, as vLLM writes it.")
+        StructuredOutputs | None, Field(description="Constrains the answer, in vLLM's form.")
     ] = None
     stream: Annotated[
         bool, or_default(False), Field(description="Send the answer in pieces, as server-sent events.")
@@ -223,9 +228,9 @@ class SamplingRequest(RequestModel):
     stream_options: Annotated[StreamOptions | None, Field(description="Only with stream=true.")] = None
     priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
-    user: Annotated[
-        str | None, Field(max_length=512, description="Your end user; written to the access log.")
-    ] = None
+    user: Annotated[str | None, Field(max_length=512, description="Your end user, for the access log.")] = (
+        None
+    )
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "SamplingRequest":
@@ -244,7 +249,7 @@ class SamplingRequest(RequestModel):
     def _best_of_is_n(self) -> "SamplingRequest":
         if self.best_of not in (None, self.n):
             raise ValueError(
-                f"best_of={self.best_of} is not supported: no more choices are made than are returned; leave it out, or send n alone"
+                f"best_of={self.best_of} is not supported: all generated choices are returned; omit it, or send n alone"
             )
         return self
 
@@ -255,7 +260,7 @@ class SamplingRequest(RequestModel):
         return self
 
     @model_validator(mode="after")
-    def _something_is_left(self) -> "SamplingRequest":
+    def _truncation_keeps_tokens(self) -> "SamplingRequest":
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens=0 leaves nothing of the prompt; send at least 1, or -1")
         return self
@@ -264,38 +269,36 @@ class SamplingRequest(RequestModel):
     def _one_constraint(self) -> "SamplingRequest":
         formats = self.response_format is not None and self.response_format.type != "text"
         if formats and self.structured_outputs is not None:
-            raise ValueError(
-                "response_format and structured_outputs both say what the answer must match; send one"
-            )
+            raise ValueError("response_format and structured_outputs both constrain the answer; send one")
         return self
 
     @property
     def constrained(self) -> bool:
-        """Whether the answer must match something, or may be any text."""
+        """Whether the request may constrain the answer."""
         return self.structured_outputs is not None or self.response_format is not None
 
     @property
     def constraint_param(self) -> str:
-        """The parameter that says what the answer must match."""
+        """The parameter that constrains the answer."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def constraint(self) -> pb.StructuredOutput | None:
-        """What the answer must match, for the scheduler.
+        """Returns what the answer must match, for the scheduler; ``None`` if it may be any text.
 
         Raises:
-            InvalidArgument: if it cannot be written.
+            InvalidArgument: if the constraint cannot be sent.
         """
         asked = self.structured_outputs or self.response_format
         return None if asked is None else asked.to_proto()
 
     @property
     def output_limit(self) -> int | None:
-        """New tokens at most; ``None``: as many as the context has room for."""
+        """Maximum number of new tokens; ``None``: as many as fit into the context."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are told with each new one; ``None``: no log-probabilities at all."""
+        """How many of the likeliest tokens to report with each new token; ``None``: no log-probabilities."""
         return None
 
     @property
@@ -305,7 +308,7 @@ class SamplingRequest(RequestModel):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing but the prompt is to be answered."""
+        """Whether the answer consists of the prompt alone."""
         return False
 
     @property
