@@ -1,4 +1,4 @@
-"""Worker descriptions and configurations: protocol messages to and from the scheduler's types."""
+"""Converts worker descriptions and configurations between protocol messages and the scheduler's types."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _GROUP_KINDS = {
 
 
 def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
-    """What a worker can run."""
+    """Reads the limits that a worker describes."""
     return DeviceLimits(
         max_context=description.model.max_model_len,
         block_size_multiple=max(1, description.block_size_multiple),
@@ -27,10 +27,10 @@ def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
 
 
 def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup, ...]:
-    """How a model's layers use KV memory, by group id.
+    """Reads a model's KV groups, by id.
 
     Raises:
-        ConfigurationRefused: for a kind that this scheduler does not know, or ids that are not 0, 1, 2, ...
+        ConfigurationRefused: a kind is unknown, or the ids are not 0, 1, 2, ...
     """
     groups = []
     for position, group in enumerate(description.kv_groups):
@@ -47,7 +47,7 @@ def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup
 def configure_to_proto(
     geometry: Geometry, num_blocks: Sequence[int], windows_kept_per_slot: int
 ) -> worker_pb2.ConfigureRequest:
-    """A geometry for a worker; ``num_blocks`` per group, or empty for as many as its memory allows."""
+    """Returns a worker's configuration; an empty ``num_blocks`` asks for as many as its memory allows."""
     return worker_pb2.ConfigureRequest(
         max_model_len=geometry.max_model_len,
         max_num_seqs=geometry.max_num_seqs,
@@ -60,7 +60,7 @@ def configure_to_proto(
 
 
 def configure_pool_to_proto(shapes: Sequence[PoolShape]) -> worker_pb2.ConfigureRequest:
-    """The static shapes for a worker of a pooling model."""
+    """Returns the configuration of a worker of a pooling model."""
     return worker_pb2.ConfigureRequest(
         max_model_len=max(shape.prompt_len for shape in shapes),
         pool_shapes=[shape_to_proto(shape) for shape in shapes],
@@ -68,5 +68,5 @@ def configure_pool_to_proto(shapes: Sequence[PoolShape]) -> worker_pb2.Configure
 
 
 def grammar_to_proto(grammar: Grammar) -> common_pb2.StructuredOutput:
-    """Returns what an output must match, for a worker."""
+    """Returns a grammar's message, for a worker to compile."""
     return common_pb2.StructuredOutput.FromString(grammar.serialized)

@@ -1,4 +1,4 @@
-"""What clients are told of their requests: events and results to protocol messages."""
+"""Converts events and pooling results to the messages that clients receive."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,53 +15,53 @@ _FINISH_REASONS = {
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
 
-# On the wire, at most: an event's id, numbers and bounded texts, one of its tokens, and its log-probabilities without and with one more
-# of the likeliest tokens.
+# Upper bounds of sizes on the wire: an event without its lists, one token, one token's log-probabilities, and
+# one entry of their top tokens.
 _EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 256, 5, 20, 9
 
 
 def events_to_proto(events: Sequence[Event | tuple[str, int]]) -> Iterator[inference_pb2.ConnectResponse]:
-    """Events for a client's stream, in messages that any client takes."""
+    """Yields the messages of some events; each is below the message limit of any client."""
     gathered: list[inference_pb2.GenerateEvent] = []
     size = 0
     for event in events:
         for piece in pieces_of(event):
-            weight = _weight(piece)
-            if gathered and size + weight > FULL_MESSAGE_BYTES:
+            num_bytes = _num_bytes(piece)
+            if gathered and size + num_bytes > FULL_MESSAGE_BYTES:
                 yield inference_pb2.ConnectResponse(events=gathered)
                 gathered, size = [], 0
             gathered.append(event_to_proto(piece))
-            size += weight
+            size += num_bytes
     yield inference_pb2.ConnectResponse(events=gathered)
 
 
 def pieces_of(event: Event | tuple[str, int]) -> Iterator[Event | tuple[str, int]]:
-    """The same as events that each fit into a message: those of a prompt's log-probabilities may have to be several."""
+    """Splits an event that does not fit into one message, which happens with a prompt's log-probabilities."""
     if isinstance(event, tuple) or not event.prompt_logprobs:
         yield event
         return
     entries = event.prompt_logprobs
     many = max(
-        1, FULL_MESSAGE_BYTES // _logprobs_weight(max(entries, key=lambda entry: len(entry.top_token_ids)))
+        1, FULL_MESSAGE_BYTES // _logprobs_bytes(max(entries, key=lambda entry: len(entry.top_token_ids)))
     )
     for start in range(0, len(entries), many):
         yield replace(event, prompt_logprobs=entries[start : start + many], first=event.first and not start)
 
 
-def _weight(event: Event | tuple[str, int]) -> int:
-    """About the bytes of an event on the wire."""
+def _num_bytes(event: Event | tuple[str, int]) -> int:
+    """Returns an upper estimate of an event's size on the wire, bytes."""
     if isinstance(event, tuple):
         return _EVENT_BYTES
-    told = sum(map(_logprobs_weight, event.logprobs)) + sum(map(_logprobs_weight, event.prompt_logprobs))
-    return _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids) + told
+    logprobs = sum(_logprobs_bytes(entry) for entry in (*event.logprobs, *event.prompt_logprobs))
+    return _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids) + logprobs
 
 
-def _logprobs_weight(entry: common_pb2.TokenLogprobs) -> int:
+def _logprobs_bytes(entry: common_pb2.TokenLogprobs) -> int:
     return _LOGPROBS_BYTES + _TOP_BYTES * len(entry.top_token_ids)
 
 
 def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEvent:
-    """One event for a client; a pair is a request's id and one token."""
+    """Returns the message of an event; a pair stands for a request's id and one token."""
     if isinstance(event, tuple):
         return inference_pb2.GenerateEvent(request_id=event[0], token_ids=(event[1],))
     message = inference_pb2.GenerateEvent(
@@ -82,7 +82,7 @@ def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEven
 
 
 def pooled_to_proto(event: Event) -> inference_pb2.PoolResponse:
-    """A pooling request's result for a client."""
+    """Returns the answer to a pooling request."""
     return inference_pb2.PoolResponse(
         request_id=event.request_id,
         values=event.pooled,

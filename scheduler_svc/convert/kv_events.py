@@ -1,4 +1,4 @@
-"""Changes of prefix caches: to protocol messages for those who watch."""
+"""Converts changes of prefix caches to the messages that watchers receive."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,35 +7,35 @@ from protos.triptych.v1 import inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.kv.events import Batch, Cleared, KvEvent, Removed, Stored
 
-# With the tokens of a chunk or two under each, what a client takes.
+# With one or two chunks of tokens under each key, a message stays below the limit of any client.
 _KEYS_PER_MESSAGE = 4096
 
 
 def kv_batch_to_proto(
     replica_id: str, batch: Batch, hash_block_size: int
 ) -> Iterator[inference_pb2.KvEventBatch]:
-    """Changes of one replica's prefix cache for a watcher, in messages that any client takes."""
+    """Yields the messages of a batch of changes; each is below the message limit of any client."""
     part = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id, snapshot=batch.snapshot)
     size = 0
     for event in itertools.chain.from_iterable(_pieces(event, hash_block_size) for event in batch.events):
-        if part.events and size + _weight(event) > FULL_MESSAGE_BYTES:
+        if part.events and size + _num_bytes(event) > FULL_MESSAGE_BYTES:
             part.more = True
             yield part
             part, size = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id), 0
         part.events.append(_kv_event_to_proto(event, hash_block_size))
-        size += _weight(event)
+        size += _num_bytes(event)
     yield part
 
 
-def _weight(event: KvEvent) -> int:
-    """About the bytes of an event on the wire."""
+def _num_bytes(event: KvEvent) -> int:
+    """Returns an upper estimate of an event's size on the wire, bytes."""
     if isinstance(event, Cleared):
         return 2
     return 100 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
 
 
 def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
-    """The same event in pieces of a bounded number of keys, each piece the continuation of the one before."""
+    """Splits an event into pieces with a bounded number of keys; each piece continues the one before."""
     match event:
         case Stored(group_id, keys, parent, token_ids) if len(keys) > _KEYS_PER_MESSAGE:
             for start in range(0, len(keys), _KEYS_PER_MESSAGE):

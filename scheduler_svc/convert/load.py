@@ -1,4 +1,4 @@
-"""The load of a deployment, for clients."""
+"""Converts the load of a deployment to the message that clients receive."""
 
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.dispatch.load import Load, ReplicaLoad

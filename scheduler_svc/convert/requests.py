@@ -1,4 +1,4 @@
-"""Clients' requests: protocol messages to submissions."""
+"""Converts clients' requests from protocol messages to submissions."""
 
 import secrets
 
@@ -21,14 +21,17 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
     check_generate(request)
     if request.lora_name:
         raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
-    sampling = Sampling(request.sampling)
-    if not request.sampling.HasField("seed"):
+    params = common_pb2.SamplingParams()
+    params.CopyFrom(request.sampling)
+    # Nothing bounds the size of fields that this schema does not have; a large one would exceed a plan's message.
+    params.DiscardUnknownFields()
+    if not params.HasField("seed"):
         # Drawn once: a replay after a lost worker must continue with the same random numbers.
-        sampling = sampling.changed(seed=secrets.randbits(63))
+        params.seed = secrets.randbits(63)
     return Submission(
         request_id=request.request_id or secrets.token_hex(16),
         prompt_token_ids=tuple(request.prompt_token_ids),
-        sampling=sampling,
+        sampling=Sampling(params),
         n=request.n if request.HasField("n") else 1,
         resumed=tuple(Resumed(one.sequence, tuple(one.token_ids), one.finished) for one in request.resumed),
         priority=request.priority,

@@ -28,7 +28,7 @@ from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission, check, requests_of
+from scheduler_svc.requests.admission import ServedModel, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.requests.stop_rule import FinishReason, StopRule
@@ -122,8 +122,8 @@ class Engine:
         """
         model = self._served_model()
         self._abort_failed()
-        names = [submission.name(sequence) for sequence in submission.sequences]
-        if self._live.in_use(submission.request_id, names):
+        ids = [submission.sequence_id(sequence) for sequence in submission.sequences]
+        if self._live.in_use(submission.request_id, ids):
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
@@ -133,7 +133,7 @@ class Engine:
             num_waiting=self.num_waiting,
             waiting_tokens=self.waiting.num_tokens + self.grammars.num_tokens,
         )
-        requests = requests_of(submission, stop, sink, self._arrivals, self._clock())
+        requests = make_requests(submission, stop, sink, self._arrivals, self._clock())
         for event in submission.ended(stop):
             sink.push(event)
         self._live.add(requests)
@@ -323,7 +323,7 @@ class Engine:
         return len(requests)
 
     def _replicas_changed(self) -> None:
-        """Recomputes the limits, retries skipped requests and fails those that fit no replica any more."""
+        """Recomputes the limits, retries skipped requests and fails requests that no longer fit any replica."""
         self.released()
         self.waiting.bring_all_back()
         if not self.replicas:

@@ -1,4 +1,4 @@
-"""Requests on their way in: what is asked for, whether the model can do it, and what the scheduler makes of it."""
+"""Admission of a client's request: checks it against the model and makes requests of it, one per sequence."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,22 +13,17 @@ from scheduler_svc.requests.stop_rule import FinishReason, StopRule
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request on its way in.
-
-    Attributes:
-        prompt_token_ids: at least one.
-        n: sequences, 1 .. ``MAX_SEQUENCES``.
-        resumed: what the client has of them already; each names another sequence below ``n``.
-        sampling: complete but for ``max_tokens``, which is cut to the context when the client named none.
-        max_tokens: what the client asked for, if anything.
-        sampling_fields: names of the parameters that the client set to something else than "off".
-    """
+    """A client's request, validated as far as that is possible without knowing the model."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    """At least one token."""
     sampling: Sampling
+    """The parameters as sent, with a seed. ``max_tokens`` may be unset."""
     n: int = 1
+    """Number of sequences, 1 .. ``MAX_SEQUENCES``."""
     resumed: tuple[Resumed, ...] = ()
+    """What the client has received already; each entry names another sequence below ``n``."""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
@@ -41,15 +36,15 @@ class Submission:
 
     @property
     def sequences(self) -> dict[int, tuple[int, ...]]:
-        """The sequences to run, each with the tokens that the client has of it."""
+        """The sequences that must run, each with the tokens that the client has received."""
         return unfinished(self.n, self.resumed)
 
-    def name(self, sequence: int) -> str:
-        """What a sequence is called among the scheduler's requests."""
+    def sequence_id(self, sequence: int) -> str:
+        """Returns the id of a sequence among the scheduler's requests."""
         return sequence_id(self.request_id, sequence) if self.n > 1 else self.request_id
 
     def ended(self, stop: StopRule) -> list[Event]:
-        """Returns the last events of resumed sequences that have ended already; the client never received them."""
+        """Returns the last events of resumed sequences that have ended; the client did not receive them."""
         events = []
         for sequence, received in self.sequences.items():
             if (reason := stop.reason_of(received)) is not None:
@@ -64,37 +59,34 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What admission must know about the model.
-
-    Attributes:
-        max_model_len: longest sequence, tokens.
-        vocab_size: token ids are below this.
-        sampling_fields: parameters that the workers honour.
-        max_logprobs: most log-probabilities per token.
-        eos_token_ids: end tokens of sequences.
-    """
+    """The facts about the model that admission needs."""
 
     max_model_len: int
+    """Longest sequence (prompt plus output), tokens."""
     vocab_size: int
+    """Token ids are below this."""
     sampling_fields: frozenset[str]
+    """Names of the sampling parameters that the workers honour."""
     max_logprobs: int
+    """Most log-probabilities per token."""
     eos_token_ids: frozenset[int]
+    """The model's end tokens."""
 
 
 def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
     """Checks a submission against the model.
 
     Args:
-        submission: what is asked for.
-        model: what is served.
-        most_tokens: longest sequence that fits some replica's KV memory.
+        submission: the client's request.
+        model: the served model.
+        most_tokens: longest sequence that fits the KV memory of some replica.
 
     Returns:
         The effective max_tokens.
 
     Raises:
-        InvalidArgument, ContextExceeded, Unsupported: if it can never be served.
-        Unavailable: if it was accepted once and the workers that are left have too little memory for the rest of it.
+        InvalidArgument, ContextExceeded, Unsupported: the request can never be served.
+        Unavailable: a resumed request that the remaining workers have too little memory for.
     """
     sampling, params = submission.sampling, submission.sampling.params
     if unserved := sorted(requested_features(params) - model.sampling_fields):
@@ -118,12 +110,12 @@ def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
 
 
 def _within_context(submission: Submission, model: ServedModel) -> int:
-    """The tokens that the client asked for, or else all that the context has room for."""
+    """Returns the client's ``max_tokens``, or if it is unset, the tokens that the context has room for."""
     num_prompt, asked = len(submission.prompt_token_ids), submission.max_tokens
     if num_prompt >= model.max_model_len:
         raise ContextExceeded(
-            f"the prompt has {num_prompt} tokens and the context holds {model.max_model_len}, of which at least one is "
-            f"generated; shorten the prompt to at most {model.max_model_len - 1} tokens",
+            f"the prompt has {num_prompt} tokens, but the context of {model.max_model_len} tokens must also "
+            f"hold a generated token; shorten the prompt to at most {model.max_model_len - 1} tokens",
             param="prompt",
         )
     room = model.max_model_len - num_prompt
@@ -137,7 +129,7 @@ def _within_context(submission: Submission, model: ServedModel) -> int:
 
 
 def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) -> int:
-    """``max_tokens``, cut to what fits if the client named none."""
+    """Returns ``max_tokens``, reduced to what fits if the client set no limit."""
     num_prompt, min_tokens = len(submission.prompt_token_ids), submission.sampling.min_tokens
     if num_prompt + max_tokens <= most_tokens:
         return max_tokens
@@ -146,10 +138,10 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
     if submission.resumed and (
         submission.max_tokens is not None or cut < min_tokens or cut <= max(received, default=0)
     ):
-        # It ran on a larger replica, which may come back.
+        # The request ran on a larger replica, which may come back.
         raise Unavailable(
-            f"the rest of the request needs more KV memory than the {most_tokens} tokens that the workers that are left hold; "
-            "retry when others are back",
+            f"the resumed request needs more KV memory than the {most_tokens} tokens that the remaining workers hold; "
+            "retry when more workers are back",
             retry_after_ms=2000,
         )
     if submission.max_tokens is not None or cut <= 0:
@@ -167,22 +159,22 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
     return cut
 
 
-def requests_of(
+def make_requests(
     submission: Submission, stop: StopRule, sink: Sink, arrivals: Iterator[int], now_s: float
 ) -> list[Request]:  # fmt: skip
-    """The scheduler's requests: one for each sequence that is to run, in one group if the client asked for several.
+    """Makes a request of each sequence that must run; they form a group if the client asked for several.
 
     Args:
-        submission: what was asked for, checked.
+        submission: the client's request, checked.
         stop: when the sequences end.
-        sink: where the client's events go.
+        sink: receives the events.
         arrivals: numbers the requests.
         now_s: clock reading, seconds.
     """
     prompt = submission.prompt_token_ids
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
     ended = {event.sequence for event in submission.ended(stop)}
-    # One object for all but the first: the prompt is computed once, and told of once.
+    # The prompt is computed once, so only the first sequence reports its log-probabilities.
     first = submission.sampling.changed(max_tokens=stop.max_tokens)
     others = first.changed(prompt_logprobs=None) if submission.n > 1 else first
     requests: list[Request] = []
@@ -191,7 +183,7 @@ def requests_of(
             continue
         requests.append(
             Request(
-                request_id=submission.name(sequence),
+                request_id=submission.sequence_id(sequence),
                 token_ids=[*prompt, *received],
                 num_prompt_tokens=len(prompt),
                 sampling=others if requests else first,

@@ -1,4 +1,4 @@
-"""A request's sampling parameters, as far as the scheduler reads them."""
+"""The part of a request's sampling parameters that the scheduler reads."""
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,7 +12,7 @@ _BYTES_AROUND = 512
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A serialized ``StructuredOutput`` that a request's output must match. The scheduler does not look into it."""
+    """A serialized ``StructuredOutput`` that a request's output must match; the scheduler does not parse it."""
 
     serialized: bytes = field(compare=False, repr=False)
     """Up to ``MAX_GRAMMAR_BYTES``, so grammars are compared by ``key``."""
@@ -25,7 +25,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters on their way to a worker: the message, unopened, beside the few values that the scheduler uses."""
+    """Sampling parameters on their way to a worker: the message, and the few values that the scheduler reads."""
 
     params: common_pb2.SamplingParams
     """The validated message, with its seed set. Never changed: requests share it."""
@@ -61,7 +61,7 @@ class Sampling:
             object.__setattr__(self, name, value)
 
     def changed(self, **fields: Any) -> Self:
-        """Returns a copy with some of the message's scalar fields set, or cleared where the value is None. The grammar stays."""
+        """Returns a copy with some scalar fields set, or cleared where the value is None."""
         params = common_pb2.SamplingParams()
         params.CopyFrom(self.params)
         for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""When a sequence ends: the one rule, for new tokens and for sequences that a client resumes."""
+"""The one rule for when a sequence ends, for new tokens and for resumed sequences."""
 
 import enum
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class FinishReason(enum.Enum):
     LENGTH = enum.auto()
     """At its length limit, or the context's."""
     ABORT = enum.auto()
-    """The client aborted it, or went away."""
+    """The client aborted the request or disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class StopRule:
     """
 
     stop_ids: frozenset[int]
-    """Tokens that may end the sequence: the model's end tokens unless the client ignores them, and its stop tokens."""
+    """Tokens that may end the sequence: the client's stop tokens and, unless ignored, the model's end tokens."""
     grammar_end_ids: frozenset[int]
-    """Tokens that end it even before ``min_tokens``: the model's end tokens, if a grammar holds the output. A worker
-    samples them only behind a completed grammar, where nothing else can follow."""
+    """Tokens that end the sequence even before ``min_tokens``: the model's end tokens if the request has a grammar.
+    A worker samples them only behind a completed grammar, where nothing else can follow."""
     min_tokens: int
     """New tokens before which ``stop_ids`` do not end the sequence."""
     max_tokens: int
@@ -38,7 +38,7 @@ class StopRule:
 
     @classmethod
     def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], max_tokens: int) -> Self:
-        """Returns the rule of a request with ``max_tokens`` new tokens at most, on a model with these end tokens."""
+        """Returns the rule of a request with these sampling parameters, limit and end tokens of the model."""
         constrained = sampling.grammar is not None
         heeds_eos = constrained or not sampling.ignore_eos
         return cls(

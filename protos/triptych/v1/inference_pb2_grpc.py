@@ -121,99 +121,99 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Runs one request. The stream's end or cancellation aborts it. Fails with a gRPC status that carries `Error`.
+        """Runs one request. The end of the call aborts it. A failure is a gRPC status that carries `Error`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """Runs many requests over one stream, events batched per step. Faults of one request come inline. The stream's end
-        aborts all of its requests.
+        """Runs many requests over one stream, with the events of a step in one message. An event carries the
+        failure of its request. The end of the stream aborts its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pool(self, request, context):
-        """Embeddings, scores and classes.
+        """Runs one request of a pooling model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request. Idempotent: an id that is unknown or has finished is not an error.
+        """Aborts a request. Idempotent: unknown and finished ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The served model. UNAVAILABLE until the first replica is ready.
+        """Returns the served model. UNAVAILABLE until the first replica is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The model's tokenizer files (tokenizer, chat template, configuration): never weights.
+        """Streams the model's tokenizer, chat template and configuration files. Weights are never sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """The deployment's load, now.
+        """Returns the current load of the deployment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """The same on every change, at most once per `min_interval_ms`.
+        """Streams the load whenever it changes, at most once per `min_interval_ms`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchKvEvents(self, request, context):
-        """What is stored in and removed from the prefix caches: a snapshot, then every change.
+        """Streams the contents of the prefix caches: a snapshot, then every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps a prefix from being evicted for a time, computing it first if no replica has it.
+        """Protects a prefix from eviction for a time. Computes the prefix first if no replica has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Ends a pin early. Idempotent.
+        """Removes a pin early. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets every cached prefix on all replicas, pins included. Running requests are not touched.
+        """Drops every cached prefix and pin on all replicas. Running requests continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """The scheduler's metrics in Prometheus' text format.
+        """Returns the scheduler's metrics in Prometheus' text format.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadLora(self, request, context):
-        """LoRA adapters. (UNIMPLEMENTED in this revision.)
+        """LoRA adapters are not served yet: UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,9 +45,9 @@ class WorkerRegistryServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Announces one worker rank. The scheduler dials back and drives the worker from then on. The stream stays open as long as
-        the scheduler knows the worker; when it ends, for whatever reason, the worker registers again. The worker's ending the
-        stream means that it goes away.
+        """Registers one worker rank. The scheduler dials back and drives the worker from then on. The stream stays
+        open while the scheduler keeps the worker; when it ends, the worker registers again. A worker that shuts
+        down ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

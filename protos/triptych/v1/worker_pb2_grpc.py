@@ -66,40 +66,41 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """What the worker could run. Needs no weights and answers within seconds of the process' start.
+        """Returns what the worker can run. Needs no weights, so it answers within seconds of the process' start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Configure(self, request, context):
-        """Makes it ready: load, allocate, compile, warm up. Streams progress; the last message is `ready`. The same configuration again
-        answers `ready` at once; another one is refused with FAILED_PRECONDITION while an Execute stream is open.
+        """Loads, allocates, compiles and warms up. Streams progress; the last message is `ready`. A repeated
+        configuration is `ready` at once. Another configuration is refused with FAILED_PRECONDITION while an
+        Execute stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelFiles(self, request, context):
-        """The model's tokenizer files, for the scheduler to pass on to gateways.
+        """Streams the model's tokenizer files, which the scheduler passes on to gateways.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompileGrammar(self, request, context):
-        """Compiles a grammar and keeps it for requests that will be admitted with the same StructuredOutput. Idempotent: the same one again
-        is answered from the cache, or joins the compilation that is under way. INVALID_ARGUMENT with the reason for one that is not
-        served, wrong, or beyond a limit (size, nesting, time, memory). Other work goes on meanwhile. Cancelling the call ends the
-        compilation, unless another call waits for it.
+        """Compiles a grammar and caches it for requests that are admitted with an equal StructuredOutput.
+        Idempotent: a second call uses the cache or joins the running compilation. INVALID_ARGUMENT if the
+        grammar is wrong, unsupported or beyond a limit (size, nesting, time, memory). Steps run meanwhile.
+        Cancelling the call stops the compilation unless another call waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Runs plans in order; results come in that order, one per plan, or one for each step that a leased plan was run for. Several plans
-        may be under way.
+        """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
+        Several plans may be in flight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

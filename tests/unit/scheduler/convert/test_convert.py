@@ -1,4 +1,4 @@
-"""Between protocol and domain: what arrives is complete and safe, what leaves says what was meant."""
+"""Conversion between protocol messages and the scheduler's types."""
 
 import itertools
 
@@ -44,12 +44,22 @@ def test_sampling_parameters_reach_the_worker_as_the_client_sent_them() -> None:
     assert {field.name for field, _ in sent.ListFields()} == set(sent.DESCRIPTOR.fields_by_name)
     submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=sent))
     admission = Admission(0, (1, 2), 0, submission.sampling.params, {0: (3,)})
-    (told,) = plan_to_proto(StepPlan(1, admit=(admission,))).admit
-    assert told.sampling == sent
+    (received,) = plan_to_proto(StepPlan(1, admit=(admission,))).admit
+    assert received.sampling == sent
+
+
+def test_fields_that_the_schema_does_not_have_stay_with_the_scheduler() -> None:
+    """Nothing bounds their size, so a plan that carried them could exceed the message limit."""
+    sent = common_pb2.SamplingParams(seed=1)
+    # Field 1000, as bytes.
+    sent.MergeFromString(b"\xc2\x3e\x04junk")
+    assert sent.ByteSize() > len(b"junk")
+    submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1], sampling=sent))
+    assert submission.sampling.params.SerializeToString() == b"\x28\x01"
 
 
 def test_an_event_carries_prompt_statistics_only_once() -> None:
-    """In the first event."""
+    """Only the first event of a request has them."""
     first = event_to_proto(
         Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25)
     )
@@ -58,7 +68,7 @@ def test_an_event_carries_prompt_statistics_only_once() -> None:
 
 
 def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
-    """All three survive."""
+    """The message has all three."""
     entry = token_logprobs(-0.5, 2, (7, -0.25), (5, -0.5))
     message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
     assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
@@ -66,7 +76,7 @@ def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
 
 
 def test_a_step_of_many_events_is_several_messages() -> None:
-    """Each is one that any client takes, however much one of the events says; nothing is lost, doubled or out of order."""
+    """Each message is below the limit, even if one event is above it. No event is lost, repeated or out of order."""
     entry = token_logprobs(-0.5, 70_000, *((150_000 + token, -0.25) for token in range(20)))
     prompt = [
         token_logprobs(-0.5, rank, *((150_000 + token, -0.25) for token in range(20)))
@@ -79,14 +89,14 @@ def test_a_step_of_many_events_is_several_messages() -> None:
     ]
     messages = list(events_to_proto(events))
     assert max(message.ByteSize() for message in messages) < FULL_MESSAGE_BYTES + (64 << 10)
-    told = [event for message in messages for event in message.events]
-    assert [entry.rank for event in told for entry in event.prompt_logprobs] == list(range(1, 9000))
-    assert [event.prompt.num_tokens for event in told if event.HasField("prompt")] == [9000]
-    plain = [event.token_ids[0] for event in told if event.request_id != "r"]
+    received = [event for message in messages for event in message.events]
+    assert [entry.rank for event in received for entry in event.prompt_logprobs] == list(range(1, 9000))
+    assert [event.prompt.num_tokens for event in received if event.HasField("prompt")] == [9000]
+    plain = [event.token_ids[0] for event in received if event.request_id != "r"]
     assert plain == list(range(9000))
-    of_r = [index for index, event in enumerate(told) if event.request_id == "r"]
+    of_r = [index for index, event in enumerate(received) if event.request_id == "r"]
     assert of_r == list(range(4000, 4000 + len(of_r)))
-    assert told[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert received[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
     assert len(list(events_to_proto(events[:3]))) == 1
 
 
@@ -94,8 +104,8 @@ def make_keys(count: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(32, "big") for number in range(count))
 
 
-def test_a_snapshot_of_any_size_comes_in_messages_that_any_client_takes() -> None:
-    """Half a million keys: each of them once and in order, each message below gRPC's 4 MiB, and only the last one without ``more``."""
+def test_a_large_snapshot_comes_in_several_messages() -> None:
+    """Half a million keys arrive once and in order; each message is below 4 MiB, and only the last lacks ``more``."""
     keys = make_keys(500_000)
     batch = Batch(
         7, (Stored(0, keys[:300_000], None, ()), Stored(1, keys[300_000:], None, ())), snapshot=True
@@ -112,7 +122,7 @@ def test_a_snapshot_of_any_size_comes_in_messages_that_any_client_takes() -> Non
 
 
 def test_large_changes_are_cut_between_keys() -> None:
-    """Every piece continues the one before: its parent is that one's last key, and its tokens are those under its own keys."""
+    """A piece's parent is the last key of the piece before; its tokens are the ones that its own keys cover."""
     keys = make_keys(20_000)
     tokens = tuple(range(4 * len(keys)))
     batch = Batch(7, (Cleared(), Stored(0, keys, b"seed", tokens), Removed(1, keys)))
@@ -132,6 +142,6 @@ def test_large_changes_are_cut_between_keys() -> None:
 
 
 def test_a_small_batch_is_one_message() -> None:
-    """Also one that says only that nothing is there."""
+    """A snapshot of an empty cache is a message, too."""
     (part,) = kv_batch_to_proto("r", Batch(7, (), snapshot=True), 4)
     assert (part.sequence, part.snapshot, part.more, len(part.events)) == (7, True, False, 0)

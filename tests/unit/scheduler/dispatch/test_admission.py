@@ -30,7 +30,7 @@ from tests.support.scheduler.factories import (
     [
         (make_submission([97]), InvalidArgument, "token id 97; this model's ids end at 96"),
         (make_submission([5], resumed=[500]), InvalidArgument, "token id 500"),
-        (make_submission([5] * 64), ContextExceeded, "the prompt has 64 tokens and the context holds 64"),
+        (make_submission([5] * 64), ContextExceeded, "the prompt has 64 tokens, but the context of 64"),
         (make_submission([5] * 60, max_tokens=5), ContextExceeded, "ask for at most 4"),
         (make_submission(min_p=0.5), Unsupported, "min_p is not supported"),
     ],
@@ -153,7 +153,7 @@ def test_a_resumed_request_is_retryable_while_no_replica_is_large_enough() -> No
     geometry = make_geometry(max_model_len=64)
     for max_tokens, received in ((None, 30), (None, 22), (40, 3)):
         rig = make_rig(geometry, num_blocks=9)
-        with pytest.raises(Unavailable, match="32 tokens that the workers that are left hold"):
+        with pytest.raises(Unavailable, match="32 tokens that the remaining workers hold"):
             rig.submit(make_submission(range(3, 13), max_tokens=max_tokens, resumed=[5] * received))
         sampling = make_sampling(min_tokens=23)
         with pytest.raises(Unavailable):
