@@ -1,7 +1,7 @@
-# Triptych from a clone: `make serve`, `make test`, `make check`. The environment lies in .venv/ and is made once.
+# Triptych from a clone: `make serve`, `make test`, `make check`. The first target that needs .venv/ makes it.
 #
 # Variables: PYTHON (3.11 or newer)  VENV  MODEL  PORT  ARGS (more flags for `triptych up`, or for pytest)
-# pip's own variables are honoured; PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL say where torch's CPU build lies.
+# pip's own variables apply: PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL name a place that has torch's CPU build.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,9 +18,8 @@ BIN      := $(VENV)/bin
 STAMPS   := $(VENV)/.stamps
 LOCKS    := deploy/locks
 PIP      := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
-# ARGS may choose tests of one half alone: pytest's exit code for none is no failure then.
+# ARGS may select tests of only one of the two runs below: pytest exits with 5 when it selects none.
 NONE_CHOSEN := [ $$? -eq 5 ]
-PACKAGES := deploy gateway protos scheduler_svc worker_svc
 
 export PYTHONUNBUFFERED := 1
 
@@ -32,20 +31,20 @@ help: ## Show this list
 serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
-# Two processes at once, with one thread each: torch would give all cores to both, and their threads would wait for one another.
-# Tests marked `stack` run one by one, as their serving processes use all cores.
+# The first run has two processes with one thread each: otherwise torch would give all cores to both.
+# The second runs tests marked `stack` one by one, because their serving processes use all cores.
 define run_tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
 	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e $(ARGS) || $(NONE_CHOSEN)
 endef
 
-test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the tests that take minutes, on every capability
+test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the quick tests, which touch every capability
 	$(call run_tests,not slow)
 
-test-slow: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the other tests (but those of the containers)
+test-slow: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the slow tests, except those of the containers
 	$(call run_tests,slow)
 
-test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run the tests that start no model
+test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run only unit and property tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
@@ -60,20 +59,20 @@ check: $(STAMPS)/dev ## Linters, types, layer contracts, generated files, locks
 	@$(BIN)/python -m tests.support.docs --check
 	@$(BIN)/python -m deploy.lockfile
 
-format: $(STAMPS)/dev ## Format, and mend what linters can mend
+format: $(STAMPS)/dev ## Format the code and apply the linters' fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 protos: $(STAMPS)/dev ## Generate the stubs of protos/triptych
 	@$(BIN)/python -m protos.generate
 
-docs: $(STAMPS)/dev ## Write the generated pages and plots of docs/
+docs: $(STAMPS)/dev ## Write the generated pages and plots in docs/
 	@$(BIN)/python -m tests.support.docs
 
 lock: $(STAMPS)/dev ## Write the locks from what is installed
 	@$(BIN)/python -m deploy.lockfile --write
 
-models: $(STAMPS)/serve ## Fetch the demo models that the tests need
+models: $(STAMPS)/serve ## Fetch the demo models that tests use
 	@$(BIN)/triptych models fetch smollm2
 	@$(BIN)/triptych models fetch gemma3-270m
 	@$(BIN)/triptych models fetch minilm
@@ -90,16 +89,17 @@ $(STAMPS)/venv:
 	@"$(PYTHON)" -m venv "$(VENV)" || { echo "make: $(PYTHON) cannot make an environment (on Debian: apt install python3-venv)." >&2; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
 
-# Installs with pip: $(1) says what, $(2) are pip's arguments. Packages are counted as they come in; pip's own words go to pip.log.
+# Installs with pip. $(1) is the heading, $(2) are pip's arguments, $(3) is advice if it fails. Progress is a count of
+# packages; pip's output goes to pip.log.
 define install
 	@echo "== $(1)"
 	@set +e; $(PIP) install --no-deps --no-compile --progress-bar off $(2) 2>&1 | tee $(STAMPS)/pip.log \
 	  | awk '/^(Collecting|Processing) /{n++; if (n % 25 == 0) print "   " n " packages ..."} /^Installing collected/{print "   unpacking ..."; fflush()}'; \
 	  status=$${PIPESTATUS[0]}; \
-	  if [[ $$status != 0 ]]; then grep '^ERROR' $(STAMPS)/pip.log | tail -n 1 >&2; echo "make: pip failed; its words are in $(STAMPS)/pip.log. $(3)" >&2; exit 1; fi
+	  if [[ $$status != 0 ]]; then grep '^ERROR' $(STAMPS)/pip.log | tail -n 1 >&2; echo "make: pip failed; its output is in $(STAMPS)/pip.log. $(3)" >&2; exit 1; fi
 endef
 
-# torch comes first and alone: if its CPU build is nowhere to be found, that is said in one line.
+# torch is installed first and alone, so that a missing CPU build is reported in one line.
 TORCH := $(shell grep '^torch==' $(LOCKS)/worker-cpu.txt)
 
 $(STAMPS)/torch: $(LOCKS)/worker-cpu.txt | $(STAMPS)/venv
@@ -117,7 +117,8 @@ $(STAMPS)/dev: $(LOCKS)/dev.txt $(STAMPS)/serve
 	$(call install,Tools for tests and checks,-r $(LOCKS)/dev.txt)
 	@touch $@
 
-# In a folder of its own, which tests/conftest.py puts on the path: in the environment every worker would import it with vLLM, for nothing.
+# In a separate folder, which tests/conftest.py adds to the path: inside the environment vLLM would import it in every
+# worker, for nothing.
 $(STAMPS)/interpreter: $(LOCKS)/interpreter.txt $(STAMPS)/dev
 	$(call install,Triton for its interpreter (200 MB),--upgrade --target $(VENV)/interpreter -r $<)
 	@touch $@

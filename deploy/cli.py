@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from deploy.launcher.parent import die_with_launcher
+from deploy.one_line_parser import OneLineParser
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="triptych",
         description="Serves large language models on static-graph accelerators.",
         epilog=_EPILOG,

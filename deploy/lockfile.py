@@ -1,7 +1,7 @@
 """Writes and checks the locks in `deploy/locks/`: exact versions, from the environment that passes the tests.
 
-`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of requirements in `pyproject.toml`
-through the metadata of the installed distributions, less the packages that nothing imports.
+`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of requirements in
+`pyproject.toml` through the metadata of the installed distributions, less the packages that nothing imports.
 """
 
 from __future__ import annotations

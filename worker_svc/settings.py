@@ -24,7 +24,7 @@ class CompilationConfig(BaseModel):
     level: int | None = Field(None, ge=0, le=3)
     """The same as ``-O``."""
     candidate_compile_sizes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
-    """Decode buckets to generate kernels for; ``None`` for all."""
+    """Decode buckets to generate kernels for. Default: all."""
 
 
 class Settings(ServiceSettings, cli_prog_name="triptych worker"):

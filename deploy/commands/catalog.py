@@ -1,12 +1,12 @@
 """`triptych catalog`: lists, verifies, prunes and exports the entries of the compile cache."""
 
-import argparse
 import json
 import shutil
 import sys
 import time
 from pathlib import Path
 
+from deploy.one_line_parser import OneLineParser
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest
@@ -36,8 +36,8 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="triptych catalog",
         description="Shows and maintains the compile cache, which has one entry for each configuration.",
     )

@@ -1,6 +1,5 @@
 """`triptych compose-files`: writes what `docker compose` needs to a folder, where there is no checkout."""
 
-import argparse
 import shutil
 import sys
 from importlib.metadata import Distribution, PackagePath, distribution
@@ -8,6 +7,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import deploy
+from deploy.one_line_parser import OneLineParser
 
 # pip writes these into an installation; they are no part of the wheel.
 _WRITTEN_BY_PIP = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0; 1 if the folder cannot be written or a checkout is installed.
     """
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="triptych compose-files",
         description="Writes the compose files, and all that building their images needs, to a folder.",
     )

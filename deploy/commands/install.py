@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import deploy
+from deploy.one_line_parser import OneLineParser
 
 _LOCKS = {"gateway": "gateway.txt", "scheduler": "scheduler.txt", "worker": "worker-cpu.txt"}
 _TORCH_HINT = "torch's CPU build is not on every index: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it"
@@ -49,8 +50,8 @@ def _service(text: str) -> str:
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="triptych install",
         description="Installs the tested packages of a service into this Python environment.",
         epilog="pip's own variables apply, such as PIP_EXTRA_INDEX_URL.",

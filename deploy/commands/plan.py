@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from deploy.one_line_parser import OneLineParser
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from scheduler_svc.settings import Settings
@@ -40,8 +41,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="triptych plan",
         description="Reads the batch sizes of a scheduler's decode steps and proposes the buckets that pad least.",
     )
@@ -66,10 +67,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 4096:
-        raise argparse.ArgumentTypeError(f"must be between 1 and 4096, not {number}")
-    return number
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 4096, not {text}")
+    return int(text)
 
 
 def _state_dir() -> Path:

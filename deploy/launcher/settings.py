@@ -17,8 +17,8 @@ class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     """Serves one model on this machine: starts a gateway, a scheduler and workers, and keeps them running.
 
     The class inherits every setting of a service, with its name, type, bounds, default and variable. Where
-    services share a name, one flag sets it for all of them. `host` and `port` are the exception: here they are
-    the gateway's.
+    services share a name, one flag sets it for all of them. `host` and `port` are the exception: here they
+    are the gateway's.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="triptych up")

@@ -1,9 +1,11 @@
-"""Splits the time of a step into its parts, and compares it with the time that memory needs at least.
+"""Splits the time of a step into its parts, and compares the step with the least time that memory allows.
 
-``python -m tests.bench.decode_step [--quick] [--model smollm2|gemma3-270m] [--backend compiled|eager] [--device cpu|cuda]``: one model in
-bfloat16 in this process, on all cores and pinned to none, without a scheduler. It times each decode bucket with all rows in use, and a
-prefill chunk: the step, and within it linear layers (the output head included), attention, other kernels and sampling. Each kernel is timed in
-its place; overhead is the rest. The floor is the time in which memory can deliver what a step must read: the weights once, and the keys and
+``python -m tests.bench.decode_step [--quick] [--model smollm2|gemma3-270m] [--backend compiled|eager]
+[--device cpu|cuda]`` runs one model in bfloat16 in this process, without a scheduler, on all cores and pinned
+to none. It times each decode bucket with all rows in use, and a prefill chunk. Within a step it times linear
+layers (including the output head), attention, other kernels and sampling; overhead is the rest.
+
+The floor is the time in which memory can deliver what a step must read: the weights once, and the keys and
 values of every row's context. Memory bandwidth is measured in the same run.
 """
 
@@ -56,7 +58,7 @@ class Floor:
     layers: tuple[AttentionLayer, ...]
 
     def milliseconds(self, lengths: Iterable[int]) -> float:
-        """Returns the least time of a step whose rows have that many tokens."""
+        """Returns the least time of a step, given the number of tokens in each row."""
         seen = [(layer, length) for length in lengths for layer in self.layers]
         keys_and_values = sum(
             layer.bytes_per_token * min(length, layer.window or length) for layer, length in seen
@@ -68,19 +70,19 @@ class StepBench:
     """Runs steps of one model, whole and in parts."""
 
     def __init__(self, model: TimedModel, harness: Harness, floor: Floor, repetitions: int) -> None:
-        """Prepares to run a model of a harness.
+        """Prepares to run a model.
 
         Args:
-            model: the harness's.
-            harness: with room for the largest bucket.
-            floor: the model's.
-            repetitions: of each step, once whole and once in parts.
+            model: the model that the harness runs.
+            harness: has room for the largest bucket.
+            floor: the least time of the model's steps.
+            repetitions: how often to run each step, once whole and once in parts.
         """
         self._model, self._harness, self._floor = model, harness, floor
         self._repetitions = repetitions
 
     def decode(self, bucket: int) -> Measured:
-        """Measures a decode step of that many rows, each behind a prompt of one chunk."""
+        """Measures a decode step of `bucket` rows; each row has a prompt of one chunk."""
         slots = range(bucket)
         for slot in slots:
             self._harness.prefill(slot, _prompt(slot))
@@ -94,7 +96,7 @@ class StepBench:
         return measured
 
     def prefill(self) -> Measured:
-        """Measures a prompt of one chunk; admission and release are off the clock."""
+        """Measures the prefill of one chunk; admission and release do not count."""
         work = Prefill(0, 0, CHUNK, sample=True)
 
         def admit() -> None:
@@ -114,7 +116,7 @@ class StepBench:
     def _measure(
         self, step: Callable[[], list[int]], before: Callable[[], None], after: Callable[[], None]
     ) -> Measured:
-        """Repeats a step that returns its rows' tokens, in turn with and without kernel clocks."""
+        """Repeats `step`, which returns the tokens of each row, alternately with and without kernel clocks."""
         whole: list[float] = []
         floors: list[float] = []
         parts: list[StepParts] = []
@@ -162,7 +164,7 @@ def _prompt(seed: int) -> list[int]:
 
 
 def memory_bandwidth(device: Device, passes: int) -> float:
-    """Returns the bytes per second that the device reads with all its cores: the best of some sums over 1 GiB."""
+    """Returns the bytes per second that the device reads with all its cores: the best of `passes` sums of 1 GiB."""
     buffer = torch.ones(2**28, dtype=torch.float32, device=device.torch_device)
     seconds = []
     for _ in range(passes):
@@ -173,7 +175,10 @@ def memory_bandwidth(device: Device, passes: int) -> float:
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Returns the bytes of weights, in that type, that every step of a dense model reads: all but an untied input embedding."""
+    """Returns the bytes of weights, in `dtype`, that every step of a dense model reads.
+
+    These are all weights except an untied input embedding.
+    """
     elements: dict[str, int] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -218,7 +223,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         "steps_ms": {name: _rounded(each.columns) for name, each in measured.items()},
         "operators_ms": {name: _rounded(each.operators) for name, each in measured.items()},
     }
-    # A chunk is bound by its products, not by memory, so it has no ratio.
+    # A chunk is bound by its matrix products, not by memory, so it has no ratio.
     ratios = {
         name: each.columns["step"] / each.columns["floor"]
         for name, each in measured.items()
@@ -235,7 +240,7 @@ def main() -> int:
     """Prints a table and the line of JSON.
 
     Returns:
-        0, or 2 where the model or the device cannot be had, which is said in one line.
+        0, or 2 after a one-line error if the model or the device is not available.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,8 +1,8 @@
 """Measures the time from a clean clone to the first answer of ``make serve``, and again in the same clone.
 
-``python -m tests.bench.first_answer [--quick]`` clones the repository, runs ``make serve`` there with an empty
-model cache, asks one question and stops it with Ctrl-C. Then it repeats the last three steps. ``--quick``
-measures only such a repetition, in this checkout.
+``python -m tests.bench.first_answer [--quick]`` clones the repository and runs ``make serve`` there with an
+empty model cache. It asks one question and stops the stack with Ctrl-C, then does both again. ``--quick``
+measures only the second run, in this checkout.
 """
 
 import argparse

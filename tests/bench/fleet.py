@@ -1,16 +1,20 @@
-"""Schedules 64 replicas and 20,000 requests on a simulated clock: a step's cost must not grow with what waits or is cached.
+"""Schedules 64 replicas and 20,000 requests on a simulated clock, and measures what each step costs.
 
-``python -m tests.bench.fleet [--quick]`` uses the real engine, schedulers and KV caches. Devices spend simulated time and answer with
-a constant token. It measures this thread's CPU time of each step: dispatch, step and update.
+A step's cost must not grow with the number of waiting requests or of cached blocks.
+``python -m tests.bench.fleet [--quick]`` uses the real engine, schedulers and KV caches. Devices spend
+simulated time and answer with a constant token. The bench measures this thread's CPU time of each step:
+dispatch, step and update.
 
-The traffic starts with a crowd, then has bursts and lulls. Prompt lengths are lognormal, output lengths Pareto. A fifth of the prompts begin with
-one of 32 system prompts. There are 8 tenants and 3 priorities. Each step is compared with steps of the same kind and number of rows, which
-leaves the effect of the number of waiting requests (in quartiles of all steps while any request waits).
+The traffic starts with a crowd, then has bursts and lulls. Prompt lengths are lognormal, output lengths
+Pareto. A fifth of the prompts begin with one of 32 system prompts. There are 8 tenants and 3 priorities. Each
+step is compared with steps of the same kind and number of rows. The difference that remains is the effect of
+the number of waiting requests, in quartiles of all steps during which requests wait.
 
-The second phase runs the same smaller traffic with 0, 10,000, 100,000 and 1,000,000 blocks cached beforehand over all replicas, through
-the cache's own interface. Traffic and steps are the same each time.
+The second phase runs the same smaller traffic with 0, 10,000, 100,000 and 1,000,000 blocks cached beforehand
+over all replicas, through the cache's own interface. Traffic and steps are the same each time.
 
-Both phases end with checks: every request has exactly its tokens, every pool passes its integrity check, and nothing is left behind.
+Both phases end with checks: every request has exactly its tokens, every pool passes its integrity check, and
+nothing is left behind.
 """
 
 import argparse
@@ -65,7 +69,7 @@ class Arrival:
 
 
 def sampling(max_tokens: int) -> Sampling:
-    """Returns greedy parameters for exactly that many tokens."""
+    """Returns greedy parameters for exactly `max_tokens` tokens."""
     return Sampling(common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
@@ -78,7 +82,7 @@ def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
     now = 0.0
     for index in range(count):
         if index >= crowd:
-            # In two of seven seconds, more arrives than the fleet can serve.
+            # In two of seven seconds, more requests arrive than the fleet can serve.
             now += dice.expovariate(1800.0 if now % 7 < 2 else 100.0)
         own = max(1, min(int(dice.lognormvariate(5.5, 1.0)), 2000))
         prompt = [*(dice.choice(systems) if dice.random() < 0.2 else ()), *itertools.islice(fresh, own)]
@@ -91,7 +95,7 @@ def traffic(count: int, *, seed: int, crowd: int) -> list[Arrival]:
 
 
 class Counts:
-    """Takes every request's events: counts tokens and notes how each request ended."""
+    """Receives the events of every request; counts tokens and records how each request ended."""
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
@@ -111,7 +115,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One step: number of waiting requests, kind and rows, microseconds of CPU."""
+    """One step: the number of waiting requests, its kind and rows, and its CPU time in microseconds."""
 
     waiting: int
     shape: tuple[str, int]
@@ -141,7 +145,7 @@ class Fleet:
         geometry = Geometry(MAX_MODEL_LEN, SLOTS, CHUNK, BLOCK_SIZE, decode_buckets("exp", max_batch=SLOTS))
         self.schedulers: list[ReplicaScheduler] = []
         self._idle: set[int] = set()
-        # End of each replica's step.
+        # A heap of the steps in flight: end, replica, plan, and CPU time so far.
         self._running: list[tuple[float, int, StepPlan, float]] = []
         for index in range(REPLICAS):
             kv = KvCache(geometry, [KvGroup(GroupKind.FULL)], [NUM_BLOCKS], model="fleet")
@@ -151,7 +155,7 @@ class Fleet:
             self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))
 
     def fill(self, num_cached: int) -> None:
-        """Caches that many blocks, spread evenly over the replicas."""
+        """Caches `num_cached` blocks, spread evenly over the replicas."""
         blocks_each = num_cached // REPLICAS
         fresh = itertools.count(1 << 24)
         for scheduler in self.schedulers:
@@ -265,7 +269,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def by_waiting(samples: Sequence[Sample]) -> tuple[list[dict[str, float]], float]:
-    """Returns quartiles of the number of waiting requests, and the relative cost of a step in the last over that in the first."""
+    """Returns a row per quartile of waiting requests, and the last quartile's relative cost over the first's."""
     ranked = sorted(relative(one for one in samples if one.waiting), key=lambda pair: pair[0].waiting)
     size = len(ranked) // 4
     quartiles = [ranked[i * size : (i + 1) * size] for i in range(4)]

@@ -1,10 +1,13 @@
-"""Compares decode steps of a 1B model on a GPU, in-process and through the services, with the time that memory needs.
+"""Compares decode steps of a 1B model on a GPU with the time that memory needs.
 
-``python -m tests.bench.gpu_decode [--quick] [--no-services]`` needs a CUDA GPU. The shape is Llama 3.2 1B's; the weights are made up. For
-each batch (1, 8, 32, 128) and context (200 and 2,000 tokens) it measures the median time of a decode step, from the plan to the tokens on the
-host. The floor is the time to read the weights and the batch's keys and values at this GPU's measured bandwidth. Through the services, the
-same batch is requested over HTTP and streamed; a step is the time between two tokens of a stream while all streams run. By then the streams
-are longer by the steps that ran while other prompts were prefilled.
+``python -m tests.bench.gpu_decode [--quick] [--no-services]`` needs a CUDA GPU. The model has the shape of
+Llama 3.2 1B and made-up weights. For each batch (1, 8, 32, 128) and context (200 and 2,000 tokens) the bench
+measures the median time of a decode step, from the plan to the tokens on the host. The floor is the time to
+read the weights and the batch's keys and values at this GPU's measured bandwidth.
+
+Steps run in this process and then through the services. There the same batch is requested over HTTP and
+streamed; a step is the time between two tokens of a stream while all streams run. By then the contexts are
+longer, by the steps that ran while other prompts were prefilled.
 """
 
 import argparse
@@ -113,7 +116,7 @@ async def _stream(base: str, prompt: list[int], count: int, arrivals: list[float
         lines = [(time.perf_counter(), line) async for line in response.aiter_lines()]
     arrivals.extend(at for at, line in lines if line.startswith("data: {"))
     if len(arrivals) < count // 2:
-        raise RuntimeError(f"{len(arrivals)} of {count} tokens came: {lines[:3]}")
+        raise RuntimeError(f"{len(arrivals)} of {count} tokens arrived: {lines[:3]}")
 
 
 async def _load(base: str, batch: int, context: int, count: int) -> float:
@@ -161,11 +164,11 @@ def through_services(
             if "curl " in line:
                 break
         else:
-            raise RuntimeError("the stack ended without serving")
+            raise RuntimeError("the stack exited before it served")
         base = f"http://127.0.0.1:{port}"
         asyncio.run(_load(base, 1, 200, 16))
         return {
-            # A decode step runs between two chunks: long enough for all requests to decode, and then some.
+            # One decode step runs between two chunks, so this leaves `together` steps with all requests.
             f"b{batch}_c{context}": asyncio.run(
                 _load(base, batch, context, batch * -(-context // CHUNK) + together)
             )
@@ -178,7 +181,7 @@ def through_services(
 
 
 def model_folder(parent: Path) -> Path:
-    """Makes a folder with the configuration and, for the gateway, a tokenizer with a word for each token id."""
+    """Makes a folder with the configuration and, for the gateway, a tokenizer with one word for each token id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = parent / "llama-1b-dummy"
@@ -196,10 +199,10 @@ def model_folder(parent: Path) -> Path:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Prints a table and the line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-services", action="store_true", help="in-process alone")
+    parser.add_argument("--quick", action="store_true", help="two batches, fewer steps")
+    parser.add_argument("--no-services", action="store_true", help="measure only in this process")
     arguments = parser.parse_args()
     batches: Sequence[int] = (1, 32) if arguments.quick else BATCHES
     with tempfile.TemporaryDirectory() as scratch:

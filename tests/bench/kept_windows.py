@@ -1,7 +1,8 @@
-"""Compares policies for keeping in-place windows on traces, by the share of prompt tokens that need no prefill.
+"""Compares policies for keeping in-place windows, by the share of prompt tokens that need no prefill.
 
-Run as ``python -m tests.bench.kept_windows [--quick]``. Simulates real caches and policies of a hybrid model (full attention and an in-place
-window) without a device. Full attention has room for everything, so each miss lacks a kept window.
+``python -m tests.bench.kept_windows [--quick]`` replays traces against the real caches and policies of a
+hybrid model (full attention and an in-place window), without a device. Full attention has room for
+everything, so each miss lacks a kept window.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def _tokens(dice: random.Random, count: int) -> Prompt:
 
 
 def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """Forty concurrent chats under one of four system prompts; each turn repeats the conversation and adds to it."""
+    """Yields turns of forty concurrent chats under four system prompts; a turn repeats its chat and adds to it."""
     systems = [_tokens(dice, dice.randrange(200, 1200)) for _ in range(4)]
     chats: list[Prompt] = [list(dice.choice(systems)) for _ in range(40)]
     for _ in range(count):
@@ -52,14 +53,14 @@ def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
 
 
 def system_prompts(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """Single questions under one of thirty long system prompts, some used far more often than others."""
+    """Yields single questions under thirty long system prompts; some are far more frequent than others."""
     systems = [_tokens(dice, dice.randrange(500, 4000)) for _ in range(30)]
     for _ in range(count):
         yield systems[min(int(dice.paretovariate(1.0)) - 1, 29)] + _tokens(dice, dice.randrange(20, 900))
 
 
 def documents(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """A few questions about each of many documents, one document after the other."""
+    """Yields a few questions about each of many documents, one document after the other."""
     document: Prompt = []
     for index in range(count):
         if index % 5 == 0:
@@ -71,7 +72,10 @@ TRACES = (conversations, system_prompts, documents)
 
 
 def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[float, int]:
-    """Returns hit tokens divided by prompt tokens, and the number of copies, with room for ``kept`` windows beside eight in use."""
+    """Returns hit tokens divided by prompt tokens, and the number of copied windows.
+
+    The cache has room for ``kept`` windows beside those of eight running requests.
+    """
     full = sum(-(-len(prompt) // WINDOW) + 1 for prompt in prompts)
     cache = KvCache(GEOMETRY, GROUPS, (full + 100, 1 + 8 + kept), model="m", keep=POLICIES[policy]())
     running = []

@@ -1,9 +1,12 @@
 """Compares attention on a GPU with the time that its memory needs to read keys and values, in the same run.
 
-``python -m tests.bench.paged_attention [--quick]`` needs a GPU. It uses layers like those of Llama 3.2 1B in bfloat16: decode steps of 1, 8, 32
-and 128 rows with 200 and 2,000 tokens of context, and chunks of 512 tokens behind the same contexts. A CUDA graph runs many layers, each with its
-own KV cache, so that no layer finds its KV in the GPU's cache. ``ratios`` are, for decode steps, the share of the memory's bandwidth
-(measured by a copy) that the step reaches, writing, reading and combining included; for chunks, TFLOP/s of the products.
+``python -m tests.bench.paged_attention [--quick]`` needs a GPU. It uses layers like those of Llama 3.2 1B in
+bfloat16: decode steps of 1, 8, 32 and 128 rows with 200 and 2,000 tokens of context, and chunks of 512 tokens
+behind 0 and 1,536 tokens. A CUDA graph runs many layers, each with its own KV cache, so that no layer finds
+its KV in the GPU's cache.
+
+For decode steps, ``ratios`` has the share of the memory's bandwidth (measured by a copy) that the step
+reaches; writing, reading and combining all count. For chunks it has the TFLOP/s of the matrix products.
 """
 
 import argparse
@@ -24,7 +27,7 @@ TOKEN_BYTES = 2 * 8 * 64 * 2
 
 
 def seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    """Returns the median time of a replay."""
+    """Returns the median seconds of a replay."""
     graph.replay()
     times = []
     for _ in range(repeats):
@@ -38,7 +41,7 @@ def seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Captures a graph of a function, after one run that compiles."""
+    """Captures a graph of `run`, after one run that compiles."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -48,7 +51,7 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def bandwidth(repeats: int) -> float:
-    """Returns the bytes per second that a copy reads and writes."""
+    """Returns the bytes per second that a copy reads and writes together."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 
@@ -59,7 +62,7 @@ def bandwidth(repeats: int) -> float:
 
 
 def layer_seconds(rows: int, context: int, query_len: int, repeats: int) -> float:
-    """Returns the time of one layer's attention in a step whose rows have that much context."""
+    """Returns the seconds of one layer's attention in a step; each row has `context` tokens before its query."""
     device = CudaDevice()
     length = context + query_len
     held = -(-length // BLOCK)
@@ -88,7 +91,7 @@ def layer_seconds(rows: int, context: int, query_len: int, repeats: int) -> floa
 
 
 def main() -> None:
-    """Prints a line for each step, then the report."""
+    """Prints a line for each kind of step, then the line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repeats")
     repeats = 5 if parser.parse_args().quick else 50

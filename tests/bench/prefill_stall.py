@@ -1,8 +1,9 @@
 """Measures how long a 4,000-token prompt stalls sixteen decoding requests.
 
-Run as ``python -m tests.bench.prefill_stall [--quick]``. SmolLM2 in bfloat16 on the CPU, scheduler and worker in one process. For each
-setting of ``--decode-steps-per-chunk``, and for prefill first (0, what vLLM-RBLN does), it reports the longest gap between two tokens of a
-running request, the bound on it (the longest chunk plus the longest decode step), and the newcomer's time to first token.
+``python -m tests.bench.prefill_stall [--quick]`` runs SmolLM2 in bfloat16 on the CPU, with the scheduler and
+the worker in one process. It tries several values of ``--decode-steps-per-chunk``; 0 runs prefill first, as
+vLLM-RBLN does. For each it reports the longest gap between two tokens of a running request, the bound on that
+gap (the longest chunk plus the longest decode step), and the newcomer's time to first token.
 """
 
 import argparse
@@ -24,7 +25,7 @@ RUNNING, LONG, CONTEXT = 16, 4000, 8192
 
 @dataclass
 class _Arrivals:
-    """Notes when a request's tokens arrive."""
+    """Records when a request's tokens arrive."""
 
     times: list[float] = field(default_factory=list)
 

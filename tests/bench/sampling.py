@@ -1,4 +1,4 @@
-"""The cost of sampling, compared with the forward pass before it.
+"""Measures the cost of sampling, compared with the forward pass before it.
 
 `python -m tests.bench.sampling [--quick] [--device cpu|cuda]` runs SmolLM2 in bfloat16 in this process,
 without a scheduler and on all cores; on a GPU it runs random weights in the shape of Llama 3.2 1B. It

@@ -1,15 +1,16 @@
-"""Time that one step costs Triptych's scheduler and vLLM's, in the same run: scheduling the step and updating with its result.
+"""Compares the time that one step costs Triptych's scheduler and vLLM's: scheduling, and updating with the result.
 
-``python -m tests.bench.scheduler_step [--quick]``: both schedule and update in turns (A B A B ...) with 1, 32, 128, 512 and 1,024
-requests in steady decode. Each plan gets the same answer: one token per request. ``ratios`` are ours / vLLM's, medians of
-schedule + update, by number of requests.
+``python -m tests.bench.scheduler_step [--quick]`` runs both in turn (A B A B ...) with 1, 32, 128, 512 and
+1,024 requests in steady decode. Each plan gets the same answer: one token per request. ``ratios`` are ours
+divided by vLLM's, by number of requests; each side is its median of schedule + update.
 
-Both have blocks of 128 tokens, prefix caching for prompts and generated tokens, and memory for everything. Prompts have 128 to 255 tokens, so some
-requests need a block at each step; no request ends. The garbage collector is off while the clock runs. Ours hands its events to a
-real event buffer, as vLLM builds its outputs. The model's answer is prepared, and the buffer emptied, off the clock. Neither
-serializes anything.
+Both have blocks of 128 tokens, prefix caching for prompts and generated tokens, and memory for everything.
+Prompts have 128 to 255 tokens, so some requests need a block at each step; no request ends. The garbage
+collector is off while the clock runs. Ours hands its events to a real event buffer, as vLLM builds its
+outputs. Preparing the model's answer and emptying the buffer do not count. Neither side serializes anything.
 
-The mixed phase runs a queue of requests to their ends through 128 slots, prefills included, and gives scheduling time per generated token.
+The mixed phase passes a queue of requests through 128 slots until all have finished, prefills included, and
+reports the scheduling time per generated token.
 """
 
 import argparse
@@ -103,7 +104,7 @@ class VllmScheduler:
 
 
 class OurScheduler:
-    """Ours: an engine with one replica, and the sink of one client's stream."""
+    """Our scheduler: an engine with one replica, and the event buffer of one client's stream."""
 
     def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
         buckets = decode_buckets("exponential", max_batch=max_num_seqs)
@@ -148,7 +149,7 @@ class OurScheduler:
         updated = time.perf_counter()
         self._sink.wake()
         events = self._loop.run_until_complete(self._sink.take())
-        assert len(events) == len(tokens), "every token is announced"
+        assert len(events) == len(tokens), "every token has an event"
         self.num_decoding = len(plan.work.slots) if isinstance(plan.work, Decode) else self.num_decoding
         return Step(scheduled - started, updated - resumed, len(tokens))
 
@@ -202,7 +203,7 @@ def no_collection() -> Iterator[None]:
 
 
 def steady(size: int, rounds: int, steps: int) -> tuple[Figures, Figures]:
-    """Runs ``steps`` steps of ours and of vLLM's in turn, ``rounds`` times, with ``size`` decoding requests."""
+    """Runs ``steps`` steps of ours, then of vLLM's, ``rounds`` times, with ``size`` decoding requests."""
     num_blocks = 1 + size * (MAX_MODEL_LEN // BLOCK_SIZE)
     ours, theirs = OurScheduler(size, num_blocks), VllmScheduler(size, num_blocks)
     figures = (Figures(), Figures())
@@ -228,7 +229,10 @@ def steady(size: int, rounds: int, steps: int) -> tuple[Figures, Figures]:
 
 
 def mixed(num_requests: int) -> tuple[float, float]:
-    """Returns scheduling microseconds per generated token, ours and vLLM's, for a queue of requests that passes through 128 slots."""
+    """Returns scheduling microseconds per generated token, ours and vLLM's.
+
+    A queue of ``num_requests`` requests passes through 128 slots.
+    """
     dice = random.Random(3)
     lengths = [(dice.randrange(128, 1024), dice.randrange(64, 256)) for _ in range(num_requests)]
     wanted = sum(count for _, count in lengths)
@@ -246,7 +250,7 @@ def mixed(num_requests: int) -> tuple[float, float]:
                 step = contender.step()
                 seconds += step.schedule_s + step.update_s
                 generated += step.num_tokens
-        assert generated == wanted, "every request generates what it asked for"
+        assert generated == wanted, "every request generates its tokens"
         spent.append(seconds / wanted * 1e6)
     ours.close()
     gc.unfreeze()

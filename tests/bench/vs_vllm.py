@@ -1,14 +1,16 @@
 """Compares Triptych with ``vllm serve`` on the same model, prompts and machine, in turn.
 
-``python -m tests.bench.vs_vllm [--quick] [--rounds N] [--model smollm2|gemma3-270m]`` starts vLLM with its default thread binding, vLLM on all
-cores, and ``triptych up``, one after the other. Each starts with empty caches (cold) and then with what the cold start left behind (warm); the
-machine's file cache is warm for all. vLLM's client, ``vllm bench serve``, drives each with random prompts: 128 tokens in and 128 out at 1, 8 and 32
-requests at a time, then 1,024 in and 32 out at 8. Every round repeats all of it. In a round all contenders get the same prompts, and no two
-runs against one server share any, so prefix caches find nothing.
+``python -m tests.bench.vs_vllm [--quick] [--rounds N] [--model smollm2|gemma3-270m]`` starts vLLM with its
+default thread binding, vLLM on all cores, and ``triptych up``, one after the other. Each starts with empty
+caches (cold), and then with the caches of the cold start (warm); the machine's file cache is warm for all.
+vLLM's client, ``vllm bench serve``, sends random prompts: 128 tokens in and 128 out at 1, 8 and 32 requests
+at a time, then 1,024 in and 32 out at 8. Every round repeats all of it. All contenders of a round get the
+same prompts. No two runs against one server share a prompt, so prefix caches find nothing.
 
-vLLM runs in a separate environment (``.cache/vllm-peer/``, made by the first run; installing takes minutes and needs a package index). Two rounds
-take most of an hour on two cores. ``--quick`` runs one round, cold starts, vLLM on all cores and 8 at a time only. It takes some minutes, mostly for
-vLLM's start (about 90 s on two idle cores).
+vLLM runs in a separate environment (``.cache/vllm-peer/``). The first run makes it, which takes minutes and
+needs a package index. Two rounds take most of an hour on two cores. ``--quick`` runs one round with cold
+starts, vLLM on all cores and 8 requests at a time; it takes a few minutes, mostly for vLLM's start (about
+90 s on two idle cores).
 
 Ratios are ours divided by the better of vLLM's two settings, for each figure by itself; medians over rounds.
 """
@@ -82,11 +84,11 @@ class Bench:
         """Prepares for one model.
 
         Args:
-            model: its name.
-            folder: its files.
-            vllm: the command.
-            scratch: for logs, caches and the client's results; emptied.
-            quick: see the module.
+            model: the model's name in requests.
+            folder: the model's files.
+            vllm: the command `vllm`.
+            scratch: folder for logs, caches and the client's results; emptied first.
+            quick: whether to run only the part that the module's docstring describes.
         """
         self._model, self._folder, self._vllm, self._scratch = model, folder, vllm, scratch
         self._quick = quick
@@ -97,7 +99,7 @@ class Bench:
         """Measures all contenders in each round.
 
         Raises:
-            ContenderFailed: if one does not complete every request.
+            ContenderFailed: A contender does not complete every request.
         """
         all_contenders = contenders(self._model, self._folder, self._vllm)
         for index in range(rounds):
@@ -127,7 +129,7 @@ class Bench:
         noted = self._measured[contender.name]
         workloads = QUICK_WORKLOADS if self._quick else WORKLOADS
         for number, workload in enumerate((WARM_UP, *workloads)):
-            # The same prompts for all contenders of a round, others for each run against a server.
+            # The seed gives all contenders of a round the same prompts, and each run against a server its own.
             result = self._ask(server, workload, place, seed=1000 * (index + 1) + number)
             if workload is not WARM_UP:
                 noted[f"tok_s_{workload.name}"].append(result["output_throughput"])
@@ -161,14 +163,14 @@ class Bench:
         tokens = workload.prompts * workload.output_len
         if result["completed"] != workload.prompts or result["total_output_tokens"] != tokens:
             raise ContenderFailed(
-                f"{result['completed']} of {workload.prompts} requests were answered, with {result['total_output_tokens']} of"
+                f"{result['completed']} of {workload.prompts} requests completed, with {result['total_output_tokens']} of"
                 f" {tokens} tokens; the client's log is {log}"
             )
         return result
 
 
 def ratios(figures: Figures) -> dict[str, float]:
-    """Returns ours divided by the best of the others', for figures that all contenders have."""
+    """Returns our figures divided by the best of the others', for figures that all contenders have."""
     others = [measured for name, measured in figures.items() if name != OURS]
     return {
         name: figures[OURS][name] / better(measured[name] for measured in others)
@@ -220,7 +222,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="one round, one concurrency, one setting of vLLM"
     )
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="how often to repeat everything")
     parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
     arguments = parser.parse_args()
     quick: bool = arguments.quick

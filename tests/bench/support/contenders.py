@@ -1,4 +1,4 @@
-"""The servers of a comparison: starts them, times the start, measures their memory, and stops them."""
+"""Runs the servers of a comparison: times their start, measures their memory, and stops them."""
 
 import contextlib
 import os
@@ -19,8 +19,8 @@ from tests.support.paths import ROOT
 
 MAX_MODEL_LEN: Final = 2048
 MAX_NUM_SEQS: Final = 32
-# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it. This is more than 32 sequences
-# of that length need with either demo model.
+# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it. This is
+# more than 32 sequences of MAX_MODEL_LEN tokens need with either demo model.
 _KV_BYTES: Final = 2 << 30
 _START_TIMEOUT_S: Final = 600.0
 _STOP_TIMEOUT_S: Final = 60.0
@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers."""
+    """A healthy server."""
 
     port: int
     start_s: float
@@ -63,7 +63,7 @@ class Server:
     process: psutil.Process
 
     def memory(self) -> Memory:
-        """Returns the memory that it holds now."""
+        """Returns the memory that its processes hold now."""
         sizes = [
             process.memory_full_info().pss / 2**20
             for process in (self.process, *self.process.children(recursive=True))
@@ -75,9 +75,9 @@ def contenders(model: str, folder: Path, vllm: Path) -> list[Contender]:
     """Returns the contenders: vLLM with its default thread binding, vLLM on all cores, and Triptych.
 
     Args:
-        model: name that requests use.
-        folder: of the model.
-        vllm: the command.
+        model: the model's name in requests.
+        folder: the model's files.
+        vllm: the command `vllm`.
     """
     served = ("--served-model-name", model, "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN))
 
@@ -103,7 +103,10 @@ def contenders(model: str, folder: Path, vllm: Path) -> list[Contender]:
 
 
 def environment(caches: Path) -> dict[str, str]:
-    """Returns the caller's environment without settings that steer one contender alone, and with all compile caches in ``caches``."""
+    """Returns the caller's environment without variables that steer one contender alone.
+
+    All compile caches are in ``caches``.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     return {
         **inherited,
@@ -120,12 +123,12 @@ def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server
     """Runs a server until the block ends.
 
     Args:
-        contender: which.
-        folder: for its log and what else it writes; made if missing.
-        caches: what earlier starts compiled, or an empty folder.
+        contender: the server to run.
+        folder: the folder for its log and its other files; made if missing.
+        caches: the compile caches of earlier starts, or an empty folder.
 
     Raises:
-        ContenderFailed: if it ends, or does not answer in ten minutes.
+        ContenderFailed: The server exits, or does not answer within ten minutes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
@@ -162,7 +165,7 @@ def _wait_until_healthy(name: str, process: subprocess.Popen[bytes], port: int, 
                     return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
-                raise ContenderFailed(f"{name} ended before it served; its log is {log}")
+                raise ContenderFailed(f"{name} exited before it served; its log is {log}")
     raise ContenderFailed(f"{name} did not serve within {_START_TIMEOUT_S:.0f} s; its log is {log}")
 
 
@@ -176,7 +179,7 @@ def _stop(name: str, process: subprocess.Popen[bytes], tree: psutil.Process) -> 
         process.wait(_STOP_TIMEOUT_S)
     _, left = psutil.wait_procs(family, timeout=10)
     if process.poll() is None or left:
-        print(f"{name} did not stop by itself and is killed", file=sys.stderr)
+        print(f"{name} did not exit in time and is killed", file=sys.stderr)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

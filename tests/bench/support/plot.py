@@ -1,4 +1,4 @@
-"""Draws a bench's line of JSON: ``python -m tests.bench.support.plot FILE.json > plot.svg``.
+"""Draws a bench's line of JSON as SVG: ``python -m tests.bench.support.plot FILE.json > plot.svg``.
 
 The plot has a background of its own and a second palette for dark pages, so it reads on both.
 """
@@ -35,7 +35,7 @@ STYLE = """\
 
 @dataclass(frozen=True)
 class Panel:
-    """Groups of bars side by side, one bar a series."""
+    """Groups of bars side by side, with one bar for each series."""
 
     title: str
     groups: Sequence[str]
@@ -45,14 +45,16 @@ class Panel:
 
 
 def vs_vllm(figures: Mapping[str, Any]) -> list[Panel]:
-    """Throughput and both latencies of each load, and the starts."""
+    """Returns panels with the throughput and both latencies of each load, and the start times."""
     contenders: Mapping[str, Mapping[str, float]] = figures["contenders"]
     loads = {"c1": "1 at a time", "c8": "8 at a time", "c32": "32 at a time", "long": "long prompts, 8"}
 
     def panel(title: str, names: Mapping[str, str], *, logarithmic: bool = False) -> Panel:
         # A quick run measures some of the loads.
         found = [name for name in names if any(name in measured for measured in contenders.values())]
-        values = {who: [measured.get(name) for name in found] for who, measured in contenders.items()}
+        values = {
+            contender: [measured.get(name) for name in found] for contender, measured in contenders.items()
+        }
         return Panel(title, [names[name] for name in found], values, logarithmic)
 
     return [
@@ -76,18 +78,18 @@ def vs_vllm(figures: Mapping[str, Any]) -> list[Panel]:
 
 
 def scheduler_step(figures: Mapping[str, Any]) -> list[Panel]:
-    """Time of a step by running requests."""
+    """Returns a panel with the time of a step by number of running requests."""
     sizes: Mapping[str, Mapping[str, Mapping[str, float]]] = figures["by_running"]
     values = {
-        title: [step[who]["step_us"] for step in sizes.values()]
-        for title, who in (("vLLM", "vllm"), ("triptych", "ours"))
+        title: [step[key]["step_us"] for step in sizes.values()]
+        for title, key in (("vLLM", "vllm"), ("triptych", "ours"))
     }
     title = "scheduling time of one decode step, µs, logarithmic (less is better)"
     return [Panel(title, [f"{int(size):,} running" for size in sizes], values, logarithmic=True)]
 
 
 def gpu_decode(figures: Mapping[str, Any]) -> list[Panel]:
-    """A step's floor, its time in one process, and its time through the services."""
+    """Returns a panel with a step's floor, its time in one process, and its time through the services."""
     series = {"floor": "floor_ms", "in-process": "step_ms", "through the services": "served_ms"}
     names = list(figures["step_ms"])
     values = {title: [figures[key].get(name) for name in names] for title, key in series.items()}
@@ -104,10 +106,10 @@ PLOTS: Mapping[str, Callable[[Mapping[str, Any]], list[Panel]]] = {
 
 
 def draw(figures: Mapping[str, Any]) -> str:
-    """One bench's plot as an SVG document.
+    """Returns one bench's plot as an SVG document.
 
     Raises:
-        ValueError: for a bench that has no plot.
+        ValueError: The bench has no plot.
     """
     bench = str(figures.get("bench"))
     if bench not in PLOTS:
@@ -138,14 +140,14 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def _shade(index: int, names: Sequence[str]) -> int:
-    """The last series is what the plot is about; it has the strong colour."""
+    """Returns the colour's index; the last series is the plot's subject and has the strong colour."""
     return 2 if index == len(names) - 1 else index
 
 
 def _panel(panel: Panel, top: int) -> list[str]:
     every = [value for values in panel.values.values() for value in values if value is not None]
     most = max(every)
-    # A decade below the least value, so that the shortest bar is one that can be seen.
+    # The axis starts below the least value, so that the shortest bar is visible.
     least = 10 ** math.floor(math.log10(min(every)) - 0.3) if panel.logarithmic else 0.0
     base = top + 40 + BARS_HEIGHT
     group_width = (WIDTH - 2 * MARGIN) / len(panel.groups)
@@ -184,7 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="the line of JSON that a bench ended with")
+    parser.add_argument("file", type=Path, help="the line of JSON that a bench printed last")
     try:
         print(draw(json.loads(parser.parse_args().file.read_text())), end="")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The line of JSON that every bench ends with."""
+"""Prints the line of JSON that ends every bench."""
 
 import datetime as dt
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Returns this machine in words: processor, usable cores, memory."""
+    """Returns the machine's processor, usable cores and memory as text."""
     text = Path("/proc/cpuinfo").read_text()
     name = next(
         (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")),

@@ -1,4 +1,4 @@
-"""A model that times its steps: each kernel of the forward pass, the output head, and when the logits were ready."""
+"""A model that times each kernel of its forward pass and its output head, and records when its logits are ready."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ _LINEAR: Final = frozenset({
 
 @dataclass
 class StepParts:
-    """Seconds that the kernels of one step took."""
+    """The seconds that each kernel of one step took."""
 
     by_operator: dict[str, float] = field(default_factory=dict)
     logits_at: float = 0.0

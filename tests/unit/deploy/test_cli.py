@@ -25,11 +25,29 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelled command exits with 2 and lists the commands."""
+    """A misspelled command exits with 2; the error is one line that lists the commands."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(["serve"])
     assert stopped.value.code == 2
-    assert "'up'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "'up'" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan"], ["catalog", "list"], ["models", "fetch", "smollm2"], ["install"], ["compose-files", "folder"]],
+    ids=lambda command: command[0],
+)
+def test_a_bad_flag_is_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names the command and the flag; the exit code is 2."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--bogus"])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"triptych {command[0]}")
+    assert error.endswith("unrecognized arguments: --bogus\n")
+    assert error.count("\n") == 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

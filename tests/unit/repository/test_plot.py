@@ -34,6 +34,6 @@ def test_what_was_not_measured_has_no_bar() -> None:
 
 
 def test_a_bench_without_a_plot_is_named() -> None:
-    """The error lists those that have one."""
+    """The error lists the benches that have one."""
     with pytest.raises(ValueError, match=r"no plot for the bench 'fleet'.*vs_vllm"):
         draw({"bench": "fleet"})

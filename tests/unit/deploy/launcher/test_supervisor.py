@@ -150,7 +150,7 @@ async def test_stops_stage_by_stage(tmp_path: Path) -> None:
 
 
 async def test_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
-    """After the grace period the child and its own children are killed, and the user is told."""
+    """After the grace period the child and its own children are killed, and the supervisor reports it."""
     stubborn = spec(
         tmp_path,
         "worker-0",
