@@ -10,13 +10,14 @@
     ├── Overloaded             queues are full; retry later
     ├── Unavailable            no replica is ready; retry later
     ├── SchemaMismatch         the two ends were built from different schemas
-    ├── ConfigurationRefused   settings that cannot work together or on this device
+    ├── ConfigurationRefused   settings that do not work together or on this device
     ├── Unimplemented          a method that this build does not serve
-    ├── Aborted                ended by its id, its stream or its deadline
-    └── Internal               a fault of ours
+    ├── Aborted                aborted by the client, a closed stream or a deadline
+    └── Internal               a bug or a fault inside Triptych
 
-Every class knows its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. On the wire an error is a
-``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's rich status.
+Every class has its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. An error travels
+as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's
+status.
 """
 
 from typing import ClassVar, NoReturn, cast
@@ -32,13 +33,7 @@ from protos.wire import Context
 
 
 class TriptychError(Exception):
-    """A failure with one line for people and a code for programs.
-
-    Attributes:
-        message: what was wrong and what to change.
-        param: the offending parameter's public name, or empty.
-        retry_after_ms: how long to wait before a retry makes sense; 0 if unknown.
-    """
+    """A failure, with a code for programs and one line for people."""
 
     code: ClassVar[pb.ErrorCode.ValueType] = pb.ERROR_CODE_INTERNAL
     grpc_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -46,14 +41,17 @@ class TriptychError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str = "", retry_after_ms: int = 0) -> None:
-        """Keeps the parts; ``str()`` is the message."""
+        """Makes an error; ``str()`` returns its message."""
         super().__init__(message)
         self.message = message
+        """What was wrong and what to change, in one line."""
         self.param = param
+        """Public name of the offending parameter; empty if there is none."""
         self.retry_after_ms = retry_after_ms
+        """How long to wait before a retry, milliseconds; 0 if unknown."""
 
     def to_proto(self) -> pb.Error:
-        """The wire form."""
+        """Returns the message that travels between services."""
         return pb.Error(
             code=self.code,
             message=self.message,
@@ -78,7 +76,7 @@ class Unsupported(InvalidArgument):
 
 
 class ContextExceeded(InvalidArgument):
-    """The prompt, or the prompt and the tokens asked for, exceed the context."""
+    """The prompt, or the prompt and the requested tokens, exceed the context."""
 
     code = pb.ERROR_CODE_CONTEXT_EXCEEDED
 
@@ -118,7 +116,7 @@ class SchemaMismatch(TriptychError):
 
 
 class ConfigurationRefused(TriptychError):
-    """Settings that cannot work together or on this device."""
+    """Settings that do not work together or on this device."""
 
     code = pb.ERROR_CODE_CONFIGURATION
     grpc_code = grpc.StatusCode.FAILED_PRECONDITION
@@ -134,16 +132,16 @@ class Unimplemented(TriptychError):
 
 
 class Aborted(TriptychError):
-    """The request was ended by its id, its stream or its deadline."""
+    """The request was aborted, its stream ended, or its deadline passed."""
 
     code = pb.ERROR_CODE_ABORTED
     grpc_code = grpc.StatusCode.ABORTED
-    # The client closed the request; nobody is left to read the status (nginx' convention).
+    # nginx' status for a request that the client closed; no client reads it.
     http_status = 499
 
 
 class Internal(TriptychError):
-    """A fault of ours."""
+    """A bug or a fault inside Triptych."""
 
 
 _BY_CODE: dict[int, type[TriptychError]] = {
@@ -156,14 +154,14 @@ _BY_CODE: dict[int, type[TriptychError]] = {
 
 
 def from_proto(error: pb.Error) -> TriptychError:
-    """The exception for a wire error; codes of a newer schema become ``Internal``."""
+    """Returns the exception for an error message; an unknown code becomes ``Internal``."""
     cls = _BY_CODE.get(error.code, Internal)
     return cls(error.message, param=error.param, retry_after_ms=error.retry_after_ms)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
-    """The exception for a failed call: its typed detail if it has one, else what the bare status says."""
-    # A status without details comes from the transport: the peer is gone, or never was there.
+    """Returns the exception for a failed call, from its typed detail or else from its gRPC status."""
+    # A status without details comes from the transport: the peer cannot be reached.
     status = rpc_status.from_call(cast("grpc.Call", error)) if error.trailing_metadata() else None
     for detail in status.details if status else ():
         typed = pb.Error()
@@ -178,7 +176,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
         case grpc.StatusCode.UNIMPLEMENTED:
             return Unimplemented(text)
         case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.INVALID_ARGUMENT:
-            # Without a detail: the transport refused the message itself (too large, malformed).
+            # Without a detail, the transport refused the message as too large or malformed.
             return InvalidArgument(text)
         case _:
             return Internal(text)

@@ -1,6 +1,6 @@
 """Generates the Python stubs from the .proto files, or checks that the committed ones are current.
 
-``python -m protos.generate`` writes them; ``--check`` only compares, and names the files that drifted.
+``python -m protos.generate`` writes them; ``--check`` compares only and names stale files.
 """
 
 import argparse
@@ -14,22 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("triptych") / "v1"
 
-# The .proto files import each other by their path below protos/, as other languages expect; our import package has one more level.
+# The .proto files import each other by their path below protos/, as other languages expect. In Python, the
+# package `protos` comes before that path.
 _IMPORT = re.compile(r"^(from|import) triptych\b", re.MULTILINE)
 _MODULE_REFERENCE = re.compile(r"(?<![\w.\"'/])triptych\.v1\.(\w+_pb2)")
 
 
 def generate(target: Path) -> None:
-    """Writes all stubs below ``target`` (laid out like ``protos/``).
+    """Writes all stubs below ``target``, in the layout of ``protos/``.
 
     Raises:
-        RuntimeError: if the compiler refuses a file; its message was printed.
+        RuntimeError: the compiler refused a file and printed the reason.
     """
     from grpc_tools import protoc  # a development dependency: the services never import it
 
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / PACKAGE).glob("*.proto"))]
     include = resources.files("grpc_tools") / "_proto"
-    # The plugins lie beside the interpreter; a virtual environment need not be activated.
+    # The plugins are beside the interpreter, so a virtual environment need not be active.
     plugins = Path(sys.executable).parent
     arguments = [
         "protoc",
@@ -51,7 +52,7 @@ def generate(target: Path) -> None:
 
 
 def stale(fresh: Path) -> list[str]:
-    """Names the committed stubs that differ from the freshly generated ones below ``fresh``."""
+    """Returns the names of committed stubs that differ from the generated ones below ``fresh``."""
     pattern = "*_pb2*.py*"
     names = {path.name for folder in (ROOT, fresh) for path in (folder / PACKAGE).glob(pattern)}
 

@@ -1,7 +1,7 @@
-"""Limits of requests, read by all three services.
+"""Limits of requests, for all three services.
 
-Bounds of message fields stand in the schema, as ``(bounds)`` options beside the fields; this module reads them, so that a number is written
-once. Limits that belong to no single field are constants here.
+The schema holds the bounds of message fields, as ``(bounds)`` options; this module reads them, so that each
+number is written once. Limits that belong to no single field are constants here.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class FieldBounds:
     """Whether ``low`` itself is refused."""
     min_items: int = 0
     max_items: int = 0
-    """0: any number."""
+    """0: no limit."""
     max_bytes: int = 0
-    """0: any number."""
+    """0: no limit."""
     token_ids: bool = False
     sampled: bool = False
     off: tuple[float, ...] = ()
@@ -64,30 +64,32 @@ _GENERATE: Final = bounds_of(inference_pb2.GenerateRequest.DESCRIPTOR)
 _TOKEN_SEQUENCE: Final = bounds_of(common_pb2.TokenSequence.DESCRIPTOR)
 
 MAX_SEQUENCES: Final = int(_GENERATE["n"].high or 0)
-"""Sequences of one request. OpenAI takes as many; vLLM takes 16384. Each costs the scheduler as much as a request."""
+"""Sequences of one request, as in OpenAI's API; each costs the scheduler as much as a request. vLLM allows
+16384."""
 
 MAX_NAME_BYTES: Final = _GENERATE["cache_salt"].max_bytes
-"""Length of a cache salt or a tenant's name, UTF-8."""
+"""Bytes of a cache salt or a tenant's name, as UTF-8."""
 
 MAX_LOGIT_BIASES: Final = SAMPLING["logit_bias"].max_items
 MAX_STOP_TOKEN_IDS: Final = SAMPLING["stop_token_ids"].max_items
 MAX_ALLOWED_TOKEN_IDS: Final = SAMPLING["allowed_token_ids"].max_items
-"""More than any vocabulary has."""
+"""More than the tokens of any vocabulary."""
 
 MAX_BAD_WORDS: Final = SAMPLING["bad_words"].max_items
-"""Token sequences. The gateway makes up to two of each word."""
+"""Token sequences; the gateway makes up to two of each word."""
 
 MAX_BAD_WORD_TOKENS: Final = _TOKEN_SEQUENCE["token_ids"].max_items
 
 MAX_LOGPROBS: Final = 20
-"""Likeliest tokens that are reported beside a chosen or a prompt token; OpenAI's limit for chats."""
+"""Most likely tokens to report for each token; OpenAI's limit for chats."""
 
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
-"""Size of a serialized ``StructuredOutput``, and of a single text in it: what workers compile, and what a request may carry through the queue."""
+"""Size of a serialized ``StructuredOutput``. Bounds the work of compilers and the memory of waiting
+requests."""
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LENGTH: Final = 1_000
 """Characters."""
 
 MAX_BAD_WORD_LENGTH: Final = 200
-"""Characters of one of HTTP's ``bad_words``."""
+"""Characters of an entry of ``bad_words`` in the HTTP API."""

@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object a line, with the request's id on every line that belongs to it.
+"""Structured logs: one JSON object per line, with the request's id on every line about a request.
 
-The request id is bound with :func:`bind_request` and kept in a context variable, so it follows awaits and tasks. Between services it
-travels in the messages themselves (``request_id``), because one stream carries many requests.
+:func:`bind_request` keeps the request id in a context variable, so it follows awaits and tasks. Between
+services it travels in the messages, because one stream carries many requests.
 """
 
 import logging
@@ -16,11 +16,11 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat = "json") -> None:
-    """Sends this process' logs to standard error; also those of libraries that use ``logging``, from WARNING on.
+    """Sends the logs of this process to standard error, and warnings of libraries that use ``logging``.
 
     Args:
-        service: "gateway", "scheduler" or "worker"; on every line.
-        level: least severe level that is written.
+        service: "gateway", "scheduler" or "worker"; every line has it.
+        level: least severe level to write.
         log_format: "json" for machines, "console" for people.
     """
     shared: list[structlog.types.Processor] = [
@@ -49,11 +49,11 @@ def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat =
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
-    """A logger with these fields on every line."""
+    """Returns a logger that adds these fields to every line."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(**bound)
     return logger
 
 
 def bind_request(request_id: str) -> AbstractContextManager[Any]:
-    """Puts ``request_id`` on every line logged within the ``with`` block."""
+    """Adds ``request_id`` to every line that is logged within the ``with`` block."""
     return structlog.contextvars.bound_contextvars(request_id=request_id)

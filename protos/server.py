@@ -1,4 +1,4 @@
-"""A grpc.aio server as every Triptych service runs it: health, reflection, limits, keepalive, one clear error on a taken port."""
+"""The gRPC server of every service: with health, reflection, limits and keepalive."""
 
 import socket
 from collections.abc import Callable, Iterable
@@ -14,10 +14,8 @@ from protos.wire import SERVER_OPTIONS
 class Server:
     """Serves some servicers beside ``grpc.health.v1`` and reflection.
 
-    Health starts as NOT_SERVING and is only ever changed by :meth:`set_serving`: "the process runs" is not health.
-
-    Attributes:
-        port: the bound port; set by :meth:`start`.
+    Health starts as NOT_SERVING, and only :meth:`set_serving` changes it: a running process need not be
+    healthy.
     """
 
     def __init__(self, service_names: Iterable[str], register: Callable[[grpc.aio.Server], None]) -> None:
@@ -25,7 +23,7 @@ class Server:
 
         Args:
             service_names: full names of the services, for health and reflection ("triptych.v1.Inference").
-            register: adds the servicers (called once).
+            register: adds the servicers; called once.
         """
         self._names = tuple(service_names)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -36,17 +34,18 @@ class Server:
             (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         self.port = 0
+        """The bound port; set by :meth:`start`."""
 
     async def start(self, host: str, port: int) -> int:
-        """Binds and starts; returns the port (useful with ``port`` 0).
+        """Binds and starts; returns the bound port, which the system chooses for ``port`` 0.
 
         Raises:
-            ConfigurationRefused: if the address cannot be bound.
+            ConfigurationRefused: the address cannot be bound.
         """
         await self.set_serving(False)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            # gRPC's own failure to bind prints an internal trace before it raises; a plain socket says why.
+            # Try a plain socket first: gRPC prints an internal trace when it cannot bind.
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             socket.create_server((host, port), family=family).close()
             self.port = self._server.add_insecure_port(address)
@@ -58,12 +57,12 @@ class Server:
         return self.port
 
     async def set_serving(self, serving: bool, *names: str) -> None:
-        """Reports SERVING or NOT_SERVING for these services; for all and the server as a whole ("") without names."""
+        """Reports SERVING or NOT_SERVING for the named services, or for all and the whole server."""
         states = health_pb2.HealthCheckResponse
         for name in names or ("", *self._names):
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Reports NOT_SERVING for good, refuses new calls and waits up to ``grace_s`` seconds for those under way."""
+        """Reports NOT_SERVING, refuses new calls and waits up to ``grace_s`` seconds for running ones."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

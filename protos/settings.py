@@ -1,4 +1,7 @@
-"""How every service reads its settings: flags, then ``TRIPTYCH_*`` variables, then those of other stacks."""
+"""Settings of the services.
+
+A flag comes before a ``TRIPTYCH_*`` variable, and that before the variable of another stack.
+"""
 
 import os
 import re
@@ -21,7 +24,7 @@ from protos.errors import ConfigurationRefused
 
 
 class Group(StrEnum):
-    """The headings of ``--help``, in the order in which it prints them."""
+    """The headings of ``--help``, in their order."""
 
     MODEL = "Model"
     DEVICE = "Device"
@@ -47,11 +50,12 @@ class ServiceSettings(BaseSettings):
     reference_names: ClassVar[Mapping[str, str]] = {}
     """By field: the variable with the same meaning in vLLM, vLLM-RBLN or vLLM-Spyre."""
     reference_opposites: ClassVar[Mapping[str, str]] = {}
-    """By field: another stack's variable that turns the field off if true, and has no effect if false."""
+    """By field: another stack's variable that turns the field off if it is true."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
-    """The fields under each heading of ``--help``. Every field has one heading."""
+    """The fields under each heading of ``--help``; every field has one heading."""
     fixed: ClassVar[Mapping[str, str]] = {}
-    """Inherited fields that the program sets itself, with the reason. They have no flag and no variable."""
+    """Inherited fields that the program sets itself, each with the reason. They have no flag and no
+    variable."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",

@@ -1,4 +1,4 @@
-"""Translates step plans and results between :mod:`protos.steps` and the messages of ``worker.proto``, in both directions."""
+"""Translates step plans and results between :mod:`protos.steps` and the messages of ``worker.proto``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -78,7 +78,7 @@ def shape_from_proto(signature: common_pb2.GraphSignature) -> PoolShape:
 
 
 def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult:
-    """Returns the message of a plan's result, in the compact form where one token per slot is the whole result."""
+    """Returns a result's message; it is compact if one token per slot is the whole result."""
     message = worker_pb2.StepResult(
         step=result.step, lease_index=result.lease_index, last=result.last, execute_us=result.execute_us
     )

@@ -1,7 +1,8 @@
-"""Step plans and their results: what a scheduler tells a worker to run, and what the worker answers.
+"""Step plans, which the scheduler sends, and step results, which the worker returns.
 
-Both services use these types. :mod:`protos.step_messages` translates them to and from the messages of ``worker.proto``. Sampling parameters,
-pooling parameters and log-probabilities are the messages themselves: the scheduler passes them on unopened.
+Both services use these types. :mod:`protos.step_messages` translates them to and from the messages of
+``worker.proto``. Sampling parameters, pooling parameters and log-probabilities stay messages, because the
+scheduler passes them on unopened.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ class BlockCopy:
     source_block: int
     target_block: int
     num_tokens: int
-    """Leading tokens of the block that matter; the others may be copied."""
+    """Leading tokens of the block to copy; copying more does no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,16 @@ class Admission:
 
     slot: int
     token_ids: Sequence[int]
-    """All known tokens: the prompt, and after a preemption or a lost worker also the tokens that were sampled."""
+    """All known tokens: the prompt, and after a preemption or a lost worker also the sampled tokens."""
     num_computed_tokens: int
-    """Leading tokens whose keys and values are already in the blocks."""
+    """Leading tokens with keys and values in the blocks."""
     sampling: common_pb2.SamplingParams
     blocks: Mapping[int, Sequence[int]]
     """First block ids, by KV group. The null block stands for blocks behind a paged window."""
     request_id: str = ""
     """For logs."""
     sequence: int = 0
-    """Number of the sequence within its request; its random numbers depend on it."""
+    """Index of the sequence within its request; its random numbers depend on it."""
     num_prompt_tokens: int | None = None
     """How many of ``token_ids`` are the prompt; None for all."""
     pooling: common_pb2.PoolingParams | None = None
@@ -45,7 +46,7 @@ class Admission:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Length of the prompt, tokens."""
         return len(self.token_ids) if self.num_prompt_tokens is None else self.num_prompt_tokens
 
 
@@ -129,7 +130,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SlotOutput:
-    """What a step produced for one slot, or why it produced nothing."""
+    """The output of a step for one slot."""
 
     slot: int
     token_ids: Sequence[int] = ()
@@ -137,7 +138,7 @@ class SlotOutput:
     logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     """One per token, if the request asked for them."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    """If the request asked for them: one for each prompt token that follows a token of the step's chunk."""
+    """One for each prompt token that follows a token of the step's chunk, if the request asked for them."""
     error: TriptychError | None = None
     """This slot alone failed; it has no tokens."""
     pooled: Sequence[float] = ()
@@ -150,17 +151,17 @@ class StepResult:
 
     step: int
     token_ids: Sequence[int] = ()
-    """The common case: one sampled token for each slot of the plan's work, in its order, and no outputs."""
+    """The common case, without outputs: one sampled token for each slot of the plan's work, in its order."""
     outputs: Sequence[SlotOutput] = ()
-    """Every other case, slot by slot; failed admissions appear here too."""
+    """Every other case, by slot; includes failed admissions."""
     error: TriptychError | None = None
     """The whole step failed: there are no outputs, and the KV of its slots is undefined."""
     last: bool = True
     """Whether this is the plan's last result."""
     lease_index: int = 0
-    """Number of the step within the plan's lease, from 0."""
+    """Index of the step within the plan's lease, from 0."""
     execute_us: int = 0
-    """Time that the worker took, microseconds."""
+    """Time that the step took on the worker, microseconds."""
 
 
 def slots_of(work: Work | None) -> Sequence[int]:

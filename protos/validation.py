@@ -1,7 +1,7 @@
-"""Validates requests where they enter: one set of rules for gateways and for direct gRPC clients.
+"""Validates requests where they enter, with one set of rules for gateways and direct gRPC clients.
 
-All functions are pure and look at messages only. :func:`check_generate`, :func:`check_pool` and :func:`check_fields` need nothing but the
-message; :func:`check_token_ids` needs the size of the model's vocabulary.
+All functions are pure. :func:`check_generate`, :func:`check_pool` and :func:`check_fields` need only the
+message; :func:`check_token_ids` and :func:`check_ids` need the size of the model's vocabulary.
 """
 
 import math
@@ -45,11 +45,11 @@ def check_pool(request: inference_pb2.PoolRequest) -> None:
 
 
 def check_fields(message: Message, param: str = "") -> None:
-    """Checks a message, and those in it, against the bounds in the schema.
+    """Checks a message and its submessages against the bounds in the schema.
 
     Args:
         message: any message of ``triptych.v1``.
-        param: the name to report instead of the field's own.
+        param: name to report instead of the field's own.
 
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
@@ -71,12 +71,12 @@ def check_fields(message: Message, param: str = "") -> None:
 
 
 def check_token_ids(message: Message, vocab_size: int, param: str = "") -> None:
-    """Checks that every token id in a message, and in those in it, is in the model's vocabulary.
+    """Checks that every token id in a message and its submessages is in the model's vocabulary.
 
     Args:
         message: any message of ``triptych.v1``.
         vocab_size: token ids are below this.
-        param: the name to report instead of the field's own.
+        param: name to report instead of the field's own.
 
     Raises:
         InvalidArgument: naming the field and the id.
@@ -120,7 +120,7 @@ def requested_features(sampling: common_pb2.SamplingParams) -> frozenset[str]:
 
 @cache
 def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, FieldBounds | None], ...]:
-    """The fields that have bounds, or messages that may have some."""
+    """Returns the fields that have bounds, or that hold messages."""
     bounds = bounds_of(message)
     return tuple(
         (field, bounds.get(field.name))
@@ -151,8 +151,8 @@ def _check_value(name: str, field: FieldDescriptor, bounds: FieldBounds, value: 
     if count < bounds.min_items:
         raise InvalidArgument(f"{name} is empty; send at least one token", param=name)
     if _is_map(field):
-        for each in value.values():
-            _check_number(name, bounds, each)
+        for number in value.values():
+            _check_number(name, bounds, number)
 
 
 def _check_number(name: str, bounds: FieldBounds, value: float) -> None:
@@ -189,8 +189,8 @@ def _check_resumed(request: inference_pb2.GenerateRequest) -> None:
     if not resumed:
         return
     n = request.n if request.HasField("n") else 1
-    sequences = {one.sequence for one in resumed}
+    sequences = {part.sequence for part in resumed}
     if len(sequences) < len(resumed) or max(sequences) >= n:
         raise InvalidArgument(f"resumed must name each sequence below n={n} at most once", param="resumed")
-    if sum(one.finished for one in resumed) == n:
-        raise InvalidArgument("all sequences have finished already; nothing is left to run", param="resumed")
+    if sum(part.finished for part in resumed) == n:
+        raise InvalidArgument("all sequences have finished; nothing is left to run", param="resumed")

@@ -91,8 +91,8 @@ class Settings(ServiceSettings):
     cache_generated_tokens: bool = Field(False)
     """Also cache generated tokens. A hit on them is not bit-exact with a miss."""
     keep_windows: Literal["junctions", "ends"] = "junctions"
-    """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest (junctions),
-    or only those at the ends of prompts and where prompts diverge (ends)."""
+    """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest
+    (junctions), or only those at the ends of prompts and where prompts diverge (ends)."""
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
     """Cached sliding windows that a worker allocates per slot, besides those in use."""
     max_pinned_share: float = Field(0.5, gt=0, le=0.9)

@@ -23,7 +23,8 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
     params = common_pb2.SamplingParams()
     params.CopyFrom(request.sampling)
-    # Nothing bounds the size of fields that this schema does not have; a large one would exceed a plan's message.
+    # Nothing bounds the size of fields that this schema does not have; a large one would exceed a plan's
+    # message.
     params.DiscardUnknownFields()
     if not params.HasField("seed"):
         # Drawn once: a replay after a lost worker must continue with the same random numbers.

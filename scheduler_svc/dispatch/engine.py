@@ -323,7 +323,7 @@ class Engine:
         return len(requests)
 
     def _replicas_changed(self) -> None:
-        """Recomputes the limits, retries skipped requests and fails requests that no longer fit any replica."""
+        """Recomputes the limits, retries skipped requests and fails requests that fit no replica."""
         self.released()
         self.waiting.bring_all_back()
         if not self.replicas:

@@ -40,7 +40,8 @@ class FreeQueue:
 
     ::
 
-        head ─ no content ─ cheap content, oldest first ─ border ─ other content, least recently freed first ─ tail
+        head ─ no content ─ cheap content, oldest first ─ border ─ other content, least recently freed first ─
+        tail
 
     A deque cannot remove from its middle in O(1), and a dict allocates memory; this list allocates nothing
     after construction. Three sentinels make special cases unnecessary.

@@ -229,7 +229,8 @@ class ReplicaScheduler:
         """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
 
         Returns:
-            A plan without work. The worker takes it up after its current step, which is then the last of the lease.
+            A plan without work. The worker takes it up after its current step, which is then the last of the
+            lease.
         """
         if not self._in_flight.leasing:
             return None

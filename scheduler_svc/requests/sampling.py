@@ -12,7 +12,7 @@ _BYTES_AROUND = 512
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A serialized ``StructuredOutput`` that a request's output must match; the scheduler does not parse it."""
+    """A serialized ``StructuredOutput`` that an output must match. The scheduler does not parse it."""
 
     serialized: bytes = field(compare=False, repr=False)
     """Up to ``MAX_GRAMMAR_BYTES``, so grammars are compared by ``key``."""
@@ -25,7 +25,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters on their way to a worker: the message, and the few values that the scheduler reads."""
+    """Sampling parameters on their way to a worker: the message, and the values that the scheduler reads."""
 
     params: common_pb2.SamplingParams
     """The validated message, with its seed set. Never changed: requests share it."""

@@ -27,10 +27,11 @@ class StopRule:
     """
 
     stop_ids: frozenset[int]
-    """Tokens that may end the sequence: the client's stop tokens and, unless ignored, the model's end tokens."""
+    """Tokens that may end the sequence: the client's stop tokens and, unless ignored, the model's end
+    tokens."""
     grammar_end_ids: frozenset[int]
-    """Tokens that end the sequence even before ``min_tokens``: the model's end tokens if the request has a grammar.
-    A worker samples them only behind a completed grammar, where nothing else can follow."""
+    """Tokens that end the sequence even before ``min_tokens``: the model's end tokens if the request has a
+    grammar. A worker samples them only behind a completed grammar, where nothing else can follow."""
     min_tokens: int
     """New tokens before which ``stop_ids`` do not end the sequence."""
     max_tokens: int

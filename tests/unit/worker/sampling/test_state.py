@@ -164,6 +164,32 @@ def test_steps_reuse_their_memory() -> None:
     assert where == {name: getattr(state, name).data_ptr() for name in where}
 
 
+def test_absent_parameters_are_off() -> None:
+    """Only the temperature has a default that is not neutral: 1."""
+    state = make_state([request(0, common_pb2.SamplingParams())], VOCAB)
+    values = (
+        state.temperature,
+        state.top_p,
+        state.top_k,
+        state.min_p,
+        state.repetition,
+        state.frequency,
+        state.presence,
+    )
+    assert [float(each[0]) for each in values] == [1, 1, VOCAB, 0, 1, 0, 0]
+    batch = state.batch([0], [1])
+    assert batch.needs == Needs(random=True)
+    assert batch.logprobs == [None]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 0.0])
+def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
+    """Division of logits by such a temperature gives infinities."""
+    state = make_state([request(0, common_pb2.SamplingParams(temperature=temperature))], VOCAB)
+    assert float(state.temperature[0]) == 0
+    assert state.batch([0], [1]).needs == Needs(greedy=True)
+
+
 def test_tables_come_with_the_first_request_that_needs_them() -> None:
     """Tables have the size that the memory budget counts, and earlier requests are unaffected by them."""
     state = make_state([request(0, complete_params(temperature=0.0))], VOCAB, slots=3)
