@@ -1,6 +1,7 @@
 """Prepares a test process before anything is imported.
 
-Without a GPU, Triton's kernels run in its interpreter, which must be requested before Triton is first imported.
+Without a GPU, Triton's kernels run in its interpreter, which must be requested before the first import of
+Triton.
 """
 
 import os
@@ -14,13 +15,13 @@ from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Where `make` installs it; see deploy/locks/interpreter.txt.
+    # `make` installs the interpreter there; see deploy/locks/interpreter.txt.
     sys.path.append(str(Path(sys.prefix) / "interpreter"))
 
 
 @pytest.fixture(scope="module")
 def shared_vllm() -> Iterator[None]:
-    """Lets a gateway test import vLLM, which chooses its platform once per process: the one that workers in this process need."""
+    """Lets a gateway test import vLLM with the platform that workers need; vLLM chooses it once per process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLATFORM_VARIABLE, "cpu")
         yield

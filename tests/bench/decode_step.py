@@ -116,7 +116,7 @@ class StepBench:
     def _measure(
         self, step: Callable[[], list[int]], before: Callable[[], None], after: Callable[[], None]
     ) -> Measured:
-        """Repeats `step`, which returns the tokens of each row, alternately with and without kernel clocks."""
+        """Repeats `step`, which returns the tokens of each row, in turn with and without kernel clocks."""
         whole: list[float] = []
         floors: list[float] = []
         parts: list[StepParts] = []
@@ -164,7 +164,7 @@ def _prompt(seed: int) -> list[int]:
 
 
 def memory_bandwidth(device: Device, passes: int) -> float:
-    """Returns the bytes per second that the device reads with all its cores: the best of `passes` sums of 1 GiB."""
+    """Returns the bytes per second that all cores of the device read: the best of `passes` sums over 1 GiB."""
     buffer = torch.ones(2**28, dtype=torch.float32, device=device.torch_device)
     seconds = []
     for _ in range(passes):

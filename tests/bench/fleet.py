@@ -269,7 +269,7 @@ def summary(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def by_waiting(samples: Sequence[Sample]) -> tuple[list[dict[str, float]], float]:
-    """Returns a row per quartile of waiting requests, and the last quartile's relative cost over the first's."""
+    """Returns a row per quartile of waiting requests, and the last quartile's cost over the first's."""
     ranked = sorted(relative(one for one in samples if one.waiting), key=lambda pair: pair[0].waiting)
     size = len(ranked) // 4
     quartiles = [ranked[i * size : (i + 1) * size] for i in range(4)]

@@ -181,7 +181,7 @@ def through_services(
 
 
 def model_folder(parent: Path) -> Path:
-    """Makes a folder with the configuration and, for the gateway, a tokenizer with one word for each token id."""
+    """Makes a folder with the configuration and, for the gateway, a tokenizer with a word per token id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = parent / "llama-1b-dummy"

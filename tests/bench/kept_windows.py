@@ -40,7 +40,7 @@ def _tokens(dice: random.Random, count: int) -> Prompt:
 
 
 def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """Yields turns of forty concurrent chats under four system prompts; a turn repeats its chat and adds to it."""
+    """Yields the turns of forty concurrent chats under four system prompts; a turn repeats its chat so far."""
     systems = [_tokens(dice, dice.randrange(200, 1200)) for _ in range(4)]
     chats: list[Prompt] = [list(dice.choice(systems)) for _ in range(40)]
     for _ in range(count):

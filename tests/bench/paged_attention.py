@@ -62,7 +62,7 @@ def bandwidth(repeats: int) -> float:
 
 
 def layer_seconds(rows: int, context: int, query_len: int, repeats: int) -> float:
-    """Returns the seconds of one layer's attention in a step; each row has `context` tokens before its query."""
+    """Returns the seconds of one layer's attention; each row has `context` tokens before its query."""
     device = CudaDevice()
     length = context + query_len
     held = -(-length // BLOCK)

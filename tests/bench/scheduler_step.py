@@ -1,4 +1,4 @@
-"""Compares the time that one step costs Triptych's scheduler and vLLM's: scheduling, and updating with the result.
+"""Compares what one step costs Triptych's scheduler and vLLM's: scheduling, and updating with the result.
 
 ``python -m tests.bench.scheduler_step [--quick]`` runs both in turn (A B A B ...) with 1, 32, 128, 512 and
 1,024 requests in steady decode. Each plan gets the same answer: one token per request. ``ratios`` are ours

@@ -129,7 +129,7 @@ class Bench:
         noted = self._measured[contender.name]
         workloads = QUICK_WORKLOADS if self._quick else WORKLOADS
         for number, workload in enumerate((WARM_UP, *workloads)):
-            # The seed gives all contenders of a round the same prompts, and each run against a server its own.
+            # All contenders of a round get the same prompts, and each run against a server its own.
             result = self._ask(server, workload, place, seed=1000 * (index + 1) + number)
             if workload is not WARM_UP:
                 noted[f"tok_s_{workload.name}"].append(result["output_throughput"])

@@ -1,6 +1,6 @@
-"""Sets up a container engine for the compose test on a machine without one.
+"""Sets up a container engine for the compose tests on a machine without one.
 
-It takes podman from the distribution, makes a base image and runs Compose on podman's socket. It needs
+It installs podman from the distribution, makes a base image and runs Compose on podman's socket. It needs
 Debian and root.
 """
 
@@ -25,7 +25,7 @@ BASE_IMAGE = "python:3.11-slim"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 COMPOSE_FILE = ROOT / "deploy" / "compose.yaml"
 
-# Image names without a registry stay local. A machine without systemd allows no higher limits.
+# Keeps image names without a registry local. A machine without systemd allows no higher limits.
 _CONFIGURATION = """\
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
@@ -63,7 +63,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Prints how long a part took."""
+    """Prints what starts, and how long it took."""
     say(what)
     start = time.monotonic()
     yield
@@ -71,7 +71,7 @@ def timed(what: str) -> Iterator[None]:
 
 
 class Engine:
-    """podman and Compose, with their own configuration."""
+    """podman and Compose, configured apart from the user's own."""
 
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "podman.sock"
@@ -155,7 +155,7 @@ class Engine:
         )
 
     def process(self, container: str) -> int:
-        """Returns the host's process id of a container's first process; 0 if it does not run."""
+        """Returns the host's process id of a container's first process; 0 if the container does not run."""
         return int(self.podman("inspect", "--format", "{{.State.Pid}}", container))
 
     def image_megabytes(self, image: str) -> int:
@@ -171,7 +171,10 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def wheels_over_http() -> Iterator[dict[str, str]]:
-    """Serves the folder in `PIP_FIND_LINKS`, if it is one, and yields the build arguments that name it."""
+    """Serves the folder in `PIP_FIND_LINKS` over HTTP, and yields the build arguments that name it.
+
+    Yields none if the variable names no folder.
+    """
     folder = Path(os.environ.get("PIP_FIND_LINKS", ""))
     if not folder.is_absolute() or not folder.is_dir():
         yield {}
@@ -185,7 +188,7 @@ def wheels_over_http() -> Iterator[dict[str, str]]:
 
 
 def _own_address() -> str:
-    """Returns the address at which containers and builds reach this machine."""
+    """Returns the address by which containers and builds reach this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; a network reserved for documentation
         return str(probe.getsockname()[0])

@@ -57,7 +57,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def port(engine: Engine) -> Iterator[int]:
-    """The HTTP port of a running stack with one worker."""
+    """The HTTP port of a healthy stack with one worker."""
     try:
         with timed("a healthy stack, including the download of the model"):
             engine.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600")
@@ -68,7 +68,7 @@ def port(engine: Engine) -> Iterator[int]:
         engine.compose("down", "--volumes")
 
 
-def test_images_are_small_and_hold_what_they_need(engine: Engine) -> None:
+def test_images_are_small_and_have_no_needless_packages(engine: Engine) -> None:
     """Gateway and scheduler have no torch and no hub client, and no service runs as root."""
     base = engine.image_megabytes(BASE_IMAGE)
     sizes = {service: engine.image_megabytes(f"triptych-{service}") - base for service in SERVICES}
@@ -93,8 +93,8 @@ def test_images_are_small_and_hold_what_they_need(engine: Engine) -> None:
     }
 
 
-def test_a_question_a_second_worker_and_a_killed_one(engine: Engine, port: int) -> None:
-    """One worker answers, two answer, and every question gets its answer while one is killed and restarts."""
+def test_requests_survive_a_killed_worker(engine: Engine, port: int) -> None:
+    """A second worker joins; when one of the two is killed, every request still gets its answer."""
     assert "Paris" in ask(port)
 
     with timed("a second worker"):
@@ -132,8 +132,8 @@ def test_the_root_file_system_is_read_only(engine: Engine, port: int) -> None:
         assert engine.podman("exec", container, "/opt/triptych/bin/python", "-c", code).strip() == "False"
 
 
-def test_base_images_python(engine: Engine) -> None:
-    """Our base image has the same Python version as the upstream image that it replaces."""
+def test_the_base_image_has_the_documented_python(engine: Engine) -> None:
+    """The base image has the Python version of the upstream image that it replaces."""
     version = engine.podman("run", "--rm", f"localhost/{BASE_IMAGE}", "python3", "--version")
     assert version.startswith("Python 3.11.")
 

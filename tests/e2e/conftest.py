@@ -1,4 +1,7 @@
-"""One real stack for all end-to-end tests: `triptych up` on SmolLM2 in float32, so that its tokens can be compared."""
+"""One real stack for all end-to-end tests: `triptych up` on SmolLM2.
+
+It runs in float32, so that its tokens equal those of a reference.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from worker_svc.model_files.demo_models import fetch
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The demo model's folder."""
+    """The folder of the demo model."""
     return fetch("smollm2", None)
 
 

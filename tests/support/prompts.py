@@ -1,7 +1,7 @@
 """Prompts of many kinds and lengths, for comparisons with a reference.
 
-They have 5 to about 700 of SmolLM2's tokens: less than, exactly and more than one chunk and one block of 128,
-and more than a window of 512.
+They have 5 to about 700 tokens of SmolLM2: less than, exactly and more than a chunk or a block of 128, and
+more than a window of 512.
 """
 
 _RIVER = (

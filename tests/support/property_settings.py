@@ -1,4 +1,4 @@
-"""Lengths of property tests: short by default, ``TRIPTYCH_PROPERTY_SCALE`` times as long on request."""
+"""How long property tests run: briefly by default, ``TRIPTYCH_PROPERTY_SCALE`` times as long on request."""
 
 import os
 
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 
 
 def machine(*, max_examples: int, stateful_step_count: int) -> settings:
-    """Returns settings for a state machine with that many runs of that many steps; the scale multiplies the runs."""
+    """Returns settings for a state machine; the scale multiplies the number of examples."""
     return settings(
         max_examples=max_examples * int(os.environ.get("TRIPTYCH_PROPERTY_SCALE", "1")),
         stateful_step_count=stateful_step_count,

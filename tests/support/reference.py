@@ -1,4 +1,4 @@
-"""transformers as the reference for a model's outputs."""
+"""transformers, as the reference for a model's outputs."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -48,7 +48,7 @@ class Reference:
             return ""
         at = int(wrong[0])
         gap = float(logprobs[at, best[at]] - logprobs[at, continuation[at]])
-        return f"token {at} after {len(prompt)} is {continuation[at]}, the reference has {int(best[at])} (by {gap:.2g} nats)"
+        return f"token {at} after a prompt of {len(prompt)} is {continuation[at]}, not the reference's {int(best[at])} (by {gap:.2g} nats)"
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Generates greedily with transformers, ignoring end tokens."""

@@ -14,7 +14,7 @@ def sampling_params(*, bad_words: Sequence[Sequence[int]] = (), **fields: Any) -
 
 
 def complete_params(**fields: Any) -> common_pb2.SamplingParams:
-    """Returns a message in which the parameters that have a default other than 0 are set, so that tests can compute with them."""
+    """Returns a message with a value for each parameter whose default is not 0, for tests that compute."""
     return sampling_params(**{"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, **fields})
 
 
@@ -29,7 +29,7 @@ def changed(sampling: common_pb2.SamplingParams, **fields: Any) -> common_pb2.Sa
 
 
 def constrained(sampling: common_pb2.SamplingParams, kind: str, text: str) -> common_pb2.SamplingParams:
-    """Returns a copy whose output must match a grammar; ``kind`` and ``text`` are those of a worker's ``Spec``."""
+    """Returns a copy with a grammar; ``kind`` and ``text`` are those of a worker's ``Spec``."""
     copy = changed(sampling)
     match kind:
         case "json_object":

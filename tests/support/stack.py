@@ -1,4 +1,4 @@
-"""A whole stack on this machine: `triptych up` on free ports, until a test has finished with it."""
+"""Runs a whole stack on this machine: `triptych up` on free ports."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ class Stack:
 
 
 def listening_port(log: Path) -> int:
-    """Returns the port from a service's log, which has it once the port is bound."""
+    """Returns the port in a service's log; the service logs it once it listens."""
     for line in log.read_text().splitlines():
         if line.startswith("{") and (entry := json.loads(line)).get("event") == "listening":
             return int(entry["port"])
@@ -60,7 +60,7 @@ def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environ
         env={**os.environ, **environment},
     )
     assert launcher.stdout is not None
-    # Reading the output has no timeout, so a watchdog ends a stack that never gets ready.
+    # Reading the output has no timeout, so a watchdog ends a stack that never becomes ready.
     watchdog = threading.Timer(START_TIMEOUT_S, launcher.send_signal, (signal.SIGINT,))
     watchdog.start()
     try:

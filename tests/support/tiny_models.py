@@ -1,4 +1,4 @@
-"""Writes small random models of each supported family as Hugging Face folders, in moments."""
+"""Writes a small random model of each supported family as a Hugging Face folder, within seconds."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "gemma3": _gemma3,
 }
-"""Makes the configuration of a family, by the family's name in tests."""
+"""Functions that make a family's configuration, by the family's name in tests."""
 
 
 def write(family: str, folder: Path, **save: Any) -> Path:
@@ -89,7 +89,7 @@ def write(family: str, folder: Path, **save: Any) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # The default weights are so small that all logits are alike, and biases are zero.
+            # The default weights are so small that all logits are nearly equal, and biases are zero.
             if name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:

@@ -19,8 +19,8 @@ from tests.support.paths import ROOT
 
 MAX_MODEL_LEN: Final = 2048
 MAX_NUM_SEQS: Final = 32
-# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it. This is
-# more than 32 sequences of MAX_MODEL_LEN tokens need with either demo model.
+# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it.
+# This is more than 32 sequences of MAX_MODEL_LEN tokens need with either demo model.
 _KV_BYTES: Final = 2 << 30
 _START_TIMEOUT_S: Final = 600.0
 _STOP_TIMEOUT_S: Final = 60.0

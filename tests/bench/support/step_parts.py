@@ -1,4 +1,4 @@
-"""A model that times each kernel of its forward pass and its output head, and records when its logits are ready."""
+"""A model that times the kernels of its forward pass and its output head, and when its logits are ready."""
 
 import dataclasses
 import time

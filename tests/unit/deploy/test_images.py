@@ -26,7 +26,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
 def test_a_dockerfile_names_files_and_modules_that_exist(dockerfile: Path) -> None:
-    """The build would fail on a moved lock or module."""
+    """The locks and modules that a build needs exist."""
     text = dockerfile.read_text()
     assert f"-f {dockerfile.relative_to(ROOT)} " in text
     locks = set(re.findall(r"deploy/locks/[\w.-]+\.txt", text))
@@ -49,7 +49,7 @@ def test_a_compose_service_is_built_and_started_with_names_that_exist(name: str)
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("compose.*.yaml")), ids=lambda path: path.name)
-def test_a_device_s_compose_file_extends_the_worker(path: Path) -> None:
+def test_the_compose_file_of_a_device_extends_the_worker(path: Path) -> None:
     """It changes only the worker, and its device is one that the worker knows."""
     ((name, service),) = yaml.safe_load(path.read_text())["services"].items()
     assert name == "worker"

@@ -95,7 +95,7 @@ def test_a_web_framework_before_1_0_has_an_upper_bound() -> None:
 
 
 def test_locks_are_what_the_tests_run_with() -> None:
-    """The locks are complete: they have all that the metadata of the installed packages requires."""
+    """The locks have everything that the metadata of the installed packages requires."""
     assert {lock.name: pins for lock, pins in lockfile.compute().items()} == PINS
 
 

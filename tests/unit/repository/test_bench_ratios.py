@@ -1,4 +1,4 @@
-"""Ratios, floors and tables that benches compute from measurements."""
+"""The ratios, floors and tables that benches compute from measurements."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ MEASURED = {
 }
 
 
-def test_ratios_divide_by_the_better_of_the_others() -> None:
+def test_a_ratio_divides_by_the_better_contender() -> None:
     """A ratio divides by the better contender of its figure; a missing figure has no ratio."""
     assert ratios(MEASURED) == {"tok_s_c8": 1.5, "ttft_c8": 0.5, "start_cold": 0.1}
 
@@ -33,8 +33,8 @@ def test_the_table_has_a_line_for_each_contender() -> None:
     ]
 
 
-def test_a_step_reads_its_weights_once_and_what_its_windows_see() -> None:
-    """Keys and values count up to a layer's window, for each row."""
+def test_the_floor_counts_weights_and_windows() -> None:
+    """Weights count once; keys and values count for each row, up to a layer's window."""
     full = AttentionLayer("a", 4, 2, 8, 0, torch.bfloat16)
     window = AttentionLayer("b", 4, 2, 8, 16, torch.bfloat16)
     floor = Floor(bytes_per_s=1e6, weights=1000, layers=(full, window))
@@ -43,8 +43,8 @@ def test_a_step_reads_its_weights_once_and_what_its_windows_see() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_embedding_is_read_whole_only_as_output_head(tied: bool, tmp_path: Path) -> None:
-    """An untied input embedding does not count."""
+def test_an_embedding_counts_only_as_output_head(tied: bool, tmp_path: Path) -> None:
+    """A tied embedding counts, because the output head reads it; an untied input embedding does not."""
     tensors = {"model.embed_tokens.weight": torch.zeros(4, 3), "model.layers.0.up.weight": torch.zeros(8)}
     if not tied:
         tensors["lm_head.weight"] = torch.zeros(4, 3)
@@ -52,7 +52,7 @@ def test_an_embedding_is_read_whole_only_as_output_head(tied: bool, tmp_path: Pa
     assert weight_bytes(tmp_path, torch.bfloat16) == 2 * (4 * 3 + 8)
 
 
-def test_the_parts_of_a_step_are_all_of_its_kernels() -> None:
+def test_the_parts_of_a_step_cover_all_kernels() -> None:
     """Each kernel counts in one part; the output head is a linear layer."""
     parts = StepParts()
     for operator, seconds in (("_C::onednn_mm", 1.0), (HEAD, 2.0), (ATTENTION, 4.0), ("aten::silu", 8.0)):

@@ -1,4 +1,4 @@
-"""The documents name files, commands and links that exist, and have no holes."""
+"""The pages name files, commands and links that exist, and have no placeholders."""
 
 import re
 from functools import cache
@@ -38,7 +38,7 @@ def every_file() -> tuple[str, ...]:
 
 
 def exists(name: str) -> bool:
-    """Whether a name of a page means a file: from the root, or the end of a path (`kv/cache.py`, `cache.py`)."""
+    """Whether a name means a file: a path from the root, or the end of one (`kv/cache.py`, `cache.py`)."""
     name = name.rstrip("/")
     if "*" in name:
         return any(Path(path).match(name) for path in every_file())
@@ -67,14 +67,14 @@ def test_a_page_has_no_placeholders(page: Path) -> None:
 
 @pages()
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
-    """Full paths, ends of paths and bare names alike; a folder counts where its path begins at the root."""
+    """A page names files by full path, end of path or bare name, and folders by their path from the root."""
     quoted = {word.partition(":")[0] for word in re.findall(r"`([^`\n]+)`", prose_of(page))}
     named = {word for word in quoted if NAMED.match(word) or FOLDER.match(word)}
     assert [name for name in sorted(named) if not exists(name)] == []
 
 
 @pages()
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_resolve(page: Path) -> None:
     """A relative link names a file, and its anchor a heading of that file."""
     broken = []
     for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", prose_of(page)):
@@ -89,7 +89,7 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 @pages()
 def test_the_make_targets_that_a_page_names_exist(page: Path) -> None:
-    """In prose and in code blocks."""
+    """Each `make` target in prose and in code blocks is in the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:`|^|&& )make ([a-z-]+)", text_of(page), re.MULTILINE))
     assert named - targets == set()
@@ -97,7 +97,7 @@ def test_the_make_targets_that_a_page_names_exist(page: Path) -> None:
 
 @pages()
 def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
-    """Each `python -m` of ours names a module or a package with a `__main__.py`."""
+    """Each `python -m` with a module of ours names a module or a package with a `__main__.py`."""
     named = re.findall(rf"python -m ((?:{'|'.join(FOLDERS[:6])})[\w.]*)", text_of(page))
     places = {module: ROOT / module.rstrip(".").replace(".", "/") for module in named}
     missing = [
@@ -137,12 +137,12 @@ def test_a_stale_page_fails_the_check(
 
 
 def test_a_cell_shows_its_text_as_it_is() -> None:
-    """Pipes end no cell, and angle brackets open no tag, except in code and line breaks."""
+    """Pipes and angle brackets are escaped, except in code and line breaks."""
     assert cell("a | b\n<think>, `<x>`<br>`c`") == "a \\| b \\<think>, `<x>`<br>`c`"
 
 
 def test_a_region_is_replaced_between_its_markers() -> None:
-    """What stands around the markers stays."""
+    """The text around the markers stays."""
     text = "before\n<!-- generated: x -->\nold\n<!-- end: x -->\nbehind\n"
     assert with_region(text, "x", "new\n") == (
         "before\n<!-- generated: x -->\n\nnew\n\n<!-- end: x -->\nbehind\n"
@@ -160,5 +160,5 @@ def test_a_region_is_replaced_between_its_markers() -> None:
     ],
 )
 def test_anchors_are_those_of_github(heading: str, expected: str) -> None:
-    """Lower case, hyphens for spaces, no punctuation."""
+    """Anchors are in lower case, with hyphens for spaces and without punctuation."""
     assert anchor(heading) == expected

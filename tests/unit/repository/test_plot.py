@@ -1,4 +1,4 @@
-"""Plots of the benches."""
+"""The plots of the benches."""
 
 import json
 import re
@@ -15,7 +15,7 @@ DATA = sorted((ROOT / "docs" / "data").glob("*.json"))
 
 @pytest.mark.parametrize("file", DATA, ids=lambda file: file.stem)
 def test_a_plot_shows_every_figure(file: Path) -> None:
-    """One bar a figure, with the machine and the day below."""
+    """A plot has one bar for each figure, with the machine and the day below."""
     figures = json.loads(file.read_text())
     svg = draw(figures)
     ET.fromstring(svg)  # noqa: S314 - our own document
@@ -26,8 +26,8 @@ def test_a_plot_shows_every_figure(file: Path) -> None:
     assert figures["day"] in svg
 
 
-def test_what_was_not_measured_has_no_bar() -> None:
-    """A quick run measures one load with two contenders."""
+def test_a_missing_figure_has_no_bar() -> None:
+    """A quick run measures only one load, so a plot may lack bars."""
     contenders = {"vLLM": {"tok_s_c8": 2.0, "ttft_c8": 2.0, "tpot_c8": 2.0, "start_cold": 2.0}}
     figures = {"bench": "vs_vllm", "machine": "m", "day": "d", "contenders": contenders}
     assert draw(figures).count("<title>") == 4

@@ -12,7 +12,7 @@ PACKAGES = ("deploy", "gateway", "protos", "scheduler_svc", "worker_svc")
 MODULE_LINES = 450
 FUNCTION_LINES = 60
 FOLDER_MODULES = 12
-# Kernels call nothing: what they compute stands in one place.
+# A kernel cannot call functions of its own, so it is long.
 KERNELS = {"attend_kernel"}
 
 
@@ -23,20 +23,20 @@ def sources(*packages: str) -> list[Path]:
     ]
 
 
-def named(path: Path) -> str:
+def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
 def test_modules_are_short() -> None:
-    """A module that outgrows its idea is split by idea."""
-    lengths = {named(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "tests")}
+    """A module has at most 450 lines; a longer one is split by idea."""
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "tests")}
     assert {name: length for name, length in lengths.items() if length > MODULE_LINES} == {}
 
 
 def test_functions_are_short() -> None:
-    """A product function fits on a screen."""
+    """A product function has at most 60 lines, so that it fits on a screen."""
     long = {
-        f"{named(path)}: {node.name}": node.end_lineno - node.lineno + 1
+        f"{relative(path)}: {node.name}": node.end_lineno - node.lineno + 1
         for path in sources(*PACKAGES)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -48,20 +48,20 @@ def test_functions_are_short() -> None:
 
 
 def test_folders_hold_few_modules() -> None:
-    """A folder is one idea, in about ten files."""
+    """A folder holds one idea in at most 12 modules."""
     modules = Counter(
-        named(path.parent) for path in sources(*PACKAGES, "tests") if path.name != "__init__.py"
+        relative(path.parent) for path in sources(*PACKAGES, "tests") if path.name != "__init__.py"
     )
     assert {folder: count for folder, count in modules.items() if count > FOLDER_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_says_what_lives_in_it(package: str) -> None:
-    """The docstring of a package names its contents, its importers and its imports."""
-    silent = []
+    """Each package has a docstring of at least three lines, for its contents, its importers and its imports."""
+    undescribed = []
     for path in sources(package):
         if path.name == "__init__.py" and "triptych" not in path.parts[-3:]:
             docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
             if len(docstring.splitlines()) < 3:
-                silent.append(named(path))
-    assert silent == []
+                undescribed.append(relative(path))
+    assert undescribed == []

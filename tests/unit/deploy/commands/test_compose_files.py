@@ -1,4 +1,4 @@
-"""`triptych compose-files`, but for the images: tests/e2e/stack/test_wheel.py runs it from a wheel."""
+"""`triptych compose-files` in a checkout; tests/e2e/stack/test_wheel.py runs it from a wheel."""
 
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -21,7 +21,7 @@ pet-1.0.dist-info/direct_url.json,sha256=f,5
 """
 
 
-def test_a_checkout_is_told_where_its_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkout needs no copy, so the command writes nothing."""
     assert cli.main(["compose-files", str(tmp_path / "out")]) == 1
     assert "a checkout has them already, in " in capsys.readouterr().err

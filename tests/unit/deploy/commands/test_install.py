@@ -1,4 +1,4 @@
-"""`triptych install` without installing anything: which pins pip gets."""
+"""The pins that `triptych install` passes to pip; nothing is installed."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from deploy.lockfile import LOCKS, read
 
 @pytest.fixture
 def pip_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replaces pip; collects the commands."""
+    """Replaces pip, and collects its command lines. The first call succeeds, later calls fail."""
     calls: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
@@ -26,7 +26,7 @@ def pins(*locks: str) -> set[str]:
     return {f"{name}=={version}" for lock in locks for name, version in read(LOCKS / f"{lock}.txt").items()}
 
 
-def test_a_service_s_lock_is_installed_without_dependencies(pip_calls: list[list[str]]) -> None:
+def test_a_lock_is_installed_without_dependencies(pip_calls: list[list[str]]) -> None:
     """Pip runs in this environment and resolves nothing."""
     assert cli.main(["install", "scheduler"]) == 0
     (command,) = pip_calls
@@ -49,9 +49,7 @@ def test_an_installed_torch_can_be_kept(pip_calls: list[list[str]]) -> None:
     }
 
 
-def test_a_failing_pip_is_one_line_more(
-    pip_calls: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_pip_adds_one_line(pip_calls: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     """For a worker the line says where torch's CPU build may be; the exit code is 1."""
     pip_calls.append([])  # the next call fails
     assert cli.main(["install", "worker"]) == 1

@@ -1,4 +1,4 @@
-"""`triptych up` before it starts anything: bad settings, ports, the example request."""
+"""`triptych up` before it starts any service: bad settings, ports, and the example request."""
 
 import socket
 from pathlib import Path

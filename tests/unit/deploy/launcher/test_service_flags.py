@@ -1,4 +1,4 @@
-"""Which flags the launcher gives to which service."""
+"""The flags that the launcher passes to each service."""
 
 from typing import Any, Literal, get_args, get_origin
 
@@ -77,7 +77,7 @@ PASSED_ON = [
 def test_a_service_reads_the_value_that_up_was_given(
     service: type[ServiceSettings], flags: Any, name: str
 ) -> None:
-    """Each setting survives the way through the launcher, alone and unchanged."""
+    """The launcher passes each setting on unchanged, and adds no other."""
     arguments = ARGUMENTS.get(name) or [sample(service, name)]
     given = load(LaunchSettings, arguments)
     value = getattr(given, name)
