@@ -1,5 +1,8 @@
 """Conversion between messages and the worker's own types."""
 
+from types import SimpleNamespace
+from typing import Any
+
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Pool, PoolShape, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2
@@ -36,6 +39,21 @@ def test_a_geometry_is_converted() -> None:
     assert convert.geometry_from_proto(request) == Geometry(
         1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3
     )
+
+
+def test_a_worker_declares_the_parameters_that_it_applies() -> None:
+    """Grammars need a compiler, a pooling model samples nothing, and stopping is the scheduler's work."""
+    sampled = {
+        "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
+    }  # fmt: skip
+    generating, pooling = SimpleNamespace(pooling=None), SimpleNamespace(pooling=object())
+    worker: Any = SimpleNamespace(description=generating, grammars=None)
+    assert set(convert._sampling_fields(worker)) == sampled
+    worker.grammars = object()
+    assert set(convert._sampling_fields(worker)) == {*sampled, "structured_output"}
+    worker.description = pooling
+    assert convert._sampling_fields(worker) == ()
 
 
 def test_unsupported_recommendations_are_dropped() -> None:

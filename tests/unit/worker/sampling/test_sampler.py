@@ -400,3 +400,11 @@ def test_logprobs_of_the_chosen_token_alone() -> None:
     assert entry is not None
     assert entry.logprob == pytest.approx(-1.386294, abs=1e-5)
     assert (entry.rank, list(entry.top_token_ids)) == (1, [])
+
+
+def test_logprobs_have_at_most_20_tokens_beside_the_chosen_one() -> None:
+    """A larger count gives 20, or the whole vocabulary if that is smaller."""
+    for vocab in (5, 40):
+        (entry,) = unpack_logprobs(compute_logprobs(torch.randn(1, vocab), torch.tensor([1])), [50])
+        assert entry is not None
+        assert len(entry.top_token_ids) == len(entry.top_logprobs) == min(vocab, 20)
