@@ -29,7 +29,7 @@ from tests.bench.support.step_parts import StepParts, TimedModel
 from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
 from worker_svc.model_files.demo_models import FetchError, fetch
-from worker_svc.plans.geometry import AttentionLayer
+from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.vllm_adapter import startup
 
 BUCKETS: Final = (1, 8, 16, 32)

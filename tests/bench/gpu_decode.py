@@ -30,8 +30,8 @@ from protos.steps import Admission, Decode, Prefill, StepPlan
 from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.worker import Worker
-from worker_svc.plans.geometry import Geometry
 from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import Geometry
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
 BLOCK, MAX_LEN, CHUNK = 128, 3072, 512

@@ -18,7 +18,7 @@ import torch
 from tests.bench.support.report import report
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cuda.device import CudaDevice
-from worker_svc.plans.geometry import AttentionLayer, KvGroup
+from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 
 SHAPE = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
 GROUP = KvGroup(0, (AttentionLayer("a", 32, 8, 64, 0, torch.bfloat16),))

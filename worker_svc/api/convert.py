@@ -9,8 +9,8 @@ from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
-from worker_svc.plans.geometry import Geometry, GroupKind, PoolGeometry
-from worker_svc.plans.phases import Phase
+from worker_svc.phases import Phase
+from worker_svc.shapes.geometry import Geometry, GroupKind, PoolGeometry
 
 # Parameters that a model's authors may recommend.
 _RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

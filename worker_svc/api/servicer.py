@@ -15,8 +15,8 @@ from worker_svc.api.model_thread import ModelThread
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
 from worker_svc.model_files import loader
-from worker_svc.plans.geometry import Geometry, PoolGeometry
-from worker_svc.plans.phases import Phase, PhaseProgress
+from worker_svc.phases import Phase, PhaseProgress
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):

@@ -3,7 +3,7 @@
 ``attention`` has the types that kernels take. ``cpu``, ``cuda`` and ``rbln`` each have a folder with a
 ``device`` module. ``gathered`` and ``in_place`` are attention in plain PyTorch: the fallback of devices
 without such kernels, and the reference of tests. ``graphs``, ``vllm_adapter`` and ``execution`` import this
-room; it imports ``plans`` and ``protos`` only.
+room; it imports `shapes` and `protos` only.
 """
 
 from collections.abc import Callable

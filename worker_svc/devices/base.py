@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput, StepInput
-from worker_svc.plans.geometry import GroupKind, KvGroup
+from worker_svc.shapes.geometry import GroupKind, KvGroup
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from worker_svc.devices import gathered
 from worker_svc.devices.attention import AttentionCall, InPlaceInput
-from worker_svc.plans.geometry import KvGroup
+from worker_svc.shapes.geometry import KvGroup
 
 
 @dataclass(frozen=True)

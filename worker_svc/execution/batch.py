@@ -8,8 +8,8 @@ import torch
 from protos.errors import Internal
 from protos.steps import Admission, Decode, Growth, Prefill
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
-from worker_svc.plans.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
+from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
 
 
 class Batch:

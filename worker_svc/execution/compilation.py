@@ -10,9 +10,9 @@ from worker_svc.graphs.compile_cache import CompileCache
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.graphs.precompiled import CompiledCode
-from worker_svc.plans.geometry import Geometry, KvGroup
-from worker_svc.plans.model_description import ModelDescription
 from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import Geometry, KvGroup
+from worker_svc.shapes.model_description import ModelDescription
 
 
 def graph_options(settings: Settings, device: Device) -> GraphOptions:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from protos.steps import SlotOutput, StepPlan
-from worker_svc.plans.geometry import Geometry, PoolGeometry
-from worker_svc.plans.phases import Phases
+from worker_svc.phases import Phases
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 G = TypeVar("G")
 

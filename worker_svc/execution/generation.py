@@ -13,10 +13,10 @@ from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.execution.runner import Model, Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.plans.geometry import Geometry, KvGroup, PoolGeometry
-from worker_svc.plans.model_description import ModelDescription
-from worker_svc.plans.phases import Phases
+from worker_svc.phases import Phases
 from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
+from worker_svc.shapes.model_description import ModelDescription
 
 
 class GenerationEngine:

@@ -7,8 +7,8 @@ import torch
 from protos.steps import Admission, Prefill
 from protos.triptych.v1 import common_pb2
 from worker_svc.execution.batch import Batch
-from worker_svc.plans.geometry import Geometry
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
+from worker_svc.shapes.geometry import Geometry
 
 
 class PromptLogprobs:

@@ -20,10 +20,10 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
-from worker_svc.plans.geometry import Geometry, KvGroup
-from worker_svc.plans.phases import Progress
+from worker_svc.phases import Progress
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.shapes.geometry import Geometry, KvGroup
 
 
 class Model(Protocol):

@@ -21,11 +21,11 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.plans.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
-from worker_svc.plans.model_description import ModelDescription
-from worker_svc.plans.phases import Phase, PhaseProgress, Phases
+from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
+from worker_svc.shapes.model_description import ModelDescription
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.model import VllmModel

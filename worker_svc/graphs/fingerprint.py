@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from worker_svc.devices.base import Device
-from worker_svc.plans.geometry import Geometry, KvGroup
+from worker_svc.shapes.geometry import Geometry, KvGroup
 
 # Raise it when we build other graphs from the same model.
 GRAPH_REVISION: Final = 1

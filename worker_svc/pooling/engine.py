@@ -6,10 +6,10 @@ from pathlib import Path
 from protos.errors import ConfigurationRefused, Internal
 from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices.base import Device
-from worker_svc.plans.geometry import Geometry, PoolGeometry
-from worker_svc.plans.model_description import ModelDescription
-from worker_svc.plans.phases import Phases
+from worker_svc.phases import Phases
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.model_description import ModelDescription
 
 
 class PoolingEngine:

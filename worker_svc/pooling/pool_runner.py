@@ -9,10 +9,10 @@ from protos.errors import Internal
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
 from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.base import Device
-from worker_svc.plans.geometry import PoolGeometry
-from worker_svc.plans.model_description import PoolingDescription
-from worker_svc.plans.phases import Progress
+from worker_svc.phases import Progress
 from worker_svc.pooling.pooler import normalize_rows, pool_rows
+from worker_svc.shapes.geometry import PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription
 
 
 class PoolingModel(Protocol):

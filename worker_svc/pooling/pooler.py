@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from worker_svc.plans.model_description import PoolingMethod
+from worker_svc.shapes.model_description import PoolingMethod
 
 
 def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
-from worker_svc.plans.model_description import ModelDescription, ModelSize
+from worker_svc.shapes.model_description import ModelDescription, ModelSize
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
 from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_process

@@ -15,7 +15,7 @@ from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlace
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
 from worker_svc.devices.rbln.ops import experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
-from worker_svc.plans.geometry import AttentionLayer, GroupKind, KvGroup
+from worker_svc.shapes.geometry import AttentionLayer, GroupKind, KvGroup
 
 pytestmark = pytest.mark.contract
 

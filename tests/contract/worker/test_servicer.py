@@ -21,8 +21,8 @@ from protos.wire import open_channel
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.execution.worker import Ready, Worker
-from worker_svc.plans.geometry import Geometry, PoolGeometry
-from worker_svc.plans.phases import PhaseProgress
+from worker_svc.phases import PhaseProgress
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 pytestmark = pytest.mark.contract
 

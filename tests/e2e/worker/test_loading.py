@@ -17,8 +17,8 @@ from worker_svc.devices import open_device
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.worker import Worker
-from worker_svc.plans.geometry import Geometry
 from worker_svc.settings import LoadFormat, Settings
+from worker_svc.shapes.geometry import Geometry
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

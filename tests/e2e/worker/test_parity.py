@@ -13,8 +13,8 @@ from tests.support.worker import parity_process
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.parity_process import Job, differences
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.plans.geometry import GroupKind
 from worker_svc.settings import Backend
+from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

@@ -15,9 +15,9 @@ from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.harness import load
 from worker_svc.devices import open_device
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.plans.geometry import PoolGeometry
-from worker_svc.plans.model_description import PoolingDescription
 from worker_svc.pooling.pool_runner import PoolRunner
+from worker_svc.shapes.geometry import PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -17,7 +17,7 @@ from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.stack import running_stack
 from tests.support.worker.harness import FULL, load
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.plans.geometry import GroupKind
+from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

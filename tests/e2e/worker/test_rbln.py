@@ -15,7 +15,7 @@ from tests.support.prompts import PROMPTS
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.rbln_process import Job, Result
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.plans.geometry import GroupKind
+from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

@@ -7,8 +7,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from tests.support.worker.harness import Harness, load, tokens_of
-from worker_svc.plans.geometry import GroupKind
 from worker_svc.settings import Backend
+from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

@@ -22,8 +22,8 @@ from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
-from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
 from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.shapes.geometry import Geometry, GroupKind, group_layers
 from worker_svc.vllm_adapter.model import VllmModel
 
 

@@ -16,9 +16,9 @@ from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.plans.geometry import Geometry, GroupKind, group_layers
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
+from worker_svc.shapes.geometry import Geometry, GroupKind, group_layers
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel

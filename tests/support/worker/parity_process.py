@@ -22,8 +22,8 @@ from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.devices.rbln.device import RblnDevice
-from worker_svc.plans.geometry import GroupKind
 from worker_svc.settings import Backend
+from worker_svc.shapes.geometry import GroupKind
 
 BUCKETS = (1, 2, 4, 8)
 ROWS = {1: 1, 2: 1, 4: 3, 8: 5}

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.devices import DeviceOptions
 from worker_svc.devices.rbln.device import RblnDevice
-from worker_svc.plans.geometry import GroupKind
+from worker_svc.shapes.geometry import GroupKind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.plans.geometry import Geometry
 from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.shapes.geometry import Geometry
 
 VOCAB = 300
 NEW = 12

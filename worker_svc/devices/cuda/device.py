@@ -9,7 +9,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices import in_place
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
-from worker_svc.plans.geometry import GroupKind, KvGroup
+from worker_svc.shapes.geometry import GroupKind, KvGroup
 
 # Some kernels compile or tune themselves on their first call, which a capture cannot contain.
 _RUNS_BEFORE_CAPTURE = 2

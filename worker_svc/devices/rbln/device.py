@@ -23,7 +23,7 @@ from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.ops import registry
 from worker_svc.devices.rbln.ops.experts import emit_experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
-from worker_svc.plans.geometry import NULL_BLOCK, GroupKind, KvGroup
+from worker_svc.shapes.geometry import NULL_BLOCK, GroupKind, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
 # Variables that tell the compiler its target.

@@ -14,7 +14,7 @@ from protos.steps import PoolShape
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory, working_bytes
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.plans.geometry import (
+from worker_svc.shapes.geometry import (
     AttentionLayer,
     Geometry,
     GroupKind,
@@ -22,7 +22,7 @@ from worker_svc.plans.geometry import (
     PoolGeometry,
     group_layers,
 )
-from worker_svc.plans.model_description import ModelSize
+from worker_svc.shapes.model_description import ModelSize
 
 GIB = 2**30
 # A Llama of 1B parameters, roughly.

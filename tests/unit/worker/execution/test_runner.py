@@ -12,8 +12,8 @@ from tests.support.sampling_params import sampling_params
 from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.plans.geometry import Geometry
 from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.shapes.geometry import Geometry
 
 GREEDY = sampling_params(temperature=0.0)
 VOCABULARY = 64

@@ -7,10 +7,10 @@ from protos.errors import ConfigurationRefused, Internal
 from protos.steps import PoolShape, StepPlan
 from tests.support.worker.layerless import Echo
 from worker_svc.devices import open_device
-from worker_svc.plans.geometry import Geometry, PoolGeometry
-from worker_svc.plans.model_description import ModelDescription, PoolingDescription
-from worker_svc.plans.phases import Phases
+from worker_svc.phases import Phases
 from worker_svc.pooling.engine import PoolingEngine
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.model_description import ModelDescription, PoolingDescription
 
 GEOMETRY = PoolGeometry((PoolShape(prompt_len=4, batch=1), PoolShape(prompt_len=8, batch=2)))
 DESCRIPTION = ModelDescription(

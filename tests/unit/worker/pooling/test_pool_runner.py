@@ -11,10 +11,10 @@ from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.layerless import POISON, Echo
 from worker_svc.devices import open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput
-from worker_svc.plans.geometry import PoolGeometry
-from worker_svc.plans.model_description import PoolingDescription, PoolingMethod
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.pooling.pooler import pool_rows
+from worker_svc.shapes.geometry import PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription, PoolingMethod
 
 SHAPES = (PoolShape(4, 1), PoolShape(4, 3), PoolShape(8, 2))
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from worker_svc.plans.geometry import AttentionLayer
+from worker_svc.shapes.geometry import AttentionLayer
 
 PoolingMethod = Literal["MEAN", "CLS", "LAST"]
 """How a row's hidden states become one vector: the mean of its real tokens, the first one or the last one."""
