@@ -18,7 +18,7 @@ from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_fields
 from tests.support.property_settings import machine
-from tests.support.sampling_params import complete_params, sampling_params
+from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import LONGEST, admit, choose, expected_logits, make_state, request
 from worker_svc.sampling.footprint import sampling_bytes, state_bytes
 from worker_svc.sampling.logprobs import compute_logprobs
@@ -254,23 +254,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _release(self, place: int, size: int) -> None:
         self._users[place] -= 1
         self.now -= 0 if self._users[place] else size
-
-
-def test_absent_parameters_are_off() -> None:
-    """A request without parameters samples at temperature 1, without filters or penalties."""
-    state = make_state([request(0, sampling_params())], VOCAB)
-    assert state.batch([0], [1]).needs == Needs(random=True)
-    values = (state.temperature, state.top_p, state.top_k, state.min_p, state.repetition)
-    assert [float(each[0]) for each in values] == [1.0, 1.0, VOCAB, 0.0, 1.0]
-    assert state.batch([0], [1]).logprobs == [None]
-
-
-@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (2e-5, False)])
-def test_a_temperature_that_would_overflow_is_greedy(temperature: float, greedy: bool) -> None:
-    """Logits divided by a smaller temperature would be infinite; an explicit 0 is not the default of 1."""
-    state = make_state([request(0, sampling_params(temperature=temperature))], VOCAB)
-    assert state.batch([0], [1]).needs == Needs(greedy=greedy, random=not greedy)
-    assert (state.temperature[0] == 0) == greedy
 
 
 @pytest.mark.parametrize(
