@@ -2,9 +2,9 @@
 
 `triptych/v1` has the schema and its generated stubs (`generate`). `limits` and `validation` hold the bounds
 of requests and enforce them; `steps` and `step_messages` are step plans and results, as types and as
-messages. `errors` is the tree of failures that cross a service's border. `wire` has the schema revision,
-message sizes and keepalive, `server` a gRPC server with health and reflection. `settings` and `logs` serve
-all services in the same way.
+messages; `kv_groups` has the kinds of KV groups. `errors` is the tree of failures that cross a service's
+border. `wire` has the schema revision, message sizes and keepalive, `server` a gRPC server with health and
+reflection. `settings` and `logs` serve all services in the same way.
 
 All packages import this one; it imports none of them.
 """

@@ -11,7 +11,7 @@ from protos.errors import ConfigurationRefused
 from protos.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import DamagedHistogram, RecordedBatches, histogram_path
-from scheduler_svc.shapes.bucket_planner import BucketPlan, Work, plan_buckets
+from scheduler_svc.shapes.bucket_planner import BucketPlan, BucketUsage, plan_buckets
 from scheduler_svc.shapes.buckets import decode_buckets
 
 
@@ -107,46 +107,46 @@ def _plan(recorded: RecordedBatches, graphs: int | None, max_batch: int | None) 
 
 
 def _describe(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[str, Any]:
-    buckets = ",".join(map(str, plan.then.buckets))
+    buckets = ",".join(map(str, plan.best.buckets))
     flags = ["--decode-bucket-strategy", "manual", "--decode-buckets", buckets]
     environment = {
         "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY": "manual",
         "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS": buckets,
     }
-    most = plan.then.buckets[-1]
+    most = plan.best.buckets[-1]
     if recorded.buckets and most != recorded.buckets[-1]:
         flags += ["--max-num-seqs", str(most)]
         environment["TRIPTYCH_MAX_NUM_SEQS"] = str(most)
     return {
         "histogram": str(path),
         "model": recorded.model,
-        "steps": plan.now.num_steps,
-        "mean_rows": plan.now.num_rows / plan.now.num_steps,
-        "now": _work(plan.now),
-        "proposed": _work(plan.then),
+        "steps": plan.current.num_steps,
+        "mean_rows": plan.current.num_rows / plan.current.num_steps,
+        "now": _usage(plan.current),
+        "proposed": _usage(plan.best),
         "gain": plan.gain,
         "flags": flags,
         "environment": environment,
     }
 
 
-def _work(work: Work) -> dict[str, Any]:
+def _usage(usage: BucketUsage) -> dict[str, Any]:
     return {
-        "buckets": list(work.buckets),
-        "rows": work.num_rows + work.padded_rows,
-        "padded_rows": work.padded_rows,
-        "padding_share": work.padding_share,
+        "buckets": list(usage.buckets),
+        "rows": usage.num_rows + usage.padded_rows,
+        "padded_rows": usage.padded_rows,
+        "padding_share": usage.padding_share,
     }
 
 
 def _table(described: dict[str, Any]) -> str:
     rows = [("", "graphs", "rows run", "padded rows", "share", "buckets")]
     for name in ("now", "proposed"):
-        work = described[name]
+        usage = described[name]
         rows.append(
             (
-                name, str(len(work["buckets"])), f"{work['rows']:,}", f"{work['padded_rows']:,}",
-                f"{work['padding_share']:.1%}", ",".join(map(str, work["buckets"])),
+                name, str(len(usage["buckets"])), f"{usage['rows']:,}", f"{usage['padded_rows']:,}",
+                f"{usage['padding_share']:.1%}", ",".join(map(str, usage["buckets"])),
             )
         )  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

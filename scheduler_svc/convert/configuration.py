@@ -3,17 +3,12 @@
 from collections.abc import Sequence
 
 from protos.errors import ConfigurationRefused
+from protos.kv_groups import kind_from_proto
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
 from protos.triptych.v1 import common_pb2, worker_pb2
 from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
-
-_GROUP_KINDS = {
-    common_pb2.KV_GROUP_KIND_FULL: GroupKind.FULL,
-    common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW: GroupKind.IN_PLACE_WINDOW,
-    common_pb2.KV_GROUP_KIND_PAGED_WINDOW: GroupKind.PAGED_WINDOW,
-}
+from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup
 
 
 def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
@@ -34,7 +29,7 @@ def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup
     """
     groups = []
     for position, group in enumerate(description.kv_groups):
-        kind = _GROUP_KINDS.get(group.kind)
+        kind = kind_from_proto(group.kind)
         if kind is None or group.group_id != position:
             raise ConfigurationRefused(
                 f"{description.model.source} describes KV group {group.group_id} of kind {group.kind} at place {position}, "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
 from scheduler_svc.kv.copies import CopyQueue, PendingCopy
 from scheduler_svc.kv.events import KvEventLog
@@ -15,7 +16,7 @@ from scheduler_svc.kv.prefix_index import PrefixIndex
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.stats import KvStats
 from scheduler_svc.kv.window_policy import KeepJunctions, KeepPolicy
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Work = Literal["prefill", "decode"]
+StepKind = Literal["prefill", "decode"]
 
 
 class Interleave:
@@ -18,7 +18,7 @@ class Interleave:
         # The first chunk may start at once.
         self._decodes_since_chunk = decode_steps_per_chunk
 
-    def choose(self, *, prefill: bool, decode: bool) -> Work | None:
+    def choose(self, *, prefill: bool, decode: bool) -> StepKind | None:
         """Returns the kind of the next step, given which kinds of work exist."""
         if prefill and (not decode or self._decodes_since_chunk >= self._ratio):
             self._decodes_since_chunk = 0

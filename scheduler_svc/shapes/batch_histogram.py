@@ -13,7 +13,7 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from scheduler_svc.shapes.bucket_planner import work_of
+from scheduler_svc.shapes.bucket_planner import usage_of
 
 _VERSION = 1
 # Seconds between two writes of the file while nothing is logged.
@@ -189,7 +189,7 @@ class BatchHistogram:
             "mean_rows": round(sum(rows * count for rows, count in new.items()) / steps, 2)
         }
         if self._buckets and max(new) <= self._buckets[-1]:
-            fields["padding_share"] = round(work_of(new, self._buckets).padding_share, 4)
+            fields["padding_share"] = round(usage_of(new, self._buckets).padding_share, 4)
         counts = {str(rows): count for rows, count in new.items()}
         self._log.info("decode batch sizes", steps=steps, **fields, steps_by_rows=counts)
 

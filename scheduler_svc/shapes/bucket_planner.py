@@ -20,8 +20,8 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The work that a histogram's steps take with a set of buckets."""
+class BucketUsage:
+    """How the steps of a histogram use a set of buckets."""
 
     buckets: tuple[int, ...]
     """Ascending."""
@@ -45,17 +45,17 @@ class Work:
 class BucketPlan:
     """The current buckets and the best ones, for the same steps."""
 
-    now: Work
-    then: Work
+    current: BucketUsage
+    best: BucketUsage
 
     @property
     def gain(self) -> float:
         """Share of the cost that the best buckets save, 0 to 1; negative if they are too few."""
-        return 1 - self.then.cost / self.now.cost if self.now.cost else 0.0
+        return 1 - self.best.cost / self.current.cost if self.current.cost else 0.0
 
 
-def work_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = StepCost()) -> Work:
-    """Returns the work of steps with these numbers of rows at these buckets.
+def usage_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = StepCost()) -> BucketUsage:
+    """Returns how steps with these numbers of rows use these buckets.
 
     Raises:
         ValueError: if a step has more rows than the largest bucket.
@@ -65,7 +65,7 @@ def work_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = 
         num_steps += steps
         num_rows += steps * rows
         total += steps * bucket_for(rows, buckets)
-    return Work(
+    return BucketUsage(
         tuple(buckets), num_steps, num_rows, total - num_rows, cost.fixed * num_steps + cost.per_row * total
     )
 
@@ -86,7 +86,7 @@ def plan_buckets(
         ValueError: naming the bad value and the rule.
     """
     best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
-    return BucketPlan(now=work_of(counts, current, cost), then=work_of(counts, best, cost))
+    return BucketPlan(current=usage_of(counts, current, cost), best=usage_of(counts, best, cost))
 
 
 def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:

@@ -1,18 +1,10 @@
 """The static shapes of a generating deployment, and the rules between them."""
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.errors import ConfigurationRefused
-
-
-class GroupKind(enum.Enum):
-    """How the layers of a KV group use memory."""
-
-    FULL = "full attention"
-    IN_PLACE_WINDOW = "in-place sliding window"
-    PAGED_WINDOW = "paged sliding window"
+from protos.kv_groups import GroupKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ class Geometry:
             (len(groups) > 0, "the worker describes no KV groups; it cannot generate text"),
         ]  # fmt: skip
         for group_id, group in enumerate(groups):
-            name = f"KV group {group_id} ({group.kind.value}, window {group.window})"
+            name = f"KV group {group_id} ({group.kind.value.replace('_', ' ')}, window {group.window})"
             if group.kind is GroupKind.FULL:
                 rules.append((group.window == 0, f"{name}: full attention has no window"))
                 continue

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from protos.kv_groups import GroupKind
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.engine import Engine
@@ -42,7 +43,7 @@ from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.requests.stop_rule import FinishReason
 from scheduler_svc.shapes.buckets import decode_buckets
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.bench.support.report import report
 
 REPLICAS: Final = 64

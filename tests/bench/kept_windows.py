@@ -9,9 +9,10 @@ import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy, Worth
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.bench.support.report import report
 from tests.support.scheduler.factories import make_sequence
 

@@ -26,6 +26,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from protos.kv_groups import GroupKind
 from protos.steps import Decode, Prefill, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.api.event_buffer import EventBuffer
@@ -39,7 +40,7 @@ from scheduler_svc.requests.admission import ServedModel, Submission
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.bench.support.report import report
 from tests.support.scheduler import vllm_peer
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from protos.kv_groups import kind_to_proto
 from protos.limits import MAX_LOGPROBS, SAMPLING
 from protos.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
@@ -10,7 +11,7 @@ from protos.wire import SCHEMA_REVISION
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
-from worker_svc.shapes.geometry import Geometry, GroupKind, PoolGeometry
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 # Parameters that a model's authors may recommend.
 _RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -19,11 +20,6 @@ _MAX_BATCH, _MAX_CHUNK = 4096, 65536
 # Each leased step sends a result, and the scheduler may be slow to read them.
 _MAX_LEASE = 1000
 
-_GROUP_KINDS = {
-    GroupKind.FULL: common_pb2.KV_GROUP_KIND_FULL,
-    GroupKind.PAGED_WINDOW: common_pb2.KV_GROUP_KIND_PAGED_WINDOW,
-    GroupKind.IN_PLACE_WINDOW: common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW,
-}
 _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
     "load": worker_pb2.ConfigureProgress.PHASE_LOAD,
     "allocate": worker_pb2.ConfigureProgress.PHASE_ALLOCATE,
@@ -55,7 +51,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         kv_groups=[
             common_pb2.KvGroup(
                 group_id=group.group_id,
-                kind=_GROUP_KINDS[group.kind],
+                kind=kind_to_proto(group.kind),
                 window=group.window,
                 num_layers=len(group.layers),
                 bytes_per_token=group.bytes_per_token,

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.nn import functional
 
+from protos.kv_groups import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput, StepInput
-from worker_svc.shapes.geometry import GroupKind, KvGroup
+from worker_svc.shapes.geometry import KvGroup
 
 
 @dataclass(frozen=True)

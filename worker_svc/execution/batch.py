@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 
 from protos.errors import Internal
+from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Growth, Prefill
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
-from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, GroupKind, KvGroup
+from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup
 
 
 class Batch:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import Internal
+from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices import Device, DeviceOptions, open_device
@@ -24,7 +25,7 @@ from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry, GroupKind, KvGroup, PoolGeometry, group_layers
+from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelDescription
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """KV groups of a model, and the static sizes that a deployment runs with."""
 
-import enum
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -9,21 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.kv_groups import GroupKind
 from protos.steps import PoolShape
 
 # The null block of every group: padding reads and writes it, and no sequence gets it.
 NULL_BLOCK = 0
-
-
-class GroupKind(enum.Enum):
-    """How a group of layers uses KV memory."""
-
-    FULL = "full"
-    """Every token is kept, in paged blocks."""
-    PAGED_WINDOW = "paged_window"
-    """Append-only paged blocks; blocks behind the window may be freed."""
-    IN_PLACE_WINDOW = "in_place_window"
-    """One block a request. It holds the tokens of one window, oldest first, which slide with every step."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from protos.kv_groups import GroupKind
 from tests.support.worker.rbln_wheels import WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices import DeviceOptions
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
 from worker_svc.devices.rbln.ops import experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
-from worker_svc.shapes.geometry import AttentionLayer, GroupKind, KvGroup
+from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 
 pytestmark = pytest.mark.contract
 

@@ -7,13 +7,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from protos.kv_groups import GroupKind
 from tests.support.sampling_params import sampling_params
 from tests.support.tiny_models import write
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.settings import Backend
-from worker_svc.shapes.geometry import GroupKind
 from worker_svc.vllm_adapter.configuration import Dtype
 
 pytestmark = [

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from protos.kv_groups import GroupKind
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
 from tests.support.sampling_params import sampling_params
@@ -14,7 +15,6 @@ from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.parity_process import Job, differences
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.settings import Backend
-from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

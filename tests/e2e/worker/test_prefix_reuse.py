@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from protos.kv_groups import GroupKind
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
 from tests.support.scheduler.factories import ListSink
@@ -17,7 +18,6 @@ from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.stack import running_stack
 from tests.support.worker.harness import FULL, load
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

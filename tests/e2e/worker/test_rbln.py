@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from protos.kv_groups import GroupKind
 from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.rbln_process import Job, Result
 from worker_svc.model_files.demo_models import fetch
-from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

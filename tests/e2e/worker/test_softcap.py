@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from protos.kv_groups import GroupKind
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.settings import Backend
-from worker_svc.shapes.geometry import GroupKind
 
 pytestmark = [
     pytest.mark.e2e,

@@ -31,9 +31,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.scheduler import vllm_peer
 from tests.support.scheduler.factories import make_sequence
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from scheduler_svc.shapes.bucket_planner import best_buckets, work_of
+from scheduler_svc.shapes.bucket_planner import best_buckets, usage_of
 
 pytestmark = pytest.mark.property
 
@@ -25,11 +25,11 @@ def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObj
     assert best[-1] == max_batch
     assert len(best) <= graphs
     least = min(
-        work_of(counts, (*chosen, max_batch)).padded_rows
+        usage_of(counts, (*chosen, max_batch)).padded_rows
         for others in range(min(graphs, max_batch))
         for chosen in combinations(range(1, max_batch), others)
     )
-    assert work_of(counts, best).padded_rows == least
+    assert usage_of(counts, best).padded_rows == least
 
 
 @given(st.dictionaries(st.integers(1, 300), st.integers(1, 10**6), min_size=1), st.integers(1, 40))
@@ -47,5 +47,5 @@ def test_the_convex_hull_finds_what_the_plain_recursion_finds(counts: dict[int, 
             min(costs[i] + (upto[j] - upto[i]) * sizes[j - 1] for i in range(j)) for j in range(1, len(upto))
         ]
         least = min(least, costs[-1])
-    work = work_of(counts, best_buckets(counts, max_batch=300, graphs=graphs))
-    assert work.num_rows + work.padded_rows == least
+    usage = usage_of(counts, best_buckets(counts, max_batch=300, graphs=graphs))
+    assert usage.num_rows + usage.padded_rows == least

@@ -12,11 +12,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache, PinnedPrefix
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
-from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import FULL, make_geometry, make_sequence
 from tests.support.scheduler.kv_cache_model import KvModel, contexts_of

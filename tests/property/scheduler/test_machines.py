@@ -5,9 +5,10 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import Overloaded
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockPool
 from scheduler_svc.requests.stop_rule import FinishReason
-from scheduler_svc.shapes.geometry import DeviceLimits, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (
     EOS,

@@ -12,6 +12,7 @@ from gateway.http.errors import TABLE
 from gateway.scheduler_link.client import InferenceClient
 from gateway.schemas.base import RequestModel
 from gateway.settings import Settings
+from protos.errors import Internal, TriptychError
 from tests.support.docs.configuration import number
 from tests.support.docs.grpc_api import descriptors
 from tests.support.docs.pages import NOTICE, anchor, page, table
@@ -226,7 +227,13 @@ def _models() -> dict[str, type[RequestModel]]:
 
 def _errors() -> list[str]:
     rows = sorted(
-        (str(cls.http_status), f"`{row.type}`", f"`{row.code}`", str(inspect.getdoc(cls)).splitlines()[0])
+        (
+            str(cls.http_status),
+            f"`{row.type}`",
+            f"`{row.code}`",
+            # The row of the base class is for internal errors.
+            str(inspect.getdoc(Internal if cls is TriptychError else cls)).splitlines()[0],
+        )
         for cls, row in TABLE.items()
     )
     text = (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
 from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
@@ -22,7 +23,7 @@ from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling
 from scheduler_svc.requests.sequence_group import Resumed
 from scheduler_svc.requests.stop_rule import StopRule
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.sampling_params import sampling_params
 
 EOS = 2

@@ -8,10 +8,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.groups.base import Table
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.geometry import Geometry, GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
 
 Cell = tuple[bytes, bool]
 """KV of one position: its context (all tokens up to it), and whether a whole aligned chunk computed it."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from protos.kv_groups import GroupKind
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
@@ -16,14 +17,13 @@ from scheduler_svc.requests.admission import ServedModel, Submission
 from scheduler_svc.requests.request import Sink
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.geometry import Geometry as SchedulerGeometry
-from scheduler_svc.shapes.geometry import GroupKind as SchedulerKind
 from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.geometry import Geometry, GroupKind, group_layers
+from worker_svc.shapes.geometry import Geometry, group_layers
 from worker_svc.vllm_adapter.model import VllmModel
 
 
@@ -48,7 +48,7 @@ class LocalReplica:
             sizes,
             vocabulary=SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids),
         )
-        groups = [KvGroup(SchedulerKind[group.kind.name], group.window) for group in layers]
+        groups = [KvGroup(group.kind, group.window) for group in layers]
         geometry = SchedulerGeometry(max_model_len, slots, chunk, block_size, buckets)
         self.engine = Engine(
             max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import sampling_params
@@ -18,7 +19,7 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
-from worker_svc.shapes.geometry import Geometry, GroupKind, group_layers
+from worker_svc.shapes.geometry import Geometry, group_layers
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from protos.kv_groups import GroupKind
 from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import Recording
-from worker_svc.shapes.geometry import AttentionLayer, GroupKind, group_layers
+from worker_svc.shapes.geometry import AttentionLayer, group_layers
 
 GROUPS = group_layers(
     [AttentionLayer(name, 2, 1, 16, window, torch.float32) for name, window in (("full", 0), ("window", 8))],

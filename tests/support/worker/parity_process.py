@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from protos.kv_groups import GroupKind
 from protos.steps import SlotOutput
 from tests.support.paths import ROOT
 from tests.support.reference import Reference
@@ -23,7 +24,6 @@ from tests.support.worker.harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.settings import Backend
-from worker_svc.shapes.geometry import GroupKind
 
 BUCKETS = (1, 2, 4, 8)
 ROWS = {1: 1, 2: 1, 4: 3, 8: 5}

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from protos.kv_groups import GroupKind
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.devices import DeviceOptions
 from worker_svc.devices.rbln.device import RblnDevice
-from worker_svc.shapes.geometry import GroupKind
 
 
 @dataclasses.dataclass(frozen=True)

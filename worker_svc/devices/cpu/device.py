@@ -15,12 +15,13 @@ import psutil
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.kv_groups import GroupKind
 from worker_svc.devices import in_place
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import AttentionPlan, Kernels, Program, serves
-from worker_svc.shapes.geometry import GroupKind, KvGroup
+from worker_svc.shapes.geometry import KvGroup
 
 # vLLM registers its compiled kernels in this namespace.
 _vllm_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name

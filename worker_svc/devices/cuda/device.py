@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.kv_groups import GroupKind
 from worker_svc.devices import in_place
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
-from worker_svc.shapes.geometry import GroupKind, KvGroup
+from worker_svc.shapes.geometry import KvGroup
 
 # Some kernels compile or tune themselves on their first call, which a capture cannot contain.
 _RUNS_BEFORE_CAPTURE = 2

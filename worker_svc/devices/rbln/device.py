@@ -17,13 +17,14 @@ import torch
 from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.kv_groups import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device, DeviceOptions, ExpertActivation
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.ops import registry
 from worker_svc.devices.rbln.ops.experts import emit_experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
-from worker_svc.shapes.geometry import NULL_BLOCK, GroupKind, KvGroup
+from worker_svc.shapes.geometry import NULL_BLOCK, KvGroup
 
 _VENDOR_PACKAGES = ("rebel", "torch_rbln")
 # Variables that tell the compiler its target.

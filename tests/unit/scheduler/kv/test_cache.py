@@ -2,10 +2,11 @@
 
 import pytest
 
+from protos.kv_groups import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy
-from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
     expected_tokens,

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument, Overloaded
+from protos.kv_groups import GroupKind
 from protos.steps import Prefill, SlotOutput, StepResult
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Event, SequenceGroup
 from scheduler_svc.requests.sequence_group import Resumed
 from scheduler_svc.requests.stop_rule import FinishReason
-from scheduler_svc.shapes.geometry import GroupKind, KvGroup
+from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.sampling_params import token_logprobs
 from tests.support.scheduler.factories import (
     FULL,

@@ -5,15 +5,15 @@ import time
 
 import pytest
 
-from scheduler_svc.shapes.bucket_planner import StepCost, Work, best_buckets, plan_buckets, work_of
+from scheduler_svc.shapes.bucket_planner import BucketUsage, StepCost, best_buckets, plan_buckets, usage_of
 
 
 def test_work_counts_rows_and_padding() -> None:
     """Every step runs at the smallest bucket that holds it."""
-    work = work_of({1: 3, 3: 2, 4: 1}, (2, 4))
-    assert work == Work((2, 4), num_steps=6, num_rows=13, padded_rows=5, cost=18)
-    assert work.padding_share == 5 / 18
-    assert work_of({}, (2, 4)).padding_share == 0
+    usage = usage_of({1: 3, 3: 2, 4: 1}, (2, 4))
+    assert usage == BucketUsage((2, 4), num_steps=6, num_rows=13, padded_rows=5, cost=18)
+    assert usage.padding_share == 5 / 18
+    assert usage_of({}, (2, 4)).padding_share == 0
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_the_best_buckets(
 def test_a_plan_compares_current_and_best_buckets() -> None:
     """The gain is the saved share of the cost; a fixed cost per step dilutes it."""
     plan = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3)
-    assert (plan.now.padded_rows, plan.then.padded_rows, plan.gain) == (10, 0, 0.25)
+    assert (plan.current.padded_rows, plan.best.padded_rows, plan.gain) == (10, 0, 0.25)
     diluted = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3, cost=StepCost(fixed=4, per_row=1))
-    assert diluted.then.buckets == plan.then.buckets
+    assert diluted.best.buckets == plan.best.buckets
     assert diluted.gain == 0.125
     assert plan_buckets({3: 10}, (3, 4), max_batch=4, graphs=1).gain < 0
     assert plan_buckets({}, (4,), max_batch=4, graphs=1).gain == 0

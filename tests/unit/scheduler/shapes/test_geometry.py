@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from protos.errors import ConfigurationRefused
-from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, GroupKind, KvGroup
+from protos.kv_groups import GroupKind
+from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup
 from tests.support.scheduler.factories import FULL
 
 LIMITS = DeviceLimits(max_context=2048, block_size_multiple=32, max_batch=64, max_chunk=512)
@@ -52,7 +53,7 @@ def test_an_impossible_window_is_refused_with_its_group(group: KvGroup, message:
     """The message names the KV group, its kind and its window."""
     with pytest.raises(ConfigurationRefused, match=message) as caught:
         GOOD.check(LIMITS, [FULL, group])
-    assert f"KV group 1 ({group.kind.value}, window {group.window})" in str(caught.value)
+    assert f"KV group 1 ({group.kind.value.replace('_', ' ')}, window {group.window})" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [GroupKind.IN_PLACE_WINDOW, GroupKind.PAGED_WINDOW])

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from protos.kv_groups import GroupKind
 from worker_svc.devices import in_place
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.shapes.geometry import AttentionLayer, GroupKind, KvGroup
+from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCKS = 4, 2, 16, 8, 6
 GROUP = KvGroup(

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.kv_groups import GroupKind
 from protos.steps import BlockCopy
 from worker_svc.devices import DeviceOptions, gathered, in_place, open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.shapes.geometry import AttentionLayer, GroupKind, KvGroup, group_layers
+from worker_svc.shapes.geometry import AttentionLayer, KvGroup, group_layers
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCK = 6, 2, 32, 16, 64
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from protos.errors import Internal
+from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Growth, Prefill
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices.attention import InPlaceInput, PagedInput
 from worker_svc.execution.batch import Batch
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.shapes.geometry import AttentionLayer, Geometry, group_layers
 
 LAYERS = [
     AttentionLayer("full", 2, 1, 32, 0, torch.float32),

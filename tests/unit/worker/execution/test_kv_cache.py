@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from protos.kv_groups import GroupKind
 from protos.steps import BlockCopy
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.shapes.geometry import AttentionLayer, GroupKind, group_layers
+from worker_svc.shapes.geometry import AttentionLayer, group_layers
 
 BLOCK = 32
 

@@ -10,18 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
+from protos.kv_groups import GroupKind
 from protos.steps import PoolShape
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory, working_bytes
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.shapes.geometry import (
-    AttentionLayer,
-    Geometry,
-    GroupKind,
-    KvGroup,
-    PoolGeometry,
-    group_layers,
-)
+from worker_svc.shapes.geometry import AttentionLayer, Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelSize
 
 GIB = 2**30

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.kv_groups import GroupKind
 from worker_svc.execution.kv_cache import count_blocks
-from worker_svc.shapes.geometry import AttentionLayer, Geometry, GroupKind, group_layers
+from worker_svc.shapes.geometry import AttentionLayer, Geometry, group_layers
 
 SIZES = Geometry(1024, 8, 128, 128, (1, 4, 8))
 
