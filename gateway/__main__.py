@@ -38,7 +38,7 @@ class HttpServer(uvicorn.Server):
             for sig, handler in before.items():
                 signal.signal(sig, handler)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's signature
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as signal handlers
         """Drains on the first signal; ends running requests on the second."""
         if self.should_exit:
             self._end_requests()

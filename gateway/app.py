@@ -27,9 +27,10 @@ from protos.logs import get_logger
 
 # Opens the OpenAPI document.
 _DESCRIPTION: Final = (
-    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects; unknown parameters are refused by name."
-    " Every answer has the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant"
-    " names the tenant; the scheduler shares capacity fairly among tenants. Statuses 429 and 503 carry Retry-After."
+    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects; unknown parameters are refused"
+    " by name. Every answer has the header X-Request-Id: the client's own, if it sent a usable one. The"
+    " request header X-Tenant names the tenant; the scheduler shares capacity fairly among tenants. Statuses"
+    " 429 and 503 carry Retry-After."
 )
 
 
@@ -57,7 +58,7 @@ def create_app(
     """
     prepare: Callable[[TextCodec], None] = (
         vllm_parsers.prepare
-        if vllm_parsers.names_one(settings.tool_call_parser, settings.reasoning_parser)
+        if vllm_parsers.uses_vllm(settings.tool_call_parser, settings.reasoning_parser)
         else lambda _: None
     )
     watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=prepare)

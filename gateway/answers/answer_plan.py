@@ -37,14 +37,14 @@ class AnswerPlan:
     calls: Callable[[], ToolParser] | None = None
     """Makes a parser that finds tool calls."""
     constraint: pb.StructuredOutput | None = None
-    """What the output must match; ``None``: any text is fine."""
+    """The grammar that the output must match; ``None``: any text is fine."""
     constraint_param: str = ""
     """The request's parameter that set the constraint."""
     markers: frozenset[str] | None = frozenset()
     """Texts that the parsers must see although they may be special tokens; ``None``: any special token may be
     one."""
     one_call: bool = False
-    """Whether calls behind the first are left out."""
+    """Whether calls behind the first are dropped."""
     named: bool = False
     """Whether the request names the one tool to call."""
     show_thinking: bool = True
@@ -83,6 +83,7 @@ class _CallPlan(NamedTuple):
     form: Format
     constraint: pb.StructuredOutput | None = None
     param: str = ""
+    """The request's parameter that set the constraint."""
 
 
 def plan_answer(
@@ -153,8 +154,9 @@ def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, para
         return tag
     if (marks := parser.marks) is None:
         raise Unsupported(
-            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text ends the"
-            " thinking, so the answer behind it cannot be constrained; omit it, or start the gateway with another parser",
+            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text"
+            " ends the thinking, so the answer behind it cannot be constrained; omit it, or start the gateway"
+            " with another parser",
             param=param,
         )
     return behind_thinking(at, tag, marks)
@@ -185,8 +187,8 @@ def _plan_required(
     """Plans an answer of nothing but calls: of any tool, or one call of the named tool."""
     if asked is not None:
         raise InvalidArgument(
-            f"{body.constraint_param} and a tool_choice that requires a call contradict one another; send one of them, or"
-            ' tool_choice "auto" or "none"',
+            f"{body.constraint_param} and a tool_choice that requires a call contradict one another; send one"
+            ' of them, or tool_choice "auto" or "none"',
             param=body.constraint_param,
         )
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
@@ -212,8 +214,9 @@ def _plan_optional(
     """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""
     if form is None:
         raise Unsupported(
-            f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does not show how it"
-            ' writes calls; send tool_choice "required" or a function\'s name, or start the gateway with --tool-call-parser',
+            f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does"
+            ' not show how it writes calls; send tool_choice "required" or a function\'s name, or start the'
+            " gateway with --tool-call-parser",
             param="tool_choice",
         )
     strict = [index for index, tool in enumerate(body.tools) if tool.function.strict]
@@ -237,13 +240,13 @@ def _plan_optional(
 def _without_grammar(param: str | None, strict: Sequence[int]) -> Unsupported:
     if param is not None:
         return Unsupported(
-            f"{param} is not supported together with optional tool calls: the parser of this model's calls has no grammar for"
-            f' "calls or this answer"; omit it, or send tool_choice "none"',
+            f"{param} is not supported together with optional tool calls: the parser of this model's calls"
+            ' has no grammar for "calls or this answer"; omit it, or send tool_choice "none"',
             param=param,
         )
     param = f"tools[{strict[0]}].function.strict"
     return Unsupported(
-        f'{param}=true is not supported: the parser of this model\'s calls has no grammar for tool_choice "auto"; omit it,'
-        ' or send tool_choice "required" or a function\'s name',
+        f"{param}=true is not supported: the parser of this model's calls has no grammar for"
+        ' tool_choice "auto"; omit it, or send tool_choice "required" or a function\'s name',
         param=param,
     )

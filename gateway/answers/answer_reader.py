@@ -92,7 +92,7 @@ class AnswerReader:
         Args:
             thinking: finds thinking, if the model thinks.
             calls: finds tool calls, if the answer may have some.
-            one_call: leave out calls behind the first.
+            one_call: drop calls behind the first.
             show_thinking: whether the client wants to see the thinking.
         """
         self._thinking = thinking
@@ -144,12 +144,12 @@ class AnswerReader:
             if not self._one_call or isinstance(part, Text | Reasoning) or part.number == 0:
                 yield part
             elif isinstance(part, CallRevoked):
-                # The call was left out, so the client has not seen it.
+                # The call was dropped, so the client has not seen it.
                 yield Text(part.source)
 
 
 @dataclass(slots=True)
-class Message:
+class CollectedMessage:
     """A chat message, collected from events."""
 
     content: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Message:
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Message":
+    def of(cls, events: Iterable[Event]) -> "CollectedMessage":
         """Returns the message that ``events`` add up to."""
         message = cls()
         for event in events:

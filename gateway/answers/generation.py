@@ -233,7 +233,7 @@ class Generation:
     n: int
     """Sequences per prompt."""
     prompt_only: bool
-    """Whether the answer is the prompt alone: generated tokens are neither shown nor counted."""
+    """Whether the answer is only the prompt: generated tokens are neither shown nor counted."""
     make_detokenizer: Callable[[], Detokenizer]
     """Makes a detokenizer for a prompt."""
     worker: TextWorker
@@ -303,7 +303,7 @@ class Generation:
         return self.prompts[0].echo is not None and self.sequences[0].num_logprobs is not None
 
     async def deltas(self) -> list[Delta]:
-        """Waits for news of any sequence; returns an empty list once all have finished.
+        """Waits for deltas of any sequence; returns an empty list once all have finished.
 
         Raises:
             TriptychError: if the request failed.
@@ -313,8 +313,8 @@ class Generation:
                 answers = self._answer_events(events)
                 if self.reports_prompts:
                     await self._report_prompts({index // self.n for index, _ in answers})
-                if news := list(self._new_deltas(answers)):
-                    return news
+                if deltas := list(self._new_deltas(answers)):
+                    return deltas
         except TriptychError as error:
             if error.param == "structured_output":
                 error.param = self.constraint_param  # the client's name for it

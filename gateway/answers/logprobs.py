@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from protos.triptych.v1 import common_pb2 as pb
 
 # Stands for minus infinity, which JSON lacks; OpenAI and vLLM use the same number.
-LEAST: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 
 
 class TokenReport(NamedTuple):
@@ -51,7 +51,7 @@ class Reporter:
             "content": [
                 {
                     **self._chat_token(token.token_id, token.logprob),
-                    "top_logprobs": [self._chat_token(*one) for one in token.top],
+                    "top_logprobs": [self._chat_token(*likely) for likely in token.top],
                 }
                 for token in tokens
             ]
@@ -110,4 +110,4 @@ class Reporter:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)

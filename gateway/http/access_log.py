@@ -1,13 +1,13 @@
 """Fields that routes add to a request's line in the access log."""
 
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Final
 
-_KEY = "triptych.access"
+_KEY: Final = "triptych.access"
 
 
 def note(scope: MutableMapping[str, Any], **fields: Any) -> None:
-    """Adds ``fields`` to the request's line in the access log; leaves out ``None`` values."""
+    """Adds ``fields`` to the request's line in the access log; skips ``None`` values."""
     noted = scope.setdefault(_KEY, {})
     noted.update({name: value for name, value in fields.items() if value is not None})
 

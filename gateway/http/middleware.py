@@ -19,8 +19,6 @@ from protos.logs import bind_request, get_logger
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-tenant"
 
-# The scheduler's limit.
-
 # Machines poll these every few seconds, so they are logged at debug level only.
 _QUIET: Final = frozenset({"/health", "/metrics"})
 
@@ -112,7 +110,7 @@ class RequestMiddleware:
                     raise  # the response has begun: only the server can end it now
                 await error_response(internal(error))(scope, receive, send_with_id)
             finally:
-                self._account(scope, status, began)
+                self._record(scope, status, began)
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is longer than {self._max_body_bytes} bytes; send less at once")
@@ -144,7 +142,7 @@ class RequestMiddleware:
 
         return limited
 
-    def _account(self, scope: MutableMapping[str, Any], status: int, began: float) -> None:
+    def _record(self, scope: MutableMapping[str, Any], status: int, began: float) -> None:
         route = getattr(scope.get("route"), "path", None) or "other"
         self._metrics.answered(route, scope["method"], status)
         write = self._log.debug if scope["path"] in _QUIET else self._log.info

@@ -15,7 +15,7 @@ class JsonCallParser(ParserBase):
 
     A call that fails before it was announced is content, and other calls may follow. A call that fails after
     it was announced is revoked, and everything behind it is content: a client that has seen the call cannot
-    be told more.
+    be corrected.
     """
 
     def __init__(

@@ -12,8 +12,7 @@ def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
     Returns:
         The text before the marker, the marker, and the text after it. Without a marker: the text that
-            certainly precedes any marker,
-        nothing, and the tail that may still become a marker.
+        certainly precedes any marker, nothing, and the tail that may still become a marker.
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:

@@ -57,8 +57,8 @@ def thinking_at(prompt_tail: str, *, always: bool) -> Thinking:
 class ThinkParser(ParserBase):
     """Yields thinking as :class:`Reasoning` and the rest as :class:`Text`.
 
-    Implements :class:`gateway.parsers.events.ToolParser`.     If the text ends inside the thinking, all of it
-    is thinking. Only the first end marker counts.
+    Implements :class:`gateway.parsers.events.ToolParser`. If the text ends inside the thinking, all of it is
+    thinking. Only the first end marker counts.
     """
 
     def __init__(self, at: Thinking) -> None:

@@ -1,7 +1,7 @@
 """The second half of both completions endpoints: submit the prompts, then stream or collect the answer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +12,7 @@ from gateway.answers.responses import EventStream, collect
 from gateway.answers.sse import Chunks
 from gateway.http.access_log import note
 from gateway.http.middleware import tenant_of
-from gateway.routes.context import Context, context_of
+from gateway.routes.context import context_of
 from gateway.routes.request_builder import bad_word_tokens, generate_requests
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import ServedModel
@@ -20,7 +20,7 @@ from gateway.schemas.sampling import SamplingRequest
 from protos.triptych.v1 import common_pb2 as pb
 
 # Hexadecimal digits that make a client's request id unique among its retries.
-_UNIQUE_DIGITS = 8
+_UNIQUE_DIGITS: Final = 8
 
 
 class CollectedExtras(NamedTuple):
@@ -51,7 +51,7 @@ class AnswerFormat(NamedTuple):
     markers: frozenset[str] | None = frozenset()
     """Special tokens that the endpoint needs as text; ``None``: all of them."""
     constraint: pb.StructuredOutput | None = None
-    """What the output must match."""
+    """The grammar that the output must match; ``None``: any text is fine."""
     constraint_param: str = ""
     """The request's parameter that set the constraint."""
 
@@ -121,7 +121,7 @@ async def _begin(
     echoes: Sequence[str] | None,
 ) -> Generation:
     """Submits ``prompts`` to the scheduler."""
-    context: Context = context_of(request)
+    context = context_of(request)
     tenant = tenant_of(request.headers)
     note(request.scope, tenant=tenant or None)
     bad_words = await context.text_worker.run(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
-from gateway.answers.answer_reader import Message, finish_reason
+from gateway.answers.answer_reader import CollectedMessage, finish_reason
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Delta
 from gateway.answers.sse import ChatChunks
@@ -73,7 +73,7 @@ def _stream(plan: AnswerPlan, *args: Any, **options: Any) -> tuple[ChatChunks, C
 
 
 def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, Any]:
-    message, reason = Message.of(plan.reader().whole(end.text)), end.finish_reason
+    message, reason = CollectedMessage.of(plan.reader().whole(end.text)), end.finish_reason
     return {
         "index": end.sequence,
         "message": message.body(with_reasoning=plan.thinking is not None),

@@ -81,8 +81,8 @@ def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
     max_choices = max(max_prompts, MAX_SEQUENCES)
     if len(body.prompt) * body.n > max_choices:
         raise InvalidArgument(
-            f"{len(body.prompt)} prompts with n={body.n} make {len(body.prompt) * body.n} choices; ask for at most "
-            f"{max_choices} at once",
+            f"{len(body.prompt)} prompts with n={body.n} make {len(body.prompt) * body.n} choices; ask for at"
+            f" most {max_choices} at once",
             param="n",
         )
 

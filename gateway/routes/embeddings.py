@@ -80,8 +80,8 @@ def _check(body: EmbeddingRequest, served: ServedModel, max_inputs: int) -> None
     size = served.model.pooled_size
     if body.dimensions is not None and body.dimensions != size:
         raise Unsupported(
-            f"dimensions={body.dimensions} is not supported: embeddings of '{served.model.served_name}' have {size};"
-            " omit it",
+            f"dimensions={body.dimensions} is not supported: embeddings of '{served.model.served_name}' have"
+            f" {size}; omit it",
             param="dimensions",
         )
 

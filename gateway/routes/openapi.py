@@ -1,4 +1,4 @@
-"""What the routes add to the OpenAPI document: request bodies, answers and errors.
+"""Additions to the OpenAPI document: request bodies, answers and errors.
 
 The routes parse bodies and write answers themselves, so FastAPI cannot find these schemas in their
 signatures.

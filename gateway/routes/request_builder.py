@@ -1,4 +1,4 @@
-"""Wire requests from request bodies: token ids, sampling parameters, and checks that need no scheduler."""
+"""Builds wire requests from request bodies, and checks what needs no scheduler."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -130,7 +130,10 @@ def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, 
                 "shorten the prompt",
             )
         else:
-            asked = f"the prompt has {count} tokens and the request asks for {limit} more, {count + limit} together"
+            asked = (
+                f"the prompt has {count} tokens and the request asks for {limit} more, "
+                f"{count + limit} together"
+            )
             advice = f"shorten the prompt or ask for at most {context - count} tokens"
         raise ContextExceeded(f"this model's context is {context} tokens, but {asked}; {advice}", param=param)
 
@@ -147,8 +150,8 @@ def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> 
     room = served.model.max_model_len - (body.output_limit or 1)
     if keep > room:
         raise InvalidArgument(
-            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that fit into the context of "
-            f"{served.model.max_model_len} beside the answer; keep fewer, or send -1",
+            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that fit into the"
+            f" context of {served.model.max_model_len} beside the answer; keep fewer, or send -1",
             param="truncate_prompt_tokens",
         )
     if keep == -1:
@@ -192,7 +195,7 @@ def sampling_of(
     Args:
         body: the HTTP request.
         model: the model.
-        constraint: what the whole output must match; the answer's plan has made it of the body.
+        constraint: the grammar that the whole output must match, thinking and calls included.
 
     Raises:
         InvalidArgument: if a token id is beyond the vocabulary.
@@ -302,7 +305,8 @@ def pool_requests(
             raise InvalidArgument("'input' is empty: it must give at least one token", param="input")
         if len(prompt) > longest:
             raise ContextExceeded(
-                f"an input has {len(prompt)} tokens, but '{served.model.served_name}' is served for at most {longest}; shorten it",
+                f"an input has {len(prompt)} tokens, but '{served.model.served_name}' is served for at most"
+                f" {longest}; shorten it",
                 param="input",
             )
     return [

@@ -51,11 +51,11 @@ class PendingRequest:
     """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
     number in the group."""
     accepted: bool
-    """Whether a scheduler has run it: further trouble then means waiting, not failing."""
+    """Whether a scheduler has run it: after further errors it then waits instead of failing."""
     deadline: asyncio.TimerHandle | None
     """Runs while the request waits for a lost scheduler."""
     time_left_s: float | None
-    """What was left of the deadline when it stopped; ``None``: all of it."""
+    """The rest of the deadline when it stopped; ``None``: all of it."""
     retry: asyncio.TimerHandle | None
     """Runs until the request is sent again."""
 

@@ -90,18 +90,18 @@ class RequestTable:
         pending.retry = None
         # Without a stream there is nothing to do: the next one resubmits every request.
         if self._outbox.is_open and pending.wire_id in self._pending:
-            self.resubmit(pending)
+            self._resubmit(pending)
 
     def resubmit_all(self) -> None:
         """Sends every request again, on a new stream."""
         for pending in list(self._pending.values()):
-            self.resubmit(pending)
+            self._resubmit(pending)
 
-    def resubmit(self, pending: PendingRequest) -> None:
+    def _resubmit(self, pending: PendingRequest) -> None:
         """Sends a request again, with the tokens received so far.
 
-        Its id is new, because a scheduler that has not noticed the loss may still know the old one. If a sequence's
-        tokens are already complete, the scheduler answers with its finish reason.
+        Its id is new, because a scheduler that has not noticed the loss may still know the old one. If a
+        sequence's tokens are already complete, the scheduler answers with its finish reason.
         """
         if pending.retry is not None:
             pending.retry.cancel()

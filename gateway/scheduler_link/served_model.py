@@ -46,8 +46,8 @@ class ServedModel:
         """
         if pb.POOL_TASK_EMBED not in self.model.pool_tasks:
             raise Unsupported(
-                f"'{self.model.served_name}' generates text and does not make embeddings; use /v1/chat/completions or"
-                " /v1/completions",
+                f"'{self.model.served_name}' generates text and does not make embeddings; use"
+                " /v1/chat/completions or /v1/completions",
                 param="model",
             )
 

@@ -41,8 +41,9 @@ async def download_tokenizer(stub: "InferenceAsyncStub", folder: Path, timeout_s
             bytes_left -= len(chunk.data)
             if len(names) > MAX_TOKENIZER_FILES or bytes_left < 0:
                 raise Internal(
-                    f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or "
-                    f"{MAX_TOKENIZER_BYTES >> 20} MiB of them; check that the model's folder holds no other files"
+                    f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or"
+                    f" {MAX_TOKENIZER_BYTES >> 20} MiB of them; check that the model's folder holds no other"
+                    " files"
                 )
             # The folder is temporary: the write ends in the page cache and does not block for long.
             with (folder / name).open("ab") as file:

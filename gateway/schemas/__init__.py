@@ -2,5 +2,5 @@
 
 ``base`` parses bodies and words refusals, ``sampling`` holds the parameters that chats and completions share,
 ``structured`` the constraints, ``tools`` the tools. ``answers`` describes answers for the OpenAPI document.
-Routes, answers and request builders import this room; it imports only ``quoting``.
+Routes and answers import this room; it imports only ``quoting``.
 """

@@ -4,7 +4,7 @@ The routes write their JSON directly, because validation would cost time with ev
 answers against these models.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,9 +49,11 @@ class CompletionUsage(AnswerModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Annotated[
-    Literal["stop", "length", "tool_calls"],
-    Field(description="stop: an end token or a stop string; length: max_tokens or the end of the context."),
+_ENDS: Final = "stop: an end token or a stop string; length: max_tokens or the end of the context"
+
+FinishReason = Annotated[Literal["stop", "length"], Field(description=f"{_ENDS}.")]
+ChatFinishReason = Annotated[
+    Literal["stop", "length", "tool_calls"], Field(description=f"{_ENDS}; tool_calls: the message has calls.")
 ]
 StopReason = Annotated[
     str | int | None,
@@ -60,8 +62,8 @@ StopReason = Annotated[
 PromptLogprobs = Annotated[
     list[dict[str, dict[str, Any]] | None] | None,
     Field(
-        description="With prompt_logprobs: for each prompt token but the first, its log-probability, rank and text, and"
-        " those of the likeliest tokens, by token id."
+        description="With prompt_logprobs: for each prompt token but the first, its log-probability, rank and"
+        " text, and those of the likeliest tokens, by token id."
     ),
 ]
 
@@ -120,7 +122,7 @@ class ChatChoice(AnswerModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: StopReason
 
 

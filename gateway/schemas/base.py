@@ -1,4 +1,4 @@
-"""Parsing of request bodies, and the wording of refusals."""
+"""Parses request bodies and words refusals."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ M = TypeVar("M", bound="RequestModel")
 
 # Longest unknown name that is compared with the known ones: the effort grows with the name, and the longest
 # known name has 27 letters.
-_MISTYPED: Final = 40
+_MAX_COMPARED_NAME: Final = 40
 
 # No request object has as many fields. Beyond this, checking each of them would take seconds.
 _MAX_FIELDS: Final = 256
@@ -30,7 +30,7 @@ class Unserved(NamedTuple):
     neutral: tuple[Any, ...] = ()
     """The accepted values."""
     hint: str = "it is not served by this deployment; omit it"
-    """What to do instead, for the error."""
+    """The advice in the error."""
 
 
 class RequestModel(BaseModel):
@@ -38,8 +38,8 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
-    # Known parameters that are not served, by name.
     unserved: ClassVar[Mapping[str, Unserved]] = {}
+    """Known parameters that are not served, by name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +125,7 @@ def _unknown(model: type[RequestModel], location: tuple[int | str, ...]) -> str:
     name = str(location[-1])
     # Suggestions need the known names, which are only at hand for the top level. That is where people
     # mistype.
-    comparable = len(location) == 1 and len(name) <= _MISTYPED
+    comparable = len(location) == 1 and len(name) <= _MAX_COMPARED_NAME
     near = difflib.get_close_matches(name, model.model_fields, n=1) if comparable else []
     hint = f"did you mean '{near[0]}'?" if near else "omit it"
     return f"unknown parameter '{path_of(location)}'; {hint}"

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
-from gateway.schemas.tools import FUNCTIONS_HINT, NamedChoice, ToolCall, ToolChoice, Tools, few_calls
+from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCall, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits
 
 # Turns of a conversation: more than real ones have, few enough to check without delaying other requests'
@@ -66,9 +66,9 @@ class Message(RequestModel):
         Field(description="Text, or a list of parts of type text."),
     ]
     tool_calls: Annotated[
-        list[ToolCall],
+        list[EarlierCall],
         Field(fail_fast=True, description="Calls of an assistant's earlier turn."),
-        BeforeValidator(few_calls),
+        BeforeValidator(limit_calls),
         or_default([]),
     ] = Field(default_factory=list)
     tool_call_id: Annotated[
@@ -105,7 +105,8 @@ class Message(RequestModel):
             raise ValueError("tool_call_id belongs to messages with the role 'tool'; omit it")
         elif self.name is not None:
             raise ValueError(
-                "name is not supported: chat templates use it only with the role 'tool'; write it into the content"
+                "name is not supported: chat templates use it only with the role 'tool'; write it into the"
+                " content"
             )
         return self
 
@@ -124,7 +125,7 @@ class Message(RequestModel):
         return turn
 
 
-def _few_messages(messages: Any) -> Any:
+def _limit_messages(messages: Any) -> Any:
     # Checked before the messages themselves.
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(
@@ -133,7 +134,7 @@ def _few_messages(messages: Any) -> Any:
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]
 
 
 class Conversation(RequestModel):
@@ -198,7 +199,7 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         Field(
             ge=0,
             le=limits.MAX_LOGPROBS,
-            description="Also report that many of the likeliest tokens in each place.",
+            description="Also report this many of the likeliest tokens in each place.",
         ),
     ] = None
 
@@ -218,7 +219,8 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(
-                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) mean the same; send one of them"
+                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) mean the same; send one of"
+                " them"
             )
         return self
 

@@ -67,7 +67,8 @@ class CompletionRequest(SamplingRequest):
         Field(
             ge=0,
             le=limits.MAX_LOGPROBS,
-            description="Report each token's log-probability, and those of that many of the likeliest tokens.",
+            description="Report each token's log-probability, and those of this many of the likeliest"
+            " tokens.",
         ),
     ] = None
     echo: Annotated[

@@ -190,7 +190,8 @@ class SamplingRequest(RequestModel):
         list[str],
         BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None),
         Field(
-            description=f"Texts that end the answer: at most {limits.MAX_STOP_STRINGS} of {limits.MAX_STOP_STRING_LENGTH:,} characters each."
+            description=f"Texts that end the answer: at most {limits.MAX_STOP_STRINGS} of"
+            f" {limits.MAX_STOP_STRING_LENGTH:,} characters each."
         ),
     ] = Field(default_factory=list)
     stop_token_ids: Annotated[TokenIds, or_default([]), Field(max_length=limits.MAX_STOP_TOKEN_IDS)] = Field(
@@ -207,13 +208,15 @@ class SamplingRequest(RequestModel):
         bool,
         or_default(True),
         Field(
-            description="With skip_special_tokens=false: spaces around special tokens, if the tokenizer writes them."
+            description="With skip_special_tokens=false: spaces around special tokens, if the tokenizer"
+            " writes them."
         ),
     ] = True
     add_special_tokens: Annotated[
         bool | None,
         Field(
-            description="Add the tokenizer's own special tokens to prompts. Default: yes for texts, no for chats."
+            description="Add the tokenizer's own special tokens to prompts. Default: yes for texts, no for"
+            " chats."
         ),
     ] = None
     response_format: Annotated[
@@ -227,7 +230,7 @@ class SamplingRequest(RequestModel):
     ] = False
     stream_options: Annotated[StreamOptions | None, Field(description="Only with stream=true.")] = None
     priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)] = None
     user: Annotated[str | None, Field(max_length=512, description="Your end user, for the access log.")] = (
         None
     )
@@ -249,7 +252,8 @@ class SamplingRequest(RequestModel):
     def _best_of_is_n(self) -> "SamplingRequest":
         if self.best_of not in (None, self.n):
             raise ValueError(
-                f"best_of={self.best_of} is not supported: all generated choices are returned; omit it, or send n alone"
+                f"best_of={self.best_of} is not supported: all generated choices are returned; omit it, or"
+                " send n alone"
             )
         return self
 

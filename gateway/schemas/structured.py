@@ -11,6 +11,8 @@ from gateway.schemas.base import RequestModel, Unserved
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 
+# Above the wire's own limit (``MAX_GRAMMAR_BYTES``): a schema may shrink before it is sent, because tags omit
+# its annotations.
 MAX_TEXT: Final = 1 << 20
 MAX_CHOICES: Final = 10_000
 

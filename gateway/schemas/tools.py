@@ -140,7 +140,8 @@ def _choice(value: Any) -> Any:
         if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
             return NamedChoice(function["name"])
     raise ValueError(
-        f'must be "none", "auto", "required" or {{"type": "function", "function": {{"name": "…"}}}}, got {quote(value)}'
+        'must be "none", "auto", "required" or {"type": "function", "function": {"name": "…"}},'
+        f" got {quote(value)}"
     )
 
 
@@ -157,7 +158,7 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(RequestModel):
+class EarlierFunction(RequestModel):
     """The name and arguments of an earlier call."""
 
     # Any name: a model may have made it up, and refusing it would end the conversation.
@@ -167,7 +168,7 @@ class CalledFunction(RequestModel):
     ] = None
 
 
-class ToolCall(RequestModel):
+class EarlierCall(RequestModel):
     """A call in an earlier turn of the assistant."""
 
     # Streams carry it, so clients that collect a stream send it back.
@@ -175,7 +176,7 @@ class ToolCall(RequestModel):
 
     id: Annotated[str, Field(min_length=1, max_length=256, description="The call's id.")]
     type: FunctionType = "function"
-    function: CalledFunction
+    function: EarlierFunction
 
     def for_template(self) -> dict[str, Any]:
         """Returns the call in the form that chat templates expect.
@@ -192,7 +193,7 @@ class ToolCall(RequestModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def few_calls(calls: Any) -> Any:
+def limit_calls(calls: Any) -> Any:
     """Refuses an excessive number of calls before looking at them."""
     if isinstance(calls, list) and len(calls) > MAX_CALLS:
         raise ValueError(f"takes at most {MAX_CALLS} calls, got {len(calls)}")

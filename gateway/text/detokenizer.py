@@ -101,7 +101,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class BytewiseDetokenizer:
-    """For tokenizers whose tokens are bytes. Holds back at most the bytes of one unfinished character."""
+    """Decodes tokens that stand for bytes. Holds back at most the bytes of one unfinished character."""
 
     __slots__ = ("_bytes", "_decode")
 
@@ -120,7 +120,7 @@ class BytewiseDetokenizer:
 
 
 class WindowedDetokenizer:
-    """For all other tokenizers: decodes a window of recent tokens again with each new one.
+    """Decodes the tokens of any tokenizer: a window of recent tokens again with each new one.
 
     It emits what the new token adds to the window's text. The window starts at the last token boundary before
     which all text is settled. vLLM and TGI call its ends prefix and read offset.

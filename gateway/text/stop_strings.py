@@ -1,4 +1,4 @@
-"""Stop strings in streamed text, including those that cross token boundaries."""
+"""Finds stop strings in streamed text, even across token boundaries."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a chat template shows about the model's answers: the format of its tool calls, and whether it thinks.
+"""Finds out from a chat template how the model writes tool calls, and whether it thinks.
 
 The probe renders a conversation with a tool call and looks at how the template writes the call.
 """

@@ -54,7 +54,7 @@ def _format_of(tag_: Any) -> Tag:
     Rewrites tags of the older form (``structures``, ``triggers``).
     """
     if not isinstance(tag_, dict):
-        raise ValueError("a structural tag must be a JSON object")  # noqa: TRY004 - the caller catches ValueError
+        raise ValueError("a structural tag must be a JSON object")  # noqa: TRY004 - as the caller catches
     if "structures" not in tag_:
         if not isinstance(tag_.get("format"), dict):
             raise ValueError("a structural tag needs 'format', an object")

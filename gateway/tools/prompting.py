@@ -12,8 +12,8 @@ from gateway.text.chat_template import ChatTemplate
 from protos.errors import InvalidArgument
 
 _INTRODUCTION: Final = (
-    "You can call these functions, described in JSON. To call some, answer with nothing but a JSON list of objects with "
-    '"name" and "parameters":'
+    "You can call these functions, described in JSON. To call some, answer with nothing but a JSON list of"
+    ' objects with "name" and "parameters":'
 )
 
 

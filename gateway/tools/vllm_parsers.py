@@ -42,7 +42,8 @@ def check(setting: str, value: str) -> None:
     name = value.removeprefix(VLLM_PREFIX)
     if importlib.util.find_spec("vllm") is None:
         raise ConfigurationRefused(
-            f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or choose one of the gateway's own parsers"
+            f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or"
+            " choose one of the gateway's own parsers"
         )
     manager = _manager(setting)
     known = manager.list_registered()
@@ -54,7 +55,8 @@ def check(setting: str, value: str) -> None:
         _class(manager, value)
     except ImportError as error:
         raise ConfigurationRefused(
-            f"{setting} {value}: vLLM cannot load that parser: {error}; install the missing package beside vLLM"
+            f"{setting} {value}: vLLM cannot load that parser: {error}; install the missing package beside"
+            " vLLM"
         ) from error
 
 
@@ -71,7 +73,7 @@ def _manager(setting: str) -> Any:
     return importlib.import_module("vllm.tool_parsers").ToolParserManager
 
 
-def names_one(*settings: str) -> bool:
+def uses_vllm(*settings: str) -> bool:
     """Whether any of these settings names a parser of vLLM."""
     return any(value.startswith(VLLM_PREFIX) for value in settings)
 

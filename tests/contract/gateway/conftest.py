@@ -1,4 +1,4 @@
-"""Contract tests start from a fake scheduler without requests and faults, and do not wait long to reconnect."""
+"""Each contract test starts from a fake scheduler without requests and faults, and reconnects quickly."""
 
 import pytest
 

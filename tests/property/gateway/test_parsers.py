@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers.answer_reader import AnswerReader, Message
+from gateway.answers.answer_reader import AnswerReader, CollectedMessage
 from gateway.parsers import events
 from gateway.parsers.json_scan import ValueScanner
 from gateway.parsers.named_tool import NamedToolParser
@@ -76,7 +76,7 @@ def test_pieces_add_up_to_the_whole(
 def test_complete_calls_have_arguments(name: str, text: str) -> None:
     """The arguments of a call are a JSON object, unless the text was cut off."""
     found = read(AnswerReader(None, PARSERS[name]()), [text])
-    calls = list(Message.of(found).calls.values())
+    calls = list(CollectedMessage.of(found).calls.values())
     for call in calls[:-1]:
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
@@ -117,7 +117,7 @@ def test_any_arguments_come_through_every_json_format(
         "list": f'[{{"name": "f", "parameters": {written}}}]',
         "named": written,
     }.items():
-        message = Message.of(read(AnswerReader(None, PARSERS[name]()), pieces(text, at)))
+        message = CollectedMessage.of(read(AnswerReader(None, PARSERS[name]()), pieces(text, at)))
         (call,) = message.calls.values()
         assert call["function"] == {"name": "f", "arguments": written}
         assert "".join(message.content) == ("Well." if name == "hermes" else "")
@@ -127,7 +127,7 @@ def test_any_arguments_come_through_every_json_format(
 def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object], at: list[int]) -> None:
     """Python's literals have the same values as JSON's."""
     text = "[f(" + ", ".join(f"{key}={item!r}" for key, item in value.items()) + "), get_weather()]"
-    message = Message.of(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
+    message = CollectedMessage.of(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
     first, second = message.calls.values()
     assert json.loads(first["function"]["arguments"]) == value
     assert second["function"] == {"name": "get_weather", "arguments": "{}"}

@@ -1,4 +1,4 @@
-"""ServedModel models, one without tools and thinking and one with both; loaded once per module that needs them."""
+"""Two served models, one with tools and thinking and one with neither; loaded once per module."""
 
 import pytest
 

@@ -266,7 +266,7 @@ async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeSchedule
         assert client.num_pending == 0
 
 
-@pytest.mark.parametrize("method", ["deliver", "resubmit"])
+@pytest.mark.parametrize("method", ["deliver", "_resubmit"])
 async def test_an_unexpected_exception_is_a_pause(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -279,7 +279,7 @@ async def test_an_unexpected_exception_is_a_pause(
         works(table, given)
 
     monkeypatch.setattr(RequestTable, method, fails_once)
-    scheduler.break_after = 5 if method == "resubmit" else None
+    scheduler.break_after = 5 if method == "_resubmit" else None
     async with serving(scheduler) as server, connected(server.port) as client:
         assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
         assert not faults

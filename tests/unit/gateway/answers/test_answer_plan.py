@@ -7,7 +7,7 @@ import pytest
 import xgrammar
 
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
-from gateway.answers.answer_reader import Message
+from gateway.answers.answer_reader import CollectedMessage
 from gateway.scheduler_link.served_model import ServedModel
 from protos.errors import InvalidArgument, TriptychError, Unsupported
 from tests.support.gateway.tool_requests import accepts, byte_compiler, chat, function, settings
@@ -71,7 +71,7 @@ def test_a_constraint_allows_thinking_before_the_answer(
     assert plan.constraint is not None
     assert not accepts(compiler, plan.constraint, good)
     assert accepts(compiler, plan.constraint, f"Hm.</think>{good}")
-    assert Message.of(plan.reader().whole(f"Hm.</think>{good}")).content == [good]
+    assert CollectedMessage.of(plan.reader().whole(f"Hm.</think>{good}")).content == [good]
     lower(Spec("structural_tag", plan.constraint.structural_tag))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gateway.answers.generation import Delta, SequenceText
-from gateway.answers.logprobs import LEAST, Reporter, TokenReport
+from gateway.answers.logprobs import MIN_LOGPROB, Reporter, TokenReport
 from gateway.text.detokenizer import WindowedDetokenizer
 from gateway.text.stop_strings import StopStrings
 from protos.triptych.v1 import common_pb2 as pb
@@ -47,7 +47,7 @@ def test_tokens_that_look_alike_do_not_hide_the_chosen_one() -> None:
 def test_infinity_is_a_number() -> None:
     """JSON has no infinity, so a finite number stands for it."""
     one = TokenReport.of(1, 0, entry(-math.inf, 9, (4, -math.inf)), 1)
-    assert (one.logprob, one.top) == (LEAST, ((4, LEAST),))
+    assert (one.logprob, one.top) == (MIN_LOGPROB, ((4, MIN_LOGPROB),))
 
 
 def test_no_more_than_was_asked_for() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.answers.answer_reader import AnswerReader, Message, finish_reason
+from gateway.answers.answer_reader import AnswerReader, CollectedMessage, finish_reason
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.named_tool import NamedToolParser
@@ -29,9 +29,11 @@ def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
 
     Checks that streaming character by character gives the same.
     """
-    whole = Message.of(reader(name).whole(text))
+    whole = CollectedMessage.of(reader(name).whole(text))
     streaming = reader(name)
-    streamed = Message.of([*(event for char in text for event in streaming.feed(char)), *streaming.finish()])
+    streamed = CollectedMessage.of(
+        [*(event for char in text for event in streaming.feed(char)), *streaming.finish()]
+    )
     found = [_without_ids(message.body(with_reasoning=False)) for message in (whole, streamed)]
     assert found[0] == found[1]
     return found[0]
@@ -175,7 +177,9 @@ def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str,
 def test_malformed_calls_are_content(name: str, text: str) -> None:
     """A collected answer shows malformed calls unchanged, even if it may have only one call."""
     assert read(name, text) == (text, [])
-    assert _without_ids(Message.of(reader(name, one_call=True).whole(text)).body(with_reasoning=False)) == (
+    assert _without_ids(
+        CollectedMessage.of(reader(name, one_call=True).whole(text)).body(with_reasoning=False)
+    ) == (
         text,
         [],
     )
@@ -234,10 +238,10 @@ def test_finish_reasons(num: int, named: bool, word: str) -> None:
 
 
 def test_one_call_only() -> None:
-    """Without parallel calls, calls behind the first are left out."""
+    """Without parallel calls, calls behind the first are dropped."""
     text = '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Paris"}}'
     only = reader("llama3_json", one_call=True)
-    assert _without_ids(Message.of(only.whole(text)).body(with_reasoning=False)) == (
+    assert _without_ids(CollectedMessage.of(only.whole(text)).body(with_reasoning=False)) == (
         None,
         [("get_time", "{}")],
     )
@@ -271,7 +275,7 @@ def test_mistrals_ids() -> None:
         ("[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}", "a1b2c3d4e"),
         ("[TOOL_CALLS]f{}", None),
     ):
-        ((_, call),) = Message.of(reader("mistral").whole(text)).calls.items()
+        ((_, call),) = CollectedMessage.of(reader("mistral").whole(text)).calls.items()
         assert call["id"] == expected or (expected is None and len(call["id"]) == 9 and call["id"].isalnum())
 
 
@@ -298,7 +302,7 @@ def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str |
 
     Text that ends inside the thinking has no answer.
     """
-    body = Message.of(AnswerReader(ThinkParser(at), None).whole(text)).body(with_reasoning=True)
+    body = CollectedMessage.of(AnswerReader(ThinkParser(at), None).whole(text)).body(with_reasoning=True)
     assert (body["reasoning"], body["content"]) == (reasoning, content)
     assert body["reasoning"] == body["reasoning_content"]
 
@@ -307,7 +311,7 @@ def test_calls_behind_thinking() -> None:
     """Only the text behind the thinking is searched for calls."""
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     both = AnswerReader(ThinkParser(Thinking.OPEN), FORMATS["hermes"].make(NAMES))
-    body = Message.of(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(with_reasoning=True)
+    body = CollectedMessage.of(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(with_reasoning=True)
     assert body["reasoning"] == f"I could {call}."
     assert (body["content"], len(body["tool_calls"])) == (None, 1)
 
@@ -385,4 +389,4 @@ def test_a_long_answer_comes_through() -> None:
     """A million characters of arguments arrive unchanged."""
     long = json.dumps({"text": "x" * 1_000_000})
     whole = reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')
-    assert _without_ids(Message.of(whole).body(with_reasoning=False)) == (None, [("f", long)])
+    assert _without_ids(CollectedMessage.of(whole).body(with_reasoning=False)) == (None, [("f", long)])

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.answers.answer_plan import plan_answer
-from gateway.answers.answer_reader import AnswerReader, Message
+from gateway.answers.answer_reader import AnswerReader, CollectedMessage
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
@@ -36,9 +36,9 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def body_of(reader: AnswerReader, pieces: list[str] | str) -> dict[str, Any]:
     if isinstance(pieces, str):
-        return Message.of(reader.whole(pieces)).body(with_reasoning=True)
+        return CollectedMessage.of(reader.whole(pieces)).body(with_reasoning=True)
     events = [event for piece in pieces for event in reader.feed(piece)]
-    return Message.of([*events, *reader.finish()]).body(with_reasoning=True)
+    return CollectedMessage.of([*events, *reader.finish()]).body(with_reasoning=True)
 
 
 def pieces_of(text: str, size: int) -> list[str]:
@@ -233,7 +233,7 @@ def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
     assert plan.constraint is not None
     for text in passing:
         assert _accepted(compiler, plan.constraint, text)
-        assert "".join(Message.of(plan.reader().whole(text)).content).strip() == "{}"
+        assert "".join(CollectedMessage.of(plan.reader().whole(text)).content).strip() == "{}"
     for text in failing:
         assert not _accepted(compiler, plan.constraint, text)
     calls = plan_answer(
