@@ -208,11 +208,6 @@ class KvCachePeer:
         """Blocks that a later request could hit."""
         return sum(block.block_hash is not None for block in self.manager.block_pool.blocks)
 
-    def hit_length(self, token_ids: Sequence[int], cache_salt: str = "") -> int:
-        """Returns the cached tokens that a request with these tokens would find. Changes nothing."""
-        request = _request("peek", token_ids, 1, self._block_size, cache_salt)
-        return int(self.manager.get_computed_blocks(request)[1])
-
     def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str = "") -> int | None:
         """Admits a request and "computes" all of its tokens, chunk by chunk.
 

@@ -77,7 +77,7 @@ PASSED_ON = [
 def test_a_service_reads_the_value_that_up_was_given(
     service: type[ServiceSettings], flags: Any, name: str
 ) -> None:
-    """The launcher passes each setting on unchanged, and adds no other."""
+    """The launcher passes each setting on unchanged."""
     arguments = ARGUMENTS.get(name) or [sample(service, name)]
     given = load(LaunchSettings, arguments)
     value = getattr(given, name)
