@@ -1,4 +1,7 @@
-"""Writes the generated pages and plots of docs/: ``python -m tests.support.docs``; ``--check`` names those that are out of date."""
+"""Writes the generated pages and plots of docs/: ``python -m tests.support.docs``.
+
+``--check`` compares instead, and names each page that is out of date.
+"""
 
 import argparse
 import difflib
@@ -20,7 +23,7 @@ def _plot(data: Path) -> str:
     return draw(json.loads(data.read_text()))
 
 
-# Each file and what makes its text.
+# The function that makes each file's text.
 PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "configuration.md": configuration,
     ROOT / "docs" / "api-http.md": http_api,

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every setting of the three services and of `triptych up`, from their settings classes."""
+"""Makes docs/configuration.md from the settings classes of the three services and of `triptych up`."""
 
 import types
 import typing
@@ -45,7 +45,7 @@ NAMES = {int: "integer", float: "number", str: "text", bool: "switch", Path: "pa
 
 
 def configuration() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     commands = ["triptych up", *(command for command, _, _ in SERVICES)]
     index = [*(f"- [`{command}`](#{anchor(command)})" for command in commands), ""]
     services = [line for command, cls, text in SERVICES for line in _section(command, cls, text)]
@@ -53,7 +53,7 @@ def configuration() -> str:
 
 
 def _launcher() -> list[str]:
-    """The launcher's own settings, and the ones of services that it sets itself."""
+    """Returns the section of the launcher's own settings and of those that it sets for the services."""
     inherited = {name for _, cls, _ in SERVICES for name in cls.model_fields}
     own = [name for name in LaunchSettings.model_fields if name not in inherited]
     model = LaunchSettings.model_fields["model"].default
@@ -97,7 +97,7 @@ def _row(cls: type[ServiceSettings], name: str, field: FieldInfo) -> tuple[str, 
 
 
 def kind_of(field: FieldInfo) -> str:
-    """A field's type and bounds in words: "integer, 1 to 4096"."""
+    """Returns a field's type and bounds in words: "integer, 1 to 4096"."""
     bounds = _bounds(field.metadata)
     return ", ".join(part for part in (_type(field.annotation), bounds) if part)
 
@@ -138,7 +138,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def number(value: float) -> str:
-    """A bound for people: powers of two that nobody knows by heart stay powers."""
+    """Returns a bound as text; large powers of two are written as powers."""
     if isinstance(value, int) and value >= 1 << 20 and value & (value - 1) == 0:
         return f"2^{value.bit_length() - 1}"
     return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"{value:g}"

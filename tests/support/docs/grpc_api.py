@@ -1,4 +1,4 @@
-"""docs/api-grpc.md: services, messages and fields of protos/triptych/v1, from the comments in the .proto files."""
+"""Makes docs/api-grpc.md from the services, messages, fields and comments of protos/triptych/v1."""
 
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ Call `Inference` on the scheduler. `WorkerRegistry` and `Worker` are what schedu
 do not need them.
 """
 
-# Field numbers of descriptor.proto, by which source information names the place of a comment.
+# Field numbers of descriptor.proto; source information uses them to name the place of a comment.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _NESTED, _NESTED_ENUMS = 2, 3, 4
 _METHODS, _VALUES = 2, 2
@@ -46,7 +46,7 @@ class File:
     """One .proto file with its comments."""
 
     def __init__(self, descriptor: FileDescriptorProto) -> None:
-        """Reads the comments in front of each place, and those behind it on the same line."""
+        """Reads the comments before each place, and those after it on the same line."""
         self.descriptor = descriptor
         self._comments = {
             tuple(place.path): place.leading_comments or place.trailing_comments
@@ -54,11 +54,11 @@ class File:
         }
 
     def comment(self, *path: int) -> str:
-        """The comment at a place, on one line."""
+        """Returns the comment at a place, on one line."""
         return " ".join(self._comments.get(path, "").split())
 
     def prose(self, *path: int) -> list[str]:
-        """The comment at a place as paragraphs and list items."""
+        """Returns the comment at a place as paragraphs and list items."""
         lines: list[str] = []
         for line in self._comments.get(path, "").splitlines():
             text = line.strip()
@@ -72,10 +72,10 @@ class File:
 
 
 def descriptors() -> list[File]:
-    """All files of the package, compiled with their source information.
+    """Returns all files of the package, compiled with their source information.
 
     Raises:
-        RuntimeError: if the compiler refuses a file; it has printed why.
+        RuntimeError: The compiler refuses a file; it has printed why.
     """
     from grpc_tools import protoc
 
@@ -96,7 +96,7 @@ def descriptors() -> list[File]:
 
 
 def grpc_api() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     files = descriptors()
     services = [
         line
@@ -200,7 +200,7 @@ def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
 
 
 def _bounds(field: FieldDescriptorProto) -> str:
-    """The limits that the field's options set, in words."""
+    """Returns the limits in a field's options, in words."""
     limits = {
         inner.name: number
         for option, value in field.options.ListFields()

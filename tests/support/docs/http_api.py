@@ -1,4 +1,4 @@
-"""docs/api-http.md: the gateway's routes, bodies and errors, from the application's own OpenAPI document."""
+"""Makes docs/api-http.md, with the gateway's routes, bodies and errors, from its OpenAPI document."""
 
 import inspect
 import json
@@ -40,7 +40,7 @@ DESCRIBING_MESSAGES = ("GenerateRequest", "SamplingParams", "PoolRequest")
 
 
 def http_api() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     app = create_app(Settings(), InferenceClient("127.0.0.1:1"))
     document: dict[str, Any] = app.openapi()
     document = _resolved(document, document.get("components", {}).get("schemas", {}))
@@ -64,7 +64,7 @@ def http_api() -> str:
 
 
 def _comments() -> dict[tuple[str, bool], str]:
-    """Comments of the messages that a body becomes, by field name and whether the field is boolean."""
+    """Returns comments on fields of the messages that a body becomes, by name and whether they are boolean."""
     found: dict[tuple[str, bool], str] = {}
     for file in descriptors():
         for index, message in enumerate(file.descriptor.message_type):
@@ -94,7 +94,7 @@ def _section(path: str, verb: str, route: dict[str, Any], comments: dict[tuple[s
 
 
 def _answer(response: dict[str, Any]) -> list[str]:
-    """The fields of a route's JSON answer, and what it streams."""
+    """Returns the fields of a route's JSON answer, and of the events that it streams."""
     content = response.get("content", {})
     lines = []
     schema = content.get("application/json", {}).get("schema", {})
@@ -110,7 +110,7 @@ def _answer(response: dict[str, Any]) -> list[str]:
 
 
 def _resolved(node: Any, definitions: dict[str, Any]) -> Any:
-    """A part of the document with its references replaced by what they name."""
+    """Returns a part of the document with its references resolved."""
     if isinstance(node, list):
         return [_resolved(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -123,7 +123,7 @@ def _resolved(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def _fields(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Every field of an object, and those of the objects inside it behind it: `messages[].role`."""
+    """Returns every field of an object, each followed by the fields of its own objects: `messages[].role`."""
     required = set(schema.get("required", ()))
     for name, field in schema.get("properties", {}).items():
         yield f"{prefix}{name}", field, name in required
@@ -132,7 +132,7 @@ def _fields(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str
 
 
 def _objects(field: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The objects with properties of their own that a field may hold, with what their path adds."""
+    """Returns the objects that a field may hold, each with the suffix of its path."""
     for choice in field.get("anyOf", field.get("oneOf", [field])):
         if choice.get("type") == "array":
             for inner, mark in _objects(choice.get("items", {})):
@@ -215,7 +215,7 @@ def _unserved(title: str) -> list[tuple[str, str, str]]:
 
 
 def _models() -> dict[str, type[RequestModel]]:
-    """Every request model by its name."""
+    """Returns every request model by its name."""
     found: dict[str, type[RequestModel]] = {}
     queue: list[type[RequestModel]] = [RequestModel]
     while queue:

@@ -1,7 +1,8 @@
-"""Counts the files that one chat request touches: ``python -m tests.support.docs.request_walk``; ``--write`` puts it into the page.
+"""Counts the files that one chat request touches: ``python -m tests.support.docs.request_walk``.
 
-Starts the three services on SmolLM2, sends one chat request to warm up, and notes each first-party file with a function that runs while a second,
-streamed one is in flight. Generated stubs do not count.
+Starts the three services on SmolLM2 and sends one chat request to warm up. Then it records each first-party
+file with a function that runs while a second, streamed request is in flight. Generated stubs do not count.
+``--write`` puts the result into docs/architecture.md.
 """
 
 import argparse
@@ -25,19 +26,19 @@ from worker_svc.model_files.demo_models import fetch
 
 HOOK = ROOT / "tests" / "support" / "docs" / "walk_hook"
 PROCESSES = ("gateway", "scheduler", "worker-0")
-# How long a process may take to write down what it saw, seconds.
+# How long a process may take to write its files, seconds.
 PATIENCE_S = 30.0
 
 
 def walk() -> dict[str, list[str]]:
-    """The files that run in each process."""
+    """Returns the files that run in each process."""
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "seen"
         seen.mkdir()
         environment = {
             "PYTHONPATH": os.pathsep.join((str(HOOK), str(ROOT))),
             "TRIPTYCH_WALK": str(seen),
-            # Nothing but the request should run meanwhile.
+            # Only the request should run meanwhile.
             "TRIPTYCH_MODEL_POLL_S": "600",
         }
         model = fetch("smollm2", None)
@@ -82,7 +83,7 @@ def _files(written: Path) -> list[str]:
 
 
 def report(seen: dict[str, list[str]], day: dt.date) -> str:
-    """The region of the page."""
+    """Returns the region of the page."""
     files = sorted({file for each in seen.values() for file in each})
     folders = Counter(
         str(Path(*Path(file).parts[:2])) if len(Path(file).parts) > 2 else str(Path(file).parent)

@@ -1,4 +1,4 @@
-"""The rooms and their arrows in docs/architecture.md, drawn from the imports."""
+"""Draws the rooms and their arrows in docs/architecture.md from the imports."""
 
 import ast
 import functools
@@ -17,18 +17,18 @@ Arrows = dict[str, set[str]]
 
 
 def room_of(module: str) -> str:
-    """The room of a module: its folder inside the service, or the module itself where it lies beside the rooms."""
+    """Returns a module's room: its folder in the service, or the module itself if it is in no folder."""
     return ".".join(module.split(".")[:2])
 
 
 @functools.cache
 def import_graph() -> grimp.ImportGraph:
-    """Every first-party import, those under `TYPE_CHECKING` included."""
+    """Returns every first-party import, including those under `TYPE_CHECKING`."""
     return grimp.build_graph(*SERVICES, SHARED, cache_dir=None)
 
 
 def arrows(service: str) -> Arrows:
-    """Each room of a service to the rooms of the same service that it imports."""
+    """Returns the rooms that each room of a service imports from the same service."""
     found: Arrows = defaultdict(set)
     graph = import_graph()
     for module in graph.modules:
@@ -44,7 +44,7 @@ def arrows(service: str) -> Arrows:
 
 
 def without_shortcuts(graph: Arrows) -> Arrows:
-    """The same without arrows that a longer way says already."""
+    """Returns the graph without arrows that a longer path implies."""
     below = {room: _below(graph, room) for room in graph}
     return {
         room: {
@@ -57,7 +57,7 @@ def without_shortcuts(graph: Arrows) -> Arrows:
 
 
 def _below(graph: Arrows, room: str) -> set[str]:
-    """Every room that a way leads to from `room`."""
+    """Returns every room that a path from `room` reaches."""
     found: set[str] = set()
     queue = [room]
     while queue:
@@ -68,7 +68,7 @@ def _below(graph: Arrows, room: str) -> set[str]:
 
 
 def mermaid(service: str) -> list[str]:
-    """One service's rooms as a Mermaid flowchart."""
+    """Returns one service's rooms as a Mermaid flowchart."""
     graph = without_shortcuts(arrows(service))
     names = sorted(graph)
     keys = {room: room.replace(".", "_") for room in names}
@@ -83,7 +83,7 @@ def mermaid(service: str) -> list[str]:
 
 
 def rooms_of(service: str) -> list[str]:
-    """Each room with the first sentence of its docstring and its number of files."""
+    """Returns each room with the first sentence of its docstring and its number of files."""
     modules = import_graph().modules
     rows = []
     for room in sorted(room for room in arrows(service) if is_folder(room)):
@@ -100,7 +100,7 @@ def is_folder(room: str) -> bool:
 
 
 def between_services() -> list[str]:
-    """The imports between the services and what they share, as a Mermaid flowchart."""
+    """Returns the imports between the packages as a Mermaid flowchart."""
     graph = import_graph()
     found = sorted(
         {
@@ -114,7 +114,7 @@ def between_services() -> list[str]:
 
 
 def diagrams() -> str:
-    """The region of the page."""
+    """Returns the region of the page."""
     parts = [*between_services(), ""]
     for service in SERVICES:
         parts += [f"### Rooms of {service}", "", *mermaid(service), "", *rooms_of(service)]
@@ -122,5 +122,5 @@ def diagrams() -> str:
 
 
 def architecture() -> str:
-    """The page with its region made anew."""
+    """Returns the page with a new region."""
     return with_region(PAGE.read_text(), "rooms", diagrams())

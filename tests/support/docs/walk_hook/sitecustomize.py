@@ -1,5 +1,6 @@
-"""Notes which first-party files run, from SIGUSR1 to SIGUSR2. Python imports it in every process with this folder on PYTHONPATH.
+"""Records which first-party files run between SIGUSR1 and SIGUSR2.
 
+Python imports this module in every process that has its folder on PYTHONPATH.
 The second signal writes the files to ``$TRIPTYCH_WALK/<process id>``, one a line.
 """
 
@@ -17,7 +18,7 @@ _seen: set[str] = set()
 
 
 def _profile(frame: FrameType, event: str, argument: Any) -> None:
-    # Other threads have this function from their start; before the first signal it costs them a look at a flag.
+    # Threads have this function from their start; before the first signal it only reads a flag.
     if _active and event == "call" and frame.f_code.co_name != "<module>":
         _seen.add(frame.f_code.co_filename)
 
