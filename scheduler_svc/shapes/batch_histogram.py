@@ -168,7 +168,7 @@ class BatchHistogram:
             RecordedBatches(self._model, self._buckets or self._before.buckets, self.counts).write(self._path)
         except OSError as error:
             if self._can_write:
-                self._log.warning("cannot save batch sizes", path=str(self._path), reason=error.strerror)
+                self._log.warning("batch_sizes_not_saved", path=str(self._path), reason=error.strerror)
             self._can_write = False
         else:
             self._can_write = True
@@ -191,7 +191,7 @@ class BatchHistogram:
         if self._buckets and max(new) <= self._buckets[-1]:
             fields["padding_share"] = round(usage_of(new, self._buckets).padding_share, 4)
         counts = {str(rows): count for rows, count in new.items()}
-        self._log.info("decode batch sizes", steps=steps, **fields, steps_by_rows=counts)
+        self._log.info("decode_batch_sizes", steps=steps, **fields, steps_by_rows=counts)
 
     def _read(self) -> RecordedBatches:
         if self._path is None:
@@ -210,7 +210,7 @@ class BatchHistogram:
         if self._path is None:
             return
         aside = self._path.with_name(self._path.name + suffix)
-        self._log.warning("batch sizes of earlier runs renamed", path=str(aside), reason=reason)
+        self._log.warning("batch_sizes_renamed", path=str(aside), reason=reason)
         # A file that is gone or cannot be renamed: the next save replaces it or reports why not.
         with contextlib.suppress(OSError):
             self._path.replace(aside)

@@ -68,6 +68,7 @@ class DescribeResponse(_message.Message):
     MAX_LEASE_STEPS_FIELD_NUMBER: _builtins.int
     POOL_TASKS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
+    """Revision of the worker's schema."""
     worker_id: _builtins.str
     device: _builtins.str
     """"cpu", "cuda" or "rbln"."""

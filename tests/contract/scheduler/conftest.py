@@ -1,4 +1,4 @@
-"""A running scheduler with one scripted worker. A test file overrides the parts that differ."""
+"""A running scheduler with one fake worker. A test file overrides the parts that differ."""
 
 from collections.abc import AsyncIterator
 

@@ -36,7 +36,7 @@ PROMPT = list(range(5, 14))
 
 
 def keys_of(tokens: list[int], *, salt: str = "") -> list[bytes]:
-    """Returns the prefix keys for the scripted worker's hash blocks of 4 tokens."""
+    """Returns the prefix keys for the fake worker's hash blocks of 4 tokens."""
     return HashChain(seed_key(model="simulated", salt=salt), 4).extend(tokens, len(tokens) // 4)
 
 

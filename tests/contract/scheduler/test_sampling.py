@@ -113,7 +113,7 @@ def request_for(n: int, **more: object) -> inference_pb2.GenerateRequest:
 async def test_every_parameter_reaches_the_worker_as_it_was_sent(
     scheduler: RunningScheduler, worker: RecordingWorker
 ) -> None:
-    """Every parameter reaches the worker unchanged; absent ones arrive as their defaults."""
+    """Every parameter reaches the worker unchanged, and absent ones stay absent."""
     sampling = common_pb2.SamplingParams(
         temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=11, max_tokens=3, min_tokens=2, stop_token_ids=[3, 4],
         ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.25,

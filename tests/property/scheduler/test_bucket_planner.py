@@ -18,7 +18,7 @@ pytestmark = pytest.mark.property
 )
 @settings(max_examples=400, deadline=None)
 def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObject) -> None:
-    """Compared with all sets of at most that many sizes that end with the largest batch."""
+    """No set of at most that many sizes that ends with the largest batch runs fewer rows."""
     counts = data.draw(st.dictionaries(st.integers(1, max_batch), st.integers(0, 50) | st.just(10**12)))
     best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
     assert list(best) == sorted(set(best))

@@ -1,4 +1,4 @@
-"""The seam: stubs match the schema, errors survive the wire, settings are read as documented."""
+"""The seam: generated stubs, errors on the wire, and the reading of settings."""
 
 import json
 import re
@@ -24,13 +24,13 @@ ERRORS = [
 
 
 def test_the_committed_stubs_match_the_schema(tmp_path: Path) -> None:
-    """Whoever edits a .proto file has to run `make protos`."""
+    """After a .proto file is edited, `make protos` must run."""
     generate(tmp_path)
     assert stale(tmp_path) == []
 
 
 def test_a_changed_stub_is_noticed(tmp_path: Path) -> None:
-    """The drift check is able to fail, for a changed and for a missing file."""
+    """The check finds a changed file and a missing file."""
     generate(tmp_path)
     package = tmp_path / "triptych" / "v1"
     (package / "common_pb2.py").write_text("changed")
@@ -40,14 +40,14 @@ def test_a_changed_stub_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.proto")), ids=lambda path: path.name)
 def test_every_enum_starts_with_unspecified(path: Path) -> None:
-    """Zero is what an old peer reads from a field that it does not know."""
+    """A field that is not set reads as zero."""
     for name, first in re.findall(r"enum (\w+) \{(?:\s*//[^\n]*)*\s*(\w+) = 0;", path.read_text()):
         assert first.endswith("UNSPECIFIED"), name
 
 
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 def test_an_error_survives_the_wire(cls: type[TriptychError]) -> None:
-    """Class, message, parameter and time to retry come back as they were."""
+    """Class, message, parameter and retry delay arrive unchanged."""
     sent = cls("what and why", param="temperature", retry_after_ms=1500)
     received = from_proto(common_pb2.Error.FromString(sent.to_proto().SerializeToString()))
     assert type(received) is cls
@@ -59,7 +59,7 @@ def test_an_error_survives_the_wire(cls: type[TriptychError]) -> None:
 
 
 def test_every_code_of_the_schema_has_an_error_class_of_its_own() -> None:
-    """And each class a gRPC code and an HTTP status that mark it as an error."""
+    """Each class has a gRPC code and an HTTP status of an error."""
     assert sorted(cls.code for cls in ERRORS) == sorted(set(common_pb2.ErrorCode.values()) - {0})
     for cls in ERRORS:
         assert cls.grpc_code is not grpc.StatusCode.OK
@@ -76,7 +76,7 @@ def test_a_code_of_a_newer_schema_is_internal() -> None:
 def test_flags_come_before_variables_and_variables_before_reference_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One order of precedence for every service."""
+    """Every service has this order of precedence."""
     monkeypatch.setenv("VLLM_RBLN_DECODE_BATCH_BUCKET_STEP", "4")
     assert load(Settings, []).decode_bucket_step == 4
     monkeypatch.setenv("TRIPTYCH_DECODE_BUCKET_STEP", "3")
@@ -84,8 +84,8 @@ def test_flags_come_before_variables_and_variables_before_reference_names(
     assert load(Settings, ["--decode-bucket-step", "5"]).decode_bucket_step == 5
 
 
-def test_a_vllm_rbln_deployment_s_bucket_variables_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All five, under their own names."""
+def test_the_bucket_variables_of_vllm_rbln_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All five set the field with the same meaning."""
     for name, value in (
         ("STRATEGY", "manual"),
         ("MIN", "2"),
@@ -124,7 +124,7 @@ def test_a_bad_setting_is_one_clear_line(argv: list[str], text: str) -> None:
 
 
 def test_a_scheduler_with_a_bad_setting_exits_with_2_and_one_line() -> None:
-    """No traceback for a user's mistake."""
+    """It prints no traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "scheduler_svc", "--port", "-1"], capture_output=True, text=True, check=False
     )
@@ -136,7 +136,7 @@ def test_a_scheduler_with_a_bad_setting_exits_with_2_and_one_line() -> None:
 
 @pytest.mark.parametrize("package", ["protos", "scheduler_svc", "gateway", "deploy.cli"])
 def test_the_torch_free_side_never_imports_torch_vllm_or_the_worker(package: str) -> None:
-    """Every module of it, in a process of its own."""
+    """Every module of the package is imported in a fresh process."""
     script = (
         "import importlib, json, pkgutil, sys\n"
         f"root = importlib.import_module({package!r})\n"

@@ -70,7 +70,7 @@ def test_values_beyond_the_bounds_are_refused_by_name(name: str) -> None:
     ],
 )  # fmt: skip
 def test_sampling_parameters_are_refused_in_one_line(fields: dict[str, Any], text: str) -> None:
-    """What was wrong stands in the message."""
+    """The message says what was wrong."""
     assert text in refusal(request(**fields)).message
 
 
@@ -119,7 +119,7 @@ def test_fields_without_presence_are_checked_when_unset(ttl_s: float) -> None:
     ],
 )
 def test_token_ids_beyond_the_vocabulary_are_refused_by_name(fields: dict[str, Any]) -> None:
-    """Wherever the schema marks token ids, nested ones too."""
+    """The check covers every field that the schema marks, nested ones included."""
     check_token_ids(request(**fields), 51)
     with pytest.raises(InvalidArgument, match="the token id 50; this model's ids end at 49") as caught:
         check_token_ids(request(**fields), 50)
@@ -127,7 +127,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_by_name(fields: dict[str, A
 
 
 def test_a_worker_needs_to_support_only_parameters_that_have_an_effect() -> None:
-    """Values that switch a parameter off request nothing, and stopping is the scheduler's own business."""
+    """Values that switch a parameter off need no support, and the scheduler itself stops sequences."""
     off = sampling_params(
         top_k=0, presence_penalty=0.0, frequency_penalty=-0.0, repetition_penalty=1.0, max_tokens=5, stop_token_ids=[3],
         ignore_eos=True,
@@ -138,6 +138,6 @@ def test_a_worker_needs_to_support_only_parameters_that_have_an_effect() -> None
 
 
 def test_every_sampling_parameter_has_bounds_or_none_to_have() -> None:
-    """A parameter that is added to the schema must say whether workers take part in it."""
+    """A new parameter must say whether workers have to support it."""
     without = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields} - SAMPLING.keys()
     assert without == {"ignore_eos"}

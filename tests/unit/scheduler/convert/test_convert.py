@@ -76,7 +76,7 @@ def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
 
 
 def test_a_step_of_many_events_is_several_messages() -> None:
-    """Each message is below the limit, even if one event is above it. No event is lost, repeated or out of order."""
+    """No message is above the limit, even if an event is. No event is lost, repeated or out of order."""
     entry = token_logprobs(-0.5, 70_000, *((150_000 + token, -0.25) for token in range(20)))
     prompt = [
         token_logprobs(-0.5, rank, *((150_000 + token, -0.25) for token in range(20)))
@@ -105,7 +105,7 @@ def make_keys(count: int) -> tuple[bytes, ...]:
 
 
 def test_a_large_snapshot_comes_in_several_messages() -> None:
-    """Half a million keys arrive once and in order; each message is below 4 MiB, and only the last lacks ``more``."""
+    """Half a million keys arrive once, in order, in messages below 4 MiB; only the last lacks ``more``."""
     keys = make_keys(500_000)
     batch = Batch(
         7, (Stored(0, keys[:300_000], None, ()), Stored(1, keys[300_000:], None, ())), snapshot=True
@@ -122,7 +122,7 @@ def test_a_large_snapshot_comes_in_several_messages() -> None:
 
 
 def test_large_changes_are_cut_between_keys() -> None:
-    """A piece's parent is the last key of the piece before; its tokens are the ones that its own keys cover."""
+    """A piece has the last key of the piece before as its parent, and the tokens of its own keys."""
     keys = make_keys(20_000)
     tokens = tuple(range(4 * len(keys)))
     batch = Batch(7, (Cleared(), Stored(0, keys, b"seed", tokens), Removed(1, keys)))

@@ -398,7 +398,7 @@ def test_a_stop_token_before_min_tokens_does_not_end_a_sequence() -> None:
 
 
 def test_a_request_that_waits_for_a_prompt_resumes_when_its_origin_stops() -> None:
-    """Two sequences compute their prompt; the request that waits for the second is released by its abort alone."""
+    """Two sequences compute their prompt. The request that waits for the second resumes when it stops."""
     group = SequenceGroup("r", ListSink())
     first, second, waiter = (make_request(PROMPT) for _ in range(3))
     for one in (first, second, waiter):

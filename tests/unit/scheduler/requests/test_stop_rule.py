@@ -33,7 +33,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 def test_a_sequence_ends_at_its_stop_tokens_and_at_its_length(
     sampling: common_pb2.SamplingParams, received: list[int], reason: FinishReason | None
 ) -> None:
-    """Before min_tokens, only the model's end token behind a completed grammar ends it; an end token wins over the length."""
+    """Before min_tokens, only a model's end token behind a finished grammar ends the sequence."""
     rule = StopRule.of(Sampling(sampling), frozenset({2}), max_tokens=4)
     assert rule.reason_of(received) is reason
 

@@ -57,7 +57,7 @@ def test_each_interval_logs_one_line() -> None:
     rig.tick(40.0)
     first, second = rig.lines
     assert first == {
-        "event": "decode batch sizes", "log_level": "info", "steps": 8, "mean_rows": 2.5,
+        "event": "decode_batch_sizes", "log_level": "info", "steps": 8, "mean_rows": 2.5,
         "padding_share": round(6 / 26, 4), "steps_by_rows": {"1": 2, "3": 6},
     }  # fmt: skip
     assert second["steps_by_rows"] == {"600": 1}
@@ -150,7 +150,7 @@ def test_an_unwritable_folder_causes_one_warning(tmp_path: Path) -> None:
     rig.histogram.save()
     rig.histogram.save()
     warnings = [line["event"] for line in rig.lines[before:]]
-    assert warnings == ["cannot save batch sizes"]
+    assert warnings == ["batch_sizes_not_saved"]
     blocked.unlink()
     rig.histogram.save()
     assert RecordedBatches.read(histogram_path(blocked)).counts == {1: 1}
