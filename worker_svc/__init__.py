@@ -1,6 +1,6 @@
 """The worker: runs one model on one device for a scheduler.
 
-``__main__`` reads ``settings`` and runs ``service``, which joins the rooms. From the top down: ``api``
+`__main__` reads `settings` and runs `service`, which joins the rooms. From the top down: `api`
 (gRPC), `execution` (plans), `vllm_adapter`, then `pooling`, `graphs`, `sampling`, `grammars` and
 `model_files` side by side, then `devices`, then `shapes`. `phases` times a configuration, `log_silencing`
 quiets libraries, and vLLM calls the entry point `vllm_platform`. Only `deploy` imports this package; it

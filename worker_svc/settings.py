@@ -1,4 +1,4 @@
-"""The worker's settings: flags, then ``TRIPTYCH_*`` variables, then variables of other stacks."""
+"""The worker's settings: flags, then `TRIPTYCH_*` variables, then variables of other stacks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +17,12 @@ _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
 
 class CompilationConfig(BaseModel):
-    """The fields of vLLM's ``--compilation-config`` that this worker supports."""
+    """The fields of vLLM's `--compilation-config` that this worker supports."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     level: int | None = Field(None, ge=0, le=3)
-    """The same as ``-O``."""
+    """The same as `-O`."""
     candidate_compile_sizes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
     """Decode buckets to generate kernels for. Default: all."""
 
@@ -188,7 +188,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         level = config if asked is None else asked
         if self.compile_strict and not self.enable_warm_up:
             raise ValueError(
-                "--compile-strict forbids making graphs while serving, but --no-enable-warm-up makes none before; drop one"
+                "--compile-strict forbids making graphs while serving,"
+                " but --no-enable-warm-up makes none before; drop one"
             )
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
@@ -203,7 +204,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         return default if asked is None else asked
 
     def cache_folder(self, device: str) -> Path | None:
-        """Returns the folder for a device's compiled code, or ``None`` if the compile cache is off."""
+        """Returns the folder for a device's compiled code, or `None` if the compile cache is off."""
         if not self.compile_cache:
             return None
         folder = self.compile_cache_dir or self.compile_cache_root / device

@@ -1,7 +1,7 @@
-"""The target of the entry point ``vllm.platform_plugins``: tells vLLM which platform class to load.
+"""The target of the entry point `vllm.platform_plugins`: tells vLLM which platform class to load.
 
-vLLM calls :func:`register` in every process that imports it. That includes processes without a worker (``vllm
-serve`` in the same environment) and the subprocess in which vLLM inspects model classes. So this module
+vLLM calls `register` in every process that imports it. That includes processes without a worker (`vllm
+serve` in the same environment) and the subprocess in which vLLM inspects model classes. So this module
 imports almost nothing, and an environment variable, which subprocesses inherit, tells whether a worker runs.
 """
 
@@ -19,5 +19,5 @@ _PLATFORMS: Final = {
 
 
 def register() -> str | None:
-    """Returns the import path of the platform class, or ``None`` if this process is not a worker."""
+    """Returns the import path of the platform class, or `None` if this process is not a worker."""
     return _PLATFORMS.get(os.environ.get(PLATFORM_VARIABLE, ""))

@@ -29,7 +29,7 @@ _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
 
 
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
-    """Describes what a prepared worker can run; `model` is the ``--model`` setting."""
+    """Describes what a prepared worker can run; `model` is the `--model` setting."""
     description, device = worker.description, worker.device
     pooling = description.pooling
     return worker_pb2.DescribeResponse(

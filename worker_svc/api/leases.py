@@ -33,7 +33,7 @@ class PlanStream:
             self._queue.put_nowait(None)
 
     async def next(self) -> worker_pb2.StepPlan | None:
-        """Waits for the next plan. Returns ``None`` once the stream has ended."""
+        """Waits for the next plan. Returns `None` once the stream has ended."""
         return await self._queue.get()
 
     def is_superseded(self, step: int) -> bool:
@@ -109,5 +109,5 @@ def as_triptych_error(error: Exception, context: str) -> TriptychError:
 
 
 def elapsed_us(started: float) -> int:
-    """Returns the microseconds since `started`, a value of ``time.perf_counter``."""
+    """Returns the microseconds since `started`, a value of `time.perf_counter`."""
     return round((time.perf_counter() - started) * 1e6)

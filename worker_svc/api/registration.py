@@ -54,7 +54,8 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
             if reason != last_reason:  # log a reason once, not at every retry
                 log.warning("not_registered", reason=reason, retry="until it succeeds")
                 last_reason = reason
-            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - jitter for reconnects, not a secret
+            jitter = random.uniform(0.8, 1.2)  # noqa: S311 - not a secret
+            await asyncio.sleep(delay_s * jitter)
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
 
 

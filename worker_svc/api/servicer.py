@@ -1,4 +1,4 @@
-"""The gRPC service ``triptych.v1.Worker``: parses each call, runs it on the model thread and answers."""
+"""The gRPC service `triptych.v1.Worker`: parses each call, runs it on the model thread and answers."""
 
 import asyncio
 import time
@@ -35,11 +35,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Serves `worker`.
 
         Args:
-            worker: used on `thread` only, except for the attributes that :meth:`Worker.prepare` sets.
+            worker: used on `thread` only, except for the attributes that `Worker.prepare` sets.
             thread: the model thread.
             prepared: done once the worker is prepared.
             worker_id: identifies this process to the scheduler.
-            model: the ``--model`` setting.
+            model: the `--model` setting.
             on_ready: awaited each time the worker is configured.
         """
         self._worker = worker
@@ -60,7 +60,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await abort(
                 context,
                 SchemaMismatch(
-                    f"the scheduler has schema revision {request.schema_revision}, this worker {SCHEMA_REVISION};"
+                    f"the scheduler has schema revision {request.schema_revision},"
+                    f" this worker {SCHEMA_REVISION};"
                     " run the same release on both"
                 ),
             )

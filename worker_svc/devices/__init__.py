@@ -1,8 +1,8 @@
-"""Devices: the kernels that models run on, behind the interface in ``base``.
+"""Devices: the kernels that models run on, behind the interface in `base`.
 
-``attention`` has the types that kernels take. ``cpu``, ``cuda`` and ``rbln`` each have a folder with a
-``device`` module. ``gathered`` and ``in_place`` are attention in plain PyTorch: the fallback of devices
-without such kernels, and the reference of tests. ``graphs``, ``vllm_adapter`` and ``execution`` import this
+`attention` has the types that kernels take. `cpu`, `cuda` and `rbln` each have a folder with a
+`device` module. `gathered` and `in_place` are attention in plain PyTorch: the fallback of devices
+without such kernels, and the reference of tests. `graphs`, `vllm_adapter` and `execution` import this
 room; it imports `shapes` and `protos` only.
 """
 
@@ -19,7 +19,7 @@ def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Devic
 
     Args:
         name: as in the setting.
-        options: settings that only some devices use; the defaults if ``None``.
+        options: settings that only some devices use; the defaults if `None`.
 
     Raises:
         ConfigurationRefused: says in one line what is missing.

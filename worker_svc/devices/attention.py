@@ -22,7 +22,7 @@ class AttentionParams:
     window: int
     """Tokens that a query attends to, itself included; 0 for all."""
     softcap: float
-    """Scores become ``softcap * tanh(scores / softcap)``; 0 turns this off."""
+    """Scores become `softcap * tanh(scores / softcap)`; 0 turns this off."""
     writes: bool
     """False if the layer reads another layer's cache and writes nothing."""
     causal: bool = True
@@ -43,18 +43,18 @@ class AttentionCall:
     key: torch.Tensor | None
     """[tokens, kv_heads, head_size]; unused if the layer reads another layer's cache."""
     value: torch.Tensor | None
-    """Like ``key``."""
+    """Like `key`."""
     cache: torch.Tensor
-    """The layer's cache, of the shape that ``Device.cache_shape`` returns."""
+    """The layer's cache, of the shape that `Device.cache_shape` returns."""
     output: torch.Tensor
     """[tokens, heads, head_size]; the call writes it in place."""
     sinks: torch.Tensor | None = None
-    """float32 [heads]: the score of an extra position that has no value; ``None`` for a layer without
+    """float32 [heads]: the score of an extra position that has no value; `None` for a layer without
     sinks."""
 
     @property
     def new_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The key and the value that the call writes to the cache; ``None`` if it writes nothing."""
+        """The key and the value that the call writes to the cache; `None` if it writes nothing."""
         if not self.params.writes or self.key is None or self.value is None:
             return None
         return self.key, self.value
@@ -73,7 +73,7 @@ class PagedInput:
     """int32 [rows, width]: block ids in the order of positions. Unused entries and padded rows: the null
     block."""
     slot_mapping: torch.Tensor
-    """int64 [tokens]: ``block * block_size + offset`` where each token is written. Padding: in the null
+    """int64 [tokens]: `block * block_size + offset` where each token is written. Padding: in the null
     block."""
     num_tokens: int
     """Leading tokens that attend. The rest of a chunk is padding and gets zeros."""
@@ -83,15 +83,15 @@ class PagedInput:
 class InPlaceInput:
     """The same for a window that slides in place. Names and shapes follow the NPU's kernels.
 
-    A row's block holds the last ``window`` tokens of its sequence, oldest first from offset 0, or all of them
-    while they are fewer. A step appends its keys and values, attends, and keeps the last ``window`` tokens of
+    A row's block holds the last `window` tokens of its sequence, oldest first from offset 0, or all of them
+    while they are fewer. A step appends its keys and values, attends, and keeps the last `window` tokens of
     the result.
     """
 
     cache_seq_len: torch.Tensor
     """int32 [rows, 1]: tokens in each row's block when the step starts. Padded rows: 0."""
     cache_offset: torch.Tensor
-    """int32 [rows, 1]: ``cache_seq_len`` plus the row's real tokens in this step. Padded rows: 1."""
+    """int32 [rows, 1]: `cache_seq_len` plus the row's real tokens in this step. Padded rows: 1."""
     block_table: torch.Tensor
     """int32 [rows, 1]: each row's block. Padded rows: the null block."""
     query_len: int
@@ -116,13 +116,13 @@ class RowsInput:
 
 
 def tensors_of(step: StepInput) -> list[torch.Tensor]:
-    """The input's tensors, in the order of its fields."""
+    """Returns the input's tensors, in the order of its fields."""
     values = (getattr(step, each.name) for each in fields(step))
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def with_tensors(step: StepInput, tensors: Iterator[torch.Tensor]) -> StepInput:
-    """Copies the input with other tensors, in the order of :func:`tensors_of`."""
+    """Copies the input with other tensors, in the order of `tensors_of`."""
     names = [each.name for each in fields(step) if isinstance(getattr(step, each.name), torch.Tensor)]
     replaced: dict[str, Any] = {name: next(tensors) for name in names}
     return replace(step, **replaced)

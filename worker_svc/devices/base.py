@@ -1,8 +1,8 @@
 """The interface between the worker and a device.
 
 A device brings kernels: how keys and values lie in memory and how attention reads them. It knows no requests,
-slots or plans. On every device the shapes are static: prefill is one row of ``chunk`` tokens, decode is
-``bucket`` rows of one token.
+slots or plans. On every device the shapes are static: prefill is one row of `chunk` tokens, decode is
+`bucket` rows of one token.
 """
 
 import abc
@@ -33,7 +33,7 @@ class DeviceOptions:
     compile_strict: bool = False
     """Make the device's own compiler refuse graphs that it would otherwise split."""
     rbln_moe_use_opt_kernel: bool | None = None
-    """Whether an NPU's expert layers use the vendor's operator; ``None``: where it exists."""
+    """Whether an NPU's expert layers use the vendor's operator; `None`: where it exists."""
     rbln_moe_custom_kernel: bool = False
     """Requests the same operator under the plugin's other name for it."""
 
@@ -65,7 +65,7 @@ class Device(abc.ABC):
     window_kind: ClassVar[GroupKind]
     """How the device's own kernels store a sliding window."""
     default_level: ClassVar[int] = 1
-    """Optimization level; see ``graph_runner.GraphOptions``."""
+    """Optimization level; see `graph_runner.GraphOptions`."""
     highest_level: ClassVar[int] = 3
     """The highest optimization level that the device supports."""
     defers_weights: bool = False
@@ -75,8 +75,8 @@ class Device(abc.ABC):
     compiler_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     has_own_compiler: ClassVar[bool] = False
-    """Whether :meth:`compile` runs a compiler that keeps its own cache in the folder of
-    :meth:`use_code_folder`."""
+    """Whether `compile` runs a compiler that keeps its own cache in the folder of
+    `use_code_folder`."""
     block_dim: int = 0
     """Which dimension of a layer's cache counts the blocks."""
     caches_are_inputs: ClassVar[bool] = False
@@ -85,20 +85,20 @@ class Device(abc.ABC):
     chunks_start_anywhere: ClassVar[bool] = True
     """Whether a prefill chunk may start at any position, or only at multiples of its size."""
     captures: ClassVar[bool] = False
-    """Whether :meth:`capture` does more than return its argument."""
+    """Whether `capture` does more than return its argument."""
 
-    def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - a device without a compiler has no code folder
-        """Sets the folder of compiled code, and drops what :meth:`compile` has compiled so far.
+    def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - optional
+        """Sets the folder of compiled code, and drops what `compile` has compiled so far.
 
         Args:
-            folder: ``None`` to store nothing from now on.
+            folder: `None` to store nothing from now on.
         """
 
     def release_unused(self) -> None:  # noqa: B027 - a host's allocator keeps nothing
         """Returns freed memory that the device's allocator still caches."""
 
     def code_target(self) -> str:
-        """The hardware that compiled code is for; equal on machines that can run each other's code."""
+        """Returns the hardware that compiled code is for, equal on machines that can share code."""
         return self.product_name()
 
     @abc.abstractmethod
@@ -111,7 +111,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def product_name(self) -> str:
-        """The device's name for people."""
+        """Returns the device's name for people."""
 
     @abc.abstractmethod
     def free_memory(self) -> int:
@@ -119,12 +119,12 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """The shape of one layer's cache. Dimension ``block_dim`` counts the blocks.
+        """Returns the shape of one layer's cache. Dimension `block_dim` counts the blocks.
 
         Args:
             group: the layer's KV group.
             num_blocks: the null block included.
-            block_size: of paged groups; see ``KvGroup.tokens_per_block``.
+            block_size: of paged groups; see `KvGroup.tokens_per_block`.
         """
 
     def check_attention(self, params: AttentionParams) -> None:  # noqa: B027 - a device may serve all layers
@@ -135,7 +135,7 @@ class Device(abc.ABC):
         """
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The function in the form that the device runs; by default the function itself."""
+        """Returns the function in the form that the device runs; by default the function itself."""
         return function
 
     def synchronize(self) -> None:  # noqa: B027 - a host computes synchronously
@@ -151,7 +151,7 @@ class Device(abc.ABC):
         Args:
             function: a function of tensors. It must not wait for the device, and its work must depend on
                 shapes alone.
-            examples: example arguments; ``function`` may be called on them a few times.
+            examples: example arguments; `function` may be called on them a few times.
 
         Returns:
             A function of arguments of the same shapes. Its results are valid until its next call.
@@ -159,7 +159,7 @@ class Device(abc.ABC):
         return function
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
-        """Zeroes one block in the caches [layers, …] of some layers, each of :meth:`cache_shape`."""
+        """Zeroes one block in the caches [layers, …] of some layers, each of `cache_shape`."""
         caches.select(1 + self.block_dim, block).zero_()
 
     def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
@@ -178,11 +178,11 @@ class Device(abc.ABC):
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
         """Prepares one step's attention for a group.
 
-        All of the group's layers pass the result to :meth:`attend`.
+        All of the group's layers pass the result to `attend`.
 
         Args:
-            group: determines the type of ``step``: :class:`InPlaceInput` for in-place groups, else
-                :class:`PagedInput`.
+            group: determines the type of `step`: `InPlaceInput` for in-place groups, else
+                `PagedInput`.
             block_size: of paged groups.
             step: where the step's tokens go.
         """
@@ -193,20 +193,20 @@ class Device(abc.ABC):
 
         Args:
             call: the layer and its tensors.
-            plan: the result of :meth:`plan` for this step.
+            plan: the result of `plan` for this step.
         """
 
     def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
-        """:meth:`attend` with fixed tensors, for graphs. The result is called with each step's plan."""
+        """Returns `attend` with fixed tensors, for graphs; each step calls it with its plan."""
         return functools.partial(self.attend, call)
 
-    def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:  # noqa: ARG002 - for devices with kernels of their own
-        """One call of an operator with fixed tensors, for graphs; ``None`` if the device has no own kernel.
+    def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:  # noqa: ARG002 - optional
+        """Returns an operator's call with fixed tensors, for graphs; `None` if the device has no own kernel.
 
         Args:
             op: the operator's overload.
             args: its positional arguments.
-            result: the tensors to write, or ``None`` if the operator writes its arguments.
+            result: the tensors to write, or `None` if the operator writes its arguments.
         """
         return None
 
@@ -216,7 +216,7 @@ class Device(abc.ABC):
         """Merges consecutive kernels of a graph where the device can.
 
         Args:
-            kernels: results of :meth:`lower` or :meth:`bind_attention`, or other functions without arguments.
+            kernels: results of `lower` or `bind_attention`, or other functions without arguments.
             num_plans: how many attention plans each kernel takes.
 
         Returns:
@@ -235,9 +235,8 @@ class Device(abc.ABC):
         """Runs the gated MLPs of an expert layer and sums their outputs with the router's weights.
 
         Every expert computes every token, because the routing is unknown when a graph is built: two batched
-            products of static
-        shape. This is at least twice the necessary arithmetic, but the weights are read once, and reading
-        them dominates decoding.
+        products of static shape. This is at least twice the necessary arithmetic, but the weights are read
+        once, and reading them dominates decoding.
 
         Args:
             hidden: [tokens, hidden].

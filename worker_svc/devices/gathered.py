@@ -31,7 +31,7 @@ class GatheredPlan:
 
 
 def attend(call: AttentionCall, plan: GatheredPlan) -> None:
-    """Does what ``Device.attend`` does, with a cache [blocks, 2, block_size, kv_heads, head_size]."""
+    """Does what `Device.attend` does, with a cache [blocks, 2, block_size, kv_heads, head_size]."""
     params, query, cache, output = call.params, call.query, call.cache, call.output
     step, block_size = plan.step, cache.shape[2]
     if call.new_states is not None:
@@ -78,10 +78,10 @@ def attention(
         query: [rows, heads, query_len, head_size].
         context: [rows, 2, kv_heads, context, head_size], keys and values.
         mask: bool [rows, query_len, context], the positions that each token sees.
-        sinks: float32 [heads] or ``None``; see ``AttentionCall``.
+        sinks: float32 [heads] or `None`; see `AttentionCall`.
 
     Returns:
-        Like ``query``.
+        Like `query`.
     """
     keys, values = context.float().unbind(1)
     groups = params.num_heads // params.num_kv_heads

@@ -16,7 +16,7 @@ from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup
 class Batch:
     """Token ids, computed tokens, block tables and sampling parameters of every slot.
 
-    Row ``max_num_seqs`` is the padding row: a greedy sequence in the null block with token 0 at position 0.
+    Row `max_num_seqs` is the padding row: a greedy sequence in the null block with token 0 at position 0.
     A step gathers its rows by slot; padded rows gather the padding row.
     """
 
@@ -33,7 +33,7 @@ class Batch:
         device: torch.device,
         vocabulary: SamplingVocabulary,
     ) -> None:
-        """Every slot starts free."""
+        """Starts with all slots free."""
         self._geometry = geometry
         self._groups = tuple(groups)
         self._num_blocks = tuple(num_blocks)
@@ -76,7 +76,8 @@ class Batch:
             raise Internal(f"the plan admits a request to slot {slot}, which is taken or does not exist")
         if not 0 <= request.num_computed_tokens < known <= self._geometry.max_model_len:
             raise Internal(
-                f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot {slot};"
+                f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed,"
+                f" to slot {slot};"
                 f" at least one must be left to compute and at most {self._geometry.max_model_len} fit"
             )
         grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
@@ -125,7 +126,8 @@ class Batch:
                 or work.num_tokens > self._geometry.chunk
             ):
                 raise Internal(
-                    f"the plan prefills tokens {work.start} to {end} of slot {slot}, which has {computed} of {known} computed"
+                    f"the plan prefills tokens {work.start} to {end} of slot {slot},"
+                    f" which has {computed} of {known} computed"
                 )
             if work.sample != (end == known):
                 raise Internal(f"the plan must sample slot {slot} at its last known token, and only there")
@@ -140,12 +142,13 @@ class Batch:
             known, computed = self._num_known[slot], self._num_computed[slot]
             if position != computed or known != computed + 1:
                 raise Internal(
-                    f"the plan decodes slot {slot} at position {position}, which has {computed} of {known} computed"
+                    f"the plan decodes slot {slot} at position {position},"
+                    f" which has {computed} of {known} computed"
                 )
             self._check_blocks(slot, known)
 
     def prefill_inputs(self, work: Prefill | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """Returns the static-shaped tensors of a prefill step; ``None`` makes a step of padding only.
+        """Returns the static-shaped tensors of a prefill step; `None` makes a step of padding only.
 
         Returns:
             Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
@@ -201,7 +204,7 @@ class Batch:
         return self.sampling.batch(slots, self._num_known)
 
     def tokens_of(self, slot: int, start: int, end: int) -> torch.Tensor:
-        """Returns the slot's tokens from `start` to before `end`, int64; empty if ``end <= start``."""
+        """Returns the slot's tokens from `start` to before `end`, int64; empty if `end <= start`."""
         return self._tokens[slot, start : max(start, end)]
 
     def advance_prefill(self, work: Prefill, token: torch.Tensor | None) -> None:
@@ -262,7 +265,8 @@ class Batch:
         for index, block in enumerate(growth.block_ids, start=held):
             if not 0 <= block < self._num_blocks[group_id]:
                 raise Internal(
-                    f"the plan names block {block} of KV group {group_id}, which has {self._num_blocks[group_id]}"
+                    f"the plan names block {block} of KV group {group_id},"
+                    f" which has {self._num_blocks[group_id]}"
                 )
             if block == NULL_BLOCK and (index + 1) * self._geometry.block_size > seen_from:
                 raise Internal(
@@ -288,5 +292,6 @@ class Batch:
             in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds the whole window
             if (1 if in_place else math.ceil(num_tokens / self._geometry.block_size)) > counts[slot]:
                 raise Internal(
-                    f"slot {slot} has {counts[slot]} blocks of group {group.group_id}, too few for {num_tokens} tokens"
+                    f"slot {slot} has {counts[slot]} blocks of group {group.group_id},"
+                    f" too few for {num_tokens} tokens"
                 )

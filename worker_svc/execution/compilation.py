@@ -24,7 +24,8 @@ def graph_options(settings: Settings, device: Device) -> GraphOptions:
     level = settings.level_for(device.default_level)
     if level > device.highest_level:
         raise ConfigurationRefused(
-            f"-O {level} generates kernels, but device {device.name} has its own compiler; use -O 1 or omit it"
+            f"-O {level} generates kernels, but device {device.name} has its own compiler;"
+            " use -O 1 or omit it"
         )
     config = settings.compilation_config
     return GraphOptions(

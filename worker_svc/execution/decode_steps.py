@@ -23,7 +23,7 @@ class DecodeStep:
     """The parts of one bucket's step."""
 
     forward: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-    """A ``Forward``. A captured one also returns the most probable tokens, int64 [bucket], at no extra
+    """A `Forward`. A captured one also returns the most probable tokens, int64 [bucket], at no extra
     launch."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
     """Takes rows and their new tokens, int64 [bucket]; records the tokens in the batch."""

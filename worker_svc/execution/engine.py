@@ -14,7 +14,7 @@ G = TypeVar("G")
 class Engine(Protocol[G]):
     """A model that can be configured with geometries of type `G` and then runs plans.
 
-    ``execution.generation.GenerationEngine`` and ``pooling.engine.PoolingEngine`` implement it.
+    `execution.generation.GenerationEngine` and `pooling.engine.PoolingEngine` implement it.
     All calls come from one thread.
     """
 
@@ -25,7 +25,7 @@ class Engine(Protocol[G]):
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran since :meth:`start`."""
+        """How often a compiler ran since `start`."""
         ...
 
     @property
@@ -45,9 +45,9 @@ class Engine(Protocol[G]):
         """Allocates memory, makes graphs and warms up. The engine holds nothing from an earlier start.
 
         Args:
-            geometry: a result of :meth:`check`.
+            geometry: a result of `check`.
             load: loads the weights, unless they are loaded already.
-            phases: told what happens and how long it takes.
+            phases: receives the progress and the time of each phase.
 
         Returns:
             The geometry with its blocks counted.
@@ -70,5 +70,5 @@ class Engine(Protocol[G]):
         ...
 
     def release(self) -> None:
-        """Drops everything that :meth:`start` made, except the weights."""
+        """Drops everything that `start` made, except the weights."""
         ...

@@ -20,7 +20,7 @@ from worker_svc.shapes.model_description import ModelDescription
 
 
 class GenerationEngine:
-    """Runs a generating model with a KV cache and static graphs. Implements ``execution.engine.Engine``."""
+    """Runs a generating model with a KV cache and static graphs. Implements `execution.engine.Engine`."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class GenerationEngine:
         """Allocates nothing.
 
         Args:
-            model: its weights may be missing until :meth:`start`.
+            model: its weights may be missing until `start`.
             device: where the model runs.
             description: the model's.
             groups: the model's KV groups.
             budget: the device's memory.
             compilation: finds and keeps compiled code.
             options: how graphs are made.
-            constraints: makes the matchers of a geometry's slots, or ``None`` if grammars are not supported.
+            constraints: makes the matchers of a geometry's slots, or `None` if grammars are not supported.
             warm_up: whether to make and run every graph before serving.
         """
         self._model = model
@@ -66,7 +66,7 @@ class GenerationEngine:
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran since :meth:`start`: for subgraphs of steps, or for whole steps."""
+        """How often a compiler ran since `start`: for subgraphs of steps, or for whole steps."""
         return 0 if self._runner is None else self._runner.graphs.num_compiled
 
     @property
@@ -82,7 +82,8 @@ class GenerationEngine:
         """
         if not isinstance(geometry, Geometry):
             raise ConfigurationRefused(
-                f"{self._description.architecture} generates tokens; configure it with a chunk and decode buckets"
+                f"{self._description.architecture} generates tokens;"
+                " configure it with a chunk and decode buckets"
             )
         if len(geometry.num_blocks) == 1:
             geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self._groups))
@@ -134,7 +135,7 @@ class GenerationEngine:
         self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step; see :meth:`Runner.execute`."""
+        """Runs one step; see `Runner.execute`."""
         if self._runner is None:
             raise Internal("the worker is not configured")
         return self._runner.execute(plan)

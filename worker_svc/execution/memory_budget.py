@@ -1,8 +1,8 @@
 """Checks that weights, graphs and KV cache fit into the device's memory before any of them is made.
 
-The working memory of a graph is estimated from shapes. ``width`` is the sum of the input and output sizes of
+The working memory of a graph is estimated from shapes. `width` is the sum of the input and output sizes of
 all matrices of the widest layer (an expert layer's matrices count once for each expert). Layers take turns in
-the same memory, so a step of ``tokens`` tokens needs at most ::
+the same memory, so a step of `tokens` tokens needs at most ::
 
     tokens * (width * itemsize + 6 * hidden * 4)
 
@@ -53,7 +53,7 @@ def check_weights(checkpoint: Checkpoint, dtype: str, device: Device) -> None:
 
     Args:
         checkpoint: the model's.
-        dtype: the ``--dtype`` setting.
+        dtype: the `--dtype` setting.
         device: without any part of the model on it yet.
 
     Raises:
@@ -70,7 +70,7 @@ def check_weights(checkpoint: Checkpoint, dtype: str, device: Device) -> None:
 
 
 def free_memory(device: Device) -> int | None:
-    """Returns the free bytes, or ``None`` if the device cannot tell."""
+    """Returns the free bytes, or `None` if the device cannot tell."""
     try:
         return device.free_memory()
     except ConfigurationRefused:
@@ -85,11 +85,11 @@ class MemoryBudget:
     size: ModelSize
     """The model's."""
     recorded: bool
-    """Whether steps run as recorded graphs; see :func:`working_bytes`."""
+    """Whether steps run as recorded graphs; see `working_bytes`."""
     kv_memory: float | None
-    """The setting ``--kv-memory``: GiB of KV cache."""
+    """The setting `--kv-memory`: GiB of KV cache."""
     kv_share: float
-    """The setting ``--kv-share``: the KV cache's share of what weights and graphs leave free."""
+    """The setting `--kv-share`: the KV cache's share of what weights and graphs leave free."""
 
     def _free(self) -> int | None:
         free = free_memory(self.device)
@@ -116,7 +116,7 @@ class MemoryBudget:
         """Returns the geometry with its blocks counted.
 
         Args:
-            geometry: with or without ``num_blocks``.
+            geometry: with or without `num_blocks`.
             groups: the model's KV groups.
 
         Raises:
@@ -149,7 +149,8 @@ class MemoryBudget:
             if left // sum(sizes) <= geometry.table_width:
                 setting = "not even one sequence would; lower --max-model-len or use a smaller model"
             raise ConfigurationRefused(
-                f"{self._beside(free)}, but {_gib(cache)} of KV cache and {_gib(working)} of graphs do not fit;"
+                f"{self._beside(free)}, but {_gib(cache)} of KV cache and {_gib(working)} of graphs do not"
+                " fit;"
                 f" {setting}"
             )
         return counted
@@ -162,7 +163,8 @@ class MemoryBudget:
         return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
 
     def _beside(self, free: int) -> str:
-        return f"device {self.device.name} has {_gib(free)} free beside {_gib(self.size.weight_bytes)} of weights"
+        weights = _gib(self.size.weight_bytes)
+        return f"device {self.device.name} has {_gib(free)} free beside {weights} of weights"
 
     def _smaller(self, geometry: Geometry, free: int) -> str:
         """Names the setting that would make graphs fit."""

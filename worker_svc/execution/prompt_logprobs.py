@@ -33,7 +33,7 @@ class PromptLogprobs:
         self._wanted: dict[int, tuple[int, int]] = {}
 
     def admit(self, request: Admission) -> None:
-        """Notes what a request asked for."""
+        """Notes a request's `prompt_logprobs`."""
         if request.sampling.HasField("prompt_logprobs"):
             self._wanted[request.slot] = request.sampling.prompt_logprobs, request.prompt_len
 
@@ -42,7 +42,7 @@ class PromptLogprobs:
         self._wanted.pop(slot, None)
 
     def compute(self, work: Prefill, hidden: torch.Tensor) -> Sequence[common_pb2.TokenLogprobs]:
-        """Returns the log-probabilities of prompt tokens ``start + 1`` to ``start + num_tokens``.
+        """Returns the log-probabilities of prompt tokens `start + 1` to `start + num_tokens`.
 
         The chunk is split into pieces of as many rows as the largest bucket, since there is memory for that
         many logits. The last piece starts earlier so that all pieces have the same shape.

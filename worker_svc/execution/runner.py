@@ -27,13 +27,13 @@ from worker_svc.shapes.geometry import Geometry, KvGroup
 
 
 class Model(Protocol):
-    """What the runner needs from a model; ``vllm_adapter.model.VllmModel`` implements it."""
+    """What the runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
 
     def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Gives each attention layer its KV cache."""
 
     def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
-        """Returns the metadata that :meth:`forward` takes, from each group's layer names and device plan."""
+        """Returns the metadata that `forward` takes, from each group's layer names and device plan."""
         ...
 
     def forward(
@@ -43,7 +43,7 @@ class Model(Protocol):
         ...
 
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """Records :meth:`forward` on tensors of these shapes; raises ``NotStatic``."""
+        """Records `forward` on tensors of these shapes; raises `NotStatic`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,10 +75,10 @@ class Runner:
             model: with its weights loaded.
             device: where the model runs.
             groups: the model's KV groups.
-            geometry: with ``num_blocks`` set.
+            geometry: with `num_blocks` set.
             vocabulary: the model's.
-            options: how steps become graphs; ``None`` for the device's default level.
-            constraints: matches outputs with grammars; ``None`` if the model does not support grammars.
+            options: how steps become graphs; `None` for the device's default level.
+            constraints: matches outputs with grammars; `None` if the model does not support grammars.
 
         Raises:
             ConfigurationRefused: if the cache does not fit into memory.
@@ -337,7 +337,7 @@ def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
 
 
 def _drop_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
-    """Returns the step's work without some slots; ``None`` if nothing is left. A bucket keeps its size."""
+    """Returns the step's work without some slots; `None` if nothing is left. A bucket keeps its size."""
     if isinstance(work, Prefill):
         return None if work.slot in slots else work
     if not isinstance(work, Decode) or not slots:

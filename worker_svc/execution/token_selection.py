@@ -17,11 +17,11 @@ Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
 [rows].
 
-Returns what ``sampling.sampler.sample`` returns."""
+Returns what `sampling.sampler.sample` returns."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [rows, vocab] and the selected tokens, int64 [rows]; see
-``sampling.logprobs.compute_logprobs``."""
+`sampling.logprobs.compute_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Selection:
     reported: torch.Tensor
     """The same, but -1 where no token was allowed."""
     batch: SamplingBatch
-    """What the step's rows asked for."""
+    """The requirements of the step's rows."""
     logits: torch.Tensor
     """float32 [bucket, vocab], as the model computed them."""
     choice: Choice | None = None
-    """What the grammars decided; ``None`` if no row has a grammar."""
+    """What the grammars decided; `None` if no row has a grammar."""
 
 
 class TokenSelector:
@@ -142,7 +142,8 @@ class TokenSelector:
             error = choice.errors.get(slot) if choice else None
             if error is None and token < 0:
                 error = InvalidArgument(
-                    "no token is left to sample: allowed_token_ids, bad_words and logit_bias exclude all of them"
+                    "no token is left to sample: allowed_token_ids,"
+                    " bad_words and logit_bias exclude all of them"
                 )
             if error is not None:
                 yield SlotOutput(slot, (), error=error)

@@ -39,7 +39,7 @@ class Ready:
     """What a configured worker runs with."""
 
     geometry: Geometry | PoolGeometry
-    """The sizes, with ``num_blocks`` set."""
+    """The sizes, with `num_blocks` set."""
     bytes_per_block: tuple[int, ...]
     """Bytes of one block of each KV group, over all of its layers; empty for a pooling model."""
     phase_seconds: Mapping[Phase, float]
@@ -50,35 +50,35 @@ class Worker:
     """One model on one device. All calls come from one thread."""
 
     device: Device
-    """Set by :meth:`prepare`."""
+    """Set by `prepare`."""
     folder: Path
-    """The model's files; set by :meth:`prepare`."""
+    """The model's files; set by `prepare`."""
     groups: tuple[KvGroup, ...]
-    """The model's KV groups; set by :meth:`prepare`."""
+    """The model's KV groups; set by `prepare`."""
     grammars: GrammarCompiler | None
-    """Compiles grammars on its own threads; ``None`` before :meth:`prepare` and for models without grammar
+    """Compiles grammars on its own threads; `None` before `prepare` and for models without grammar
     support."""
 
     def __init__(self, settings: Settings) -> None:
-        """Does nothing slow: :meth:`prepare` and :meth:`configure` do."""
+        """Does nothing slow: `prepare` and `configure` do."""
         self._settings = settings
         self._log = get_logger()
         self._model: VllmModel | None = None
         self._engine: Engine[Any] | None = None
         self._loaded = False
-        self._asked: Geometry | PoolGeometry | None = None
+        self._requested: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
         self.grammars = None
         self.groups = ()
 
     @property
     def code_folder(self) -> Path | None:
-        """The folder of the compiled code that :meth:`configure` found or made, if there is any."""
+        """The folder of the compiled code that `configure` found or made, if there is any."""
         return None if self._engine is None else self._engine.code_folder
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran in the last :meth:`configure`."""
+        """How often a compiler ran in the last `configure`."""
         return 0 if self._engine is None else self._engine.num_compiled
 
     @property
@@ -86,7 +86,7 @@ class Worker:
         """The model's description.
 
         Raises:
-            Internal: before :meth:`prepare`.
+            Internal: before `prepare`.
         """
         if self._model is None:
             raise Internal("the worker is not prepared yet")
@@ -137,8 +137,8 @@ class Worker:
         )  # fmt: skip
 
     def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
-        """Whether :meth:`configure` with this geometry would change nothing."""
-        return self._ready is not None and geometry == self._asked
+        """Whether `configure` with this geometry would change nothing."""
+        return self._ready is not None and geometry == self._requested
 
     def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
         """Loads the weights, allocates memory and warms up. The same geometry again changes nothing.
@@ -163,12 +163,12 @@ class Worker:
         # Most objects that exist now live as long as the process; later collections can skip them.
         gc.collect()
         gc.freeze()
-        self._asked = geometry
+        self._requested = geometry
         self._ready = Ready(started, engine.bytes_per_block, phases.seconds)
         return self._ready
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step; see :meth:`Engine.execute`.
+        """Runs one step; see `Engine.execute`.
 
         Raises:
             Internal: if the worker is not configured, or the plan contradicts earlier plans.
@@ -189,7 +189,7 @@ class Worker:
 
     def _release(self, engine: Engine[Any]) -> None:
         """Drops the current configuration."""
-        self._asked, self._ready = None, None
+        self._requested, self._ready = None, None
         engine.release()
         assert self._model is not None
         self._model.release_caches()
@@ -260,7 +260,7 @@ class Worker:
 
 
 def _open_device(settings: Settings) -> Device:
-    """Opens the device that the settings name; ``auto`` takes a GPU if there is one."""
+    """Opens the device that the settings name; `auto` takes a GPU if there is one."""
     import torch
 
     if settings.cpu_threads is not None:

@@ -123,7 +123,8 @@ def _load_vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int
     for word, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size and token_id not in specials:
             words[token_id] = word
-    kind = json.loads(core.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str()))  # noqa: SLF001 - no public function detects it
+    detect = core.TokenizerInfo._detect_metadata_from_hf  # noqa: SLF001 - there is no public function
+    kind = json.loads(detect(tokenizer.to_str()))
     info = core.TokenizerInfo(words, kind["vocab_type"], vocab_size, end_ids, kind["add_prefix_space"])
     markers = {
         text: token_id
@@ -207,7 +208,8 @@ def _walk(core: Any, grammar: Any, vocab_size: int, vocabulary: CompilerVocabula
         total += spent
         if spent > _MASK_S or total > _WALK_S:
             raise ValueError(
-                f"the mask of allowed tokens takes {spent:.2f} s for one token, {total:.2f} s so far, which would delay"
+                f"the mask of allowed tokens takes {spent:.2f} s for one token, {total:.2f} s so far,"
+                " which would delay"
                 " the whole batch; make it less ambiguous"
             )
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
@@ -227,7 +229,7 @@ def _walk(core: Any, grammar: Any, vocab_size: int, vocabulary: CompilerVocabula
 
 @contextlib.contextmanager
 def killed_on_hangup(connection: socket.socket) -> Iterator[None]:
-    """In this context, the kernel kills the process when the other side hangs up.
+    """Has the kernel kill this process if the other side hangs up within the context.
 
     This works whatever the compiler is doing. Incoming data would kill the process, too, so the worker sends
     nothing meanwhile.

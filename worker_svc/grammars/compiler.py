@@ -156,8 +156,8 @@ class GrammarCompiler:
         with self._bytes_lock:
             self._bytes += size
 
-    def _release(self, size: int, vocabulary: GrammarVocabulary) -> None:  # noqa: ARG002 - kept alive until here
-        """Finalizer of a grammar; its arguments keep the grammar's vocabulary alive."""
+    def _release(self, size: int, vocabulary: GrammarVocabulary) -> None:  # noqa: ARG002
+        """Finalizes a grammar; the arguments keep the grammar's vocabulary alive until here."""
         self._count(-size)
 
     def _leave(self, key: bytes, future: "Future[int]") -> None:

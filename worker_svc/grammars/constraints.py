@@ -193,7 +193,8 @@ class Constraints:
         else:
             # Other parameters forbid every token that the grammar allows, or the grammar is at a dead end.
             errors[slot] = InvalidArgument(
-                "no token is left that both the grammar and the request's other parameters (allowed_token_ids, bad_words,"
+                "no token is left that both the grammar and the request's other parameters"
+                " (allowed_token_ids, bad_words,"
                 " logit_bias) allow",
                 param=PARAM,
             )

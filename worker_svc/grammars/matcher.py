@@ -172,7 +172,8 @@ class _CpuBudget:
             raise Internal(f"matching the grammar failed: {error}", param=PARAM) from error
         if self._spent_s > _BUDGET_S + self.num_tokens * _BUDGET_PER_TOKEN_S:
             refusal = InvalidArgument(
-                f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self.num_tokens} tokens, which delays"
+                f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self.num_tokens} tokens,"
+                " which delays"
                 " the whole batch; make it less ambiguous",
                 param=PARAM,
             )

@@ -1,6 +1,6 @@
 """Graph capture: runs a step of a model once and records the calls that reach PyTorch's dispatcher.
 
-Other modules use the recording: ``replay`` runs the same kernels again, ``graph_partition`` builds graphs for
+Other modules use the recording: `replay` runs the same kernels again, `graph_partition` builds graphs for
 a compiler.
 """
 
@@ -58,16 +58,16 @@ class KernelCall:
     kwargs: Mapping[str, Any]
     """Its keyword arguments."""
     result: Any
-    """The tensors that a replay writes; ``None`` if the operator writes its arguments."""
+    """The tensors that a replay writes; `None` if the operator writes its arguments."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor that the call reads or writes."""
+        """Yields every tensor that the call reads or writes."""
         for leaf in tree_iter((self.args, self.kwargs, self.result)):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
 
     def written(self) -> Iterator[torch.Tensor]:
-        """The tensors that the call writes."""
+        """Yields the tensors that the call writes."""
         if self.result is not None:
             yield from (leaf for leaf in tree_iter(self.result) if isinstance(leaf, torch.Tensor))
             return
@@ -86,13 +86,13 @@ class LayerAttention:
     """The recorded tensors."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor that the call reads or writes, except the cache and the sinks, which never move."""
+        """Yields every tensor that the call reads or writes, except cache and sinks, which never move."""
         for tensor in (self.call.query, self.call.key, self.call.value, self.call.output):
             if tensor is not None:
                 yield tensor
 
     def written(self) -> Iterator[torch.Tensor]:
-        """The tensors that the call writes.
+        """Yields the tensors that the call writes.
 
         Query, key and value count too, so that they are never taken for constants.
         """
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self._allocated: set[int] = set()
 
     def attend(self, layer: str, call: AttentionCall) -> None:
-        """Records a call of ``Device.attend`` without running it, so its output stays undefined."""
+        """Records a call of `Device.attend` without running it, so its output stays undefined."""
         recorded = LayerAttention(layer, call)
         self._calls.append(recorded)
         self._trace.append(recorded)
@@ -133,7 +133,8 @@ class Recorder(TorchDispatchMode):
         if func.overloadpacket in ALLOCATIONS:
             self._allocated.add(storage_id(result))
             return result
-        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):  # noqa: SLF001 - the only way to an operator's schema
+        arguments = func._schema.arguments  # noqa: SLF001 - the only way to an operator's schema
+        if any(each.alias_info is not None and each.alias_info.is_write for each in arguments):
             self._calls.append(KernelCall(func, args, kwargs, None))
             return result
         given = {storage_id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}

@@ -35,7 +35,7 @@ _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": 
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a state, not an error
-    """An entry's files differ from those that were written. The text names the first."""
+    """An entry's files have changed or cannot be read. The text names the first one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Manifest:
     """An entry's description of itself."""
 
     fields: Mapping[str, str]
-    """What the code depends on; see ``fingerprint``."""
+    """What the code depends on; see `fingerprint`."""
     graphs: Sequence[str]
     """The signatures of the entry's graphs, in words."""
     seconds: float
@@ -60,12 +60,12 @@ class Manifest:
 
 
 def key_of(fields: Mapping[str, str]) -> str:
-    """The name of the folder of the entry with these fields."""
+    """Returns the name of the folder of the entry with these fields."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """One line for each field that differs, in the order of their names."""
+    """Returns one line for each field that differs, in the order of their names."""
     return [
         f"{name}: {wanted.get(name, '(none)')} is needed, {found.get(name, '(none)')} is precompiled"
         for name in sorted({*wanted, *found})
@@ -84,7 +84,7 @@ class CompileCache:
         self.root = root
 
     def entries(self) -> list[str]:
-        """The keys of all entries, damaged ones included."""
+        """Returns the keys of all entries, damaged ones included."""
         if not self.root.is_dir():
             return []
         return sorted(
@@ -92,7 +92,7 @@ class CompileCache:
         )
 
     def read(self, key: str) -> Manifest | None:
-        """Reads an entry's manifest; ``None`` if there is no such entry.
+        """Reads an entry's manifest; `None` if there is no such entry.
 
         Raises:
             DamagedEntry: if the manifest cannot be read.
@@ -132,7 +132,7 @@ class CompileCache:
         return manifest
 
     def nearest(self, fields: Mapping[str, str]) -> Manifest | None:
-        """The intact entry that differs in the fewest fields; ``None`` if there is none."""
+        """Returns the readable entry that differs in the fewest fields; `None` if there is none."""
         found = []
         for key in self.entries():
             with contextlib.suppress(DamagedEntry):
@@ -173,7 +173,8 @@ class CompileCache:
             folder.mkdir(parents=True)
         except OSError as error:
             raise ConfigurationRefused(
-                f"cannot write to the compile cache {self.root} ({error.strerror}); change --compile-cache-dir"
+                f"cannot write to the compile cache {self.root} ({error.strerror});"
+                " change --compile-cache-dir"
             ) from error
         return PendingEntry(self, folder, fields)
 
@@ -185,7 +186,7 @@ class PendingEntry:
     """Where compilers put their files."""
 
     def __init__(self, cache: CompileCache, folder: Path, fields: Mapping[str, str]) -> None:
-        """Use :meth:`CompileCache.begin`."""
+        """Called by `CompileCache.begin`."""
         self._cache = cache
         self._fields = dict(fields)
         self.folder = folder
@@ -234,7 +235,7 @@ class PendingEntry:
 
 
 def set_compiler_cache_dirs(folder: Path) -> None:
-    """Makes compilers keep their files in ``folder`` from now on."""
+    """Makes compilers keep their files in `folder` from now on."""
     os.environ.update({name: str(folder / part) for name, part in _VARIABLES.items()})
 
 

@@ -42,8 +42,8 @@ def code_fields(
         groups: the model's KV groups.
         geometry: static shapes. Code depends on the number of blocks only if the device's graphs take whole
             caches.
-        sizes: decode buckets to compile kernels for; ``None`` for all.
-        dummy_seed: the seed of dummy weights; ``None`` if the weights are read.
+        sizes: decode buckets to compile kernels for; `None` for all.
+        dummy_seed: the seed of dummy weights; `None` if the weights are read.
     """
     fields = {
         "model": _config_digest(folder),

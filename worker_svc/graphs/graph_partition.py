@@ -106,7 +106,7 @@ class _Builder:
                     self._name(leaf, self.graph.call_function(operator.getitem, (node, index)))
 
     def build(self, later: set[int]) -> Subgraph | None:
-        """Finishes the subgraph; ``None`` if it would compute nothing.
+        """Finishes the subgraph; `None` if it would compute nothing.
 
         Args:
             later: ids of the tensors that later calls read; they become outputs.

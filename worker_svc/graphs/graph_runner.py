@@ -27,7 +27,7 @@ class DeviceGraph:
     """Unknown."""
 
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
-        """Runs the step; see ``KernelGraph.replay``."""
+        """Runs the step; see `KernelGraph.replay`."""
         tokens, positions = inputs
         return self.model.forward(tokens, positions, plans)
 
@@ -61,7 +61,7 @@ class GraphSignature:
 
 
 class RecordableModel(Protocol):
-    """What graphs need of a model; ``vllm_adapter.model.VllmModel`` is one."""
+    """What graphs need of a model; `vllm_adapter.model.VllmModel` is one."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
@@ -70,7 +70,7 @@ class RecordableModel(Protocol):
         ...
 
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """Records :meth:`forward` on tensors of these shapes; raises ``NotStatic``."""
+        """Records `forward` on tensors of these shapes; raises `NotStatic`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class GraphOptions:
     """0: no graphs, the model's Python code runs. 1: the device's kernels replayed, or the output of the
     device's own compiler. 2: compiled kernels. 3: compiled kernels, tuned."""
     sizes: tuple[int, ...] | None = None
-    """Decode buckets to compile kernels for; ``None`` for all. The others are replayed."""
+    """Decode buckets to compile kernels for; `None` for all. The others are replayed."""
     required: bool = False
     """Whether a step that cannot be a graph is an error."""
     strict: bool = False
@@ -196,7 +196,7 @@ class GraphRunner:
         Args:
             signature: the graph's.
             tokens: padding, of the graph's shape.
-            positions: like ``tokens``.
+            positions: like `tokens`.
             plans: of a step of padding. The model runs more than once, and a window in place would slide each
                 time.
 
@@ -277,7 +277,8 @@ class GraphRunner:
             return InductorGraph(recording, self._device, self._compiler)
         except Exception as error:  # compilers raise anything
             raise ConfigurationRefused(
-                f"the graph for {signature} does not compile ({type(error).__name__}: {_first_line(error)}); use -O 1, which needs no compiler"
+                f"the graph for {signature} does not compile ({type(error).__name__}: {_first_line(error)});"
+                " use -O 1, which needs no compiler"
             ) from error
 
     def _check(

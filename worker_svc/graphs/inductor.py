@@ -101,7 +101,7 @@ class _Attend:
     output: int
 
     def call(self, values: Sequence[torch.Tensor | None]) -> AttentionCall:
-        """The call with this step's tensors."""
+        """Returns the call with this step's tensors."""
         query, output = values[self.query], values[self.output]
         assert query is not None
         assert output is not None
@@ -127,7 +127,7 @@ class InductorGraph:
         self._initial: list[torch.Tensor | None] = []
 
         def index_of(tensor: torch.Tensor, *, constant: bool = True) -> int:
-            """The tensor's index among the step's values; a constant has the same value in every step."""
+            """Returns the tensor's index among the step's values; a constant is the same in every step."""
             if id(tensor) not in indices:
                 indices[id(tensor)] = len(self._initial)
                 self._initial.append(tensor if constant else None)
@@ -152,7 +152,7 @@ class InductorGraph:
 
     @torch.inference_mode()
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, HasPlan]) -> torch.Tensor:
-        """Runs the step; see ``replay.KernelGraph.replay``."""
+        """Runs the step; see `replay.KernelGraph.replay`."""
         values = list(self._initial)
         for index, tensor in zip(self._inputs, inputs, strict=True):
             values[index] = tensor

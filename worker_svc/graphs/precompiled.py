@@ -32,7 +32,7 @@ class CompiledCode:
         """Looks for the code.
 
         Args:
-            cache: ``None`` to compile anew and keep nothing.
+            cache: `None` to compile anew and keep nothing.
             fields: what the code depends on.
             required: whether to refuse to compile.
 
@@ -47,7 +47,8 @@ class CompiledCode:
         if cache is None:
             if required:
                 raise ConfigurationRefused(
-                    "--require-precompiled needs the compile cache, which VLLM_DISABLE_COMPILE_CACHE switches off; omit one of the two"
+                    "--require-precompiled needs the compile cache, but --no-compile-cache"
+                    " or VLLM_DISABLE_COMPILE_CACHE turns it off; omit one of them"
                 )
             self.folder = Path(tempfile.mkdtemp(prefix="triptych-code-"))
             atexit.register(shutil.rmtree, self.folder, ignore_errors=True)

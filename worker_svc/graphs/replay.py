@@ -61,9 +61,9 @@ class _Kernel:
     """One kernel of a graph."""
 
     name: str
-    """Its operator, or :data:`ATTENTION`."""
+    """Its operator, or `ATTENTION`."""
     run: Callable[..., Any]
-    """Runs it; takes the plans of ``layers``."""
+    """Runs it; takes the plans of `layers`."""
     layers: tuple[str, ...] = ()
     """The layers of the attention plans that it takes."""
 
@@ -126,15 +126,15 @@ class KernelGraph:
         plans: Mapping[str, HasPlan],
         synchronize: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
-        """:meth:`replay` with a clock around each kernel.
+        """Does the same as `replay`, with a clock around each kernel.
 
         Args:
-            inputs: see :meth:`replay`.
-            plans: see :meth:`replay`.
+            inputs: see `replay`.
+            plans: see `replay`.
             synchronize: waits for the device; a host computes synchronously and needs none.
 
         Returns:
-            The result, and for each kernel in order its operator (or :data:`ATTENTION`) and its seconds.
+            The result, and for each kernel in order its operator (or `ATTENTION`) and its seconds.
             Copying the inputs does not count as a kernel.
         """
         timed: list[tuple[str, float]] = []
@@ -226,7 +226,7 @@ class _MemoryPlan:
         return torch.zeros(size, dtype=torch.uint8, device=like.device).untyped_storage()
 
     def relocated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in its assigned memory; the tensor itself if it keeps its own."""
+        """Returns the tensor in its assigned memory; the tensor itself if it keeps its own."""
         storage = self._assigned.get(storage_id(tensor))
         if storage is None:
             return tensor
@@ -234,7 +234,7 @@ class _MemoryPlan:
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def relocated_call(self, call: AttentionCall) -> AttentionCall:
-        """The call with its query, key, value and output in their assigned memory."""
+        """Returns the call with its query, key, value and output in their assigned memory."""
         return replace(
             call,
             query=self.relocated(call.query),
@@ -245,7 +245,7 @@ class _MemoryPlan:
 
 
 def _bound(call: KernelCall, memory: _MemoryPlan, device: Device) -> Callable[[], Any]:
-    """A recorded call as a function without arguments that writes its result to the assigned memory."""
+    """Returns a recorded call as a function without arguments that writes to the assigned memory."""
     args, kwargs, result = tree_map_only(
         torch.Tensor, memory.relocated, (tuple(call.args), dict(call.kwargs), call.result)
     )
@@ -271,13 +271,13 @@ def _bound(call: KernelCall, memory: _MemoryPlan, device: Device) -> Callable[[]
 
 
 def _entry(op: Any) -> Any:
-    """The entry point of an operator that costs least to call."""
+    """Returns the entry point of an operator that costs least to call."""
     return op._op  # noqa: SLF001 - the function behind an operator's __call__
 
 
 @functools.cache
 def _out_variant(op: Any) -> Any:
-    """The overload that writes this one's result to ``out``; ``None`` if there is none."""
+    """Returns the overload that writes this one's result to `out`; `None` if there is none."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not _is_about_memory(a)]  # noqa: SLF001
     for name in op.overloadpacket.overloads():
         candidate = getattr(op.overloadpacket, name)
@@ -290,5 +290,5 @@ def _out_variant(op: Any) -> Any:
 
 
 def _is_about_memory(argument: Any) -> bool:
-    """Whether an argument only describes the result's memory, which ``out`` determines."""
+    """Whether an argument only describes the result's memory, which `out` determines."""
     return argument.name in ("dtype", "layout", "device", "pin_memory", "memory_format")

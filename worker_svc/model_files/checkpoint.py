@@ -116,10 +116,12 @@ class Checkpoint:
         pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickled:
             raise ConfigurationRefused(
-                f"{folder} has only pickled weights ({pickled[0]}), and unpickling runs code; convert them to safetensors"
+                f"{folder} has only pickled weights ({pickled[0]}), and unpickling runs code;"
+                " convert them to safetensors"
             )
         raise ConfigurationRefused(
-            f"{folder} has no weights (*.safetensors); add them, or use --load-format dummy for made-up weights"
+            f"{folder} has no weights (*.safetensors); add them,"
+            " or use --load-format dummy for made-up weights"
         )
 
     @classmethod
@@ -133,18 +135,21 @@ class Checkpoint:
             raise ConfigurationRefused(f"{index} cannot be read; fetch it again") from error
         if not names or foreign:
             raise ConfigurationRefused(
-                f"{index} names {f'{foreign[0]}, which is outside its folder' if foreign else 'no files'}; fetch it again"
+                f"{index} names {f'{foreign[0]}, which is outside its folder' if foreign else 'no files'};"
+                " fetch it again"
             )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ConfigurationRefused(
-                f"{folder} lacks {len(missing)} of {len(names)} files that {index.name} names, first {missing[0]}; fetch them"
+                f"{folder} lacks {len(missing)} of {len(names)} files that {index.name} names,"
+                f" first {missing[0]}; fetch them"
             )
         shards = {name: Shard.open(folder / name) for name in names}
         for tensor, name in weight_map.items():
             if tensor not in shards[name].tensors:
                 raise ConfigurationRefused(
-                    f"{folder / name} has no tensor {tensor}, which {index.name} places there; fetch both again"
+                    f"{folder / name} has no tensor {tensor}, which {index.name} places there;"
+                    " fetch both again"
                 )
         return cls(tuple(shards.values()))
 

@@ -60,11 +60,11 @@ _CATALOG = {
 }
 
 NAMES = tuple(_CATALOG)
-"""The demo models that :func:`fetch` accepts."""
+"""The demo models that `fetch` accepts."""
 
 
 def default_cache_dir() -> Path:
-    """Returns ``$TRIPTYCH_CACHE``, or ``triptych/models`` in the user's cache folder."""
+    """Returns `$TRIPTYCH_CACHE`, or `triptych/models` in the user's cache folder."""
     configured = os.environ.get("TRIPTYCH_CACHE")
     if configured:
         return Path(configured)
@@ -76,8 +76,8 @@ def fetch(name: str, cache_dir: Path | None = None) -> Path:
     """Makes a demo model's Hugging Face folder, unless it exists. Prints progress to standard error.
 
     Args:
-        name: one of :data:`NAMES`.
-        cache_dir: the cache; ``None`` for :func:`default_cache_dir`.
+        name: one of `NAMES`.
+        cache_dir: the cache; `None` for `default_cache_dir`.
 
     Returns:
         The model's complete folder.
@@ -101,7 +101,7 @@ def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
 
     Args:
         gguf: the file; its path, size and modification time identify it.
-        cache_dir: the cache; ``None`` for :func:`default_cache_dir`.
+        cache_dir: the cache; `None` for `default_cache_dir`.
 
     Returns:
         The model's complete folder.
@@ -233,7 +233,8 @@ def _check_converter() -> None:
     missing = [name for name in _CONVERTER_PACKAGES if find_spec(name) is None]
     if missing:
         raise FetchError(
-            f"converting a GGUF file needs {missing[0]}, which is not installed; run `triptych install worker`"
+            f"converting a GGUF file needs {missing[0]}, which is not installed;"
+            " run `triptych install worker`"
         )
 
 

@@ -7,7 +7,7 @@ scaled rotary embeddings, other pre-tokenizers.
 The weights equal those of transformers' converter bit for bit and take a fifth of the time. The tokenizers
 are our own, because transformers' are wrong. For Gemma it takes merge ranks for the scores of a unigram
 model: "capital" becomes four tokens, and no beginning-of-sequence token is added. For SmolLM2 it makes
-``<|im_start|>`` the end token.
+`<|im_start|>` the end token.
 """
 
 import json
@@ -56,7 +56,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Writes weights, configuration and tokenizer to ``folder``, which must exist.
+    """Writes weights, configuration and tokenizer to `folder`, which must exist.
 
     Raises:
         ValueError: if the file cannot be read or converted, with the reason in one line.
@@ -113,7 +113,8 @@ def _check(family: str, fields: dict[str, Any]) -> None:
     instead = "use the model's safetensors instead"
     if family not in _NORMS:
         raise ValueError(
-            f"GGUF files of the architecture {family} are not supported, only {' and '.join(_NORMS)}; {instead}"
+            f"GGUF files of the architecture {family} are not supported, only {' and '.join(_NORMS)};"
+            f" {instead}"
         )
     scaling = fields.get(f"{family}.rope.scaling.type", "none")
     if scaling != "none":

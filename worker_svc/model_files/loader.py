@@ -1,4 +1,4 @@
-"""Resolves the ``--model`` setting to a folder, and lists the tokenizer files that other services need."""
+"""Resolves the `--model` setting to a folder, and lists the tokenizer files that other services need."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ from worker_svc.shapes.model_description import ModelDescription
 
 
 class PoolingEngine:
-    """Runs a pooling model in static shapes. Implements ``execution.engine.Engine``."""
+    """Runs a pooling model in static shapes. Implements `execution.engine.Engine`."""
 
     bytes_per_block: tuple[int, ...] = ()
     """Empty: there is no KV cache."""
@@ -33,9 +33,9 @@ class PoolingEngine:
         """Allocates nothing.
 
         Args:
-            model: its weights may be missing until :meth:`start`.
+            model: its weights may be missing until `start`.
             device: where the model runs.
-            description: the model's, with ``pooling`` set.
+            description: the model's, with `pooling` set.
             check_memory: raises ConfigurationRefused for shapes that do not fit into memory.
             warm_up: whether to run every shape once before serving.
         """
@@ -78,7 +78,7 @@ class PoolingEngine:
         return geometry
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step; see :meth:`PoolRunner.execute`."""
+        """Runs one step; see `PoolRunner.execute`."""
         if self._runner is None:
             raise Internal("the worker is not configured")
         return self._runner.execute(plan)
@@ -89,5 +89,5 @@ class PoolingEngine:
             self._runner.reset()
 
     def release(self) -> None:
-        """Drops everything that :meth:`start` made, except the weights."""
+        """Drops everything that `start` made, except the weights."""
         self._runner = None

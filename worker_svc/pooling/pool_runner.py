@@ -16,10 +16,10 @@ from worker_svc.shapes.model_description import PoolingDescription
 
 
 class PoolingModel(Protocol):
-    """What the runner needs from a model; ``vllm_adapter.model.VllmModel`` implements it."""
+    """What the runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
 
     def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        """Returns the attention metadata that :meth:`forward` takes for a step's rows."""
+        """Returns the attention metadata that `forward` takes for a step's rows."""
         ...
 
     def forward(
@@ -98,7 +98,8 @@ class PoolRunner:
             return Internal(f"the plan admits a request to slot {request.slot}, which is taken")
         if not 1 <= len(request.token_ids) <= self._longest:
             return Internal(
-                f"the plan admits {len(request.token_ids)} tokens to slot {request.slot}; 1 to {self._longest} fit"
+                f"the plan admits {len(request.token_ids)} tokens to slot {request.slot};"
+                f" 1 to {self._longest} fit"
             )
         self._slots[request.slot] = request
         return None

@@ -228,7 +228,8 @@ class SamplingState:
                 )
         if len(sampling.logit_bias) > MAX_BIASES:
             raise InvalidArgument(
-                f"logit_bias has {len(sampling.logit_bias)} tokens; the limit is {MAX_BIASES}; to allow only a few tokens, use"
+                f"logit_bias has {len(sampling.logit_bias)} tokens; the limit is {MAX_BIASES};"
+                " to allow only a few tokens, use"
                 " allowed_token_ids",
                 param="logit_bias",
             )

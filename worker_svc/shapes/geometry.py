@@ -111,7 +111,8 @@ class KvGroup:
             return
         if self.window > block_size:
             raise ConfigurationRefused(
-                f"an in-place window of {self.window} tokens needs a block size of at least {self.window}, got {block_size};"
+                f"an in-place window of {self.window} tokens needs a block size of at least {self.window},"
+                f" got {block_size};"
                 " raise --block-size or use --window-kv paged"
             )
         if block_size % self.window:
@@ -144,7 +145,8 @@ def group_layers(
         for layer in layers:
             if layer.shares_with in sliding:
                 raise ConfigurationRefused(
-                    f"layer {layer.name} reads the KV cache of {layer.shares_with}, whose window must not slide in place;"
+                    f"layer {layer.name} reads the KV cache of {layer.shares_with},"
+                    " and a shared cache cannot slide in place;"
                     " use --window-kv paged"
                 )
 
@@ -199,7 +201,8 @@ class Geometry:
             raise ConfigurationRefused(f"every size must be at least 1, got {self}")
         if self.block_size % block_size_multiple:
             raise ConfigurationRefused(
-                f"this device does not support block size {self.block_size}; use a multiple of {block_size_multiple}"
+                f"this device does not support block size {self.block_size};"
+                f" use a multiple of {block_size_multiple}"
             )
         if self.chunk % self.block_size and self.block_size % self.chunk:
             raise ConfigurationRefused(
@@ -215,7 +218,8 @@ class Geometry:
             raise ConfigurationRefused(f"decode buckets must ascend, got {self.decode_buckets}")
         if self.decode_buckets[-1] < self.max_num_seqs:
             raise ConfigurationRefused(
-                f"the largest decode bucket {self.decode_buckets[-1]} is below max_num_seqs {self.max_num_seqs}"
+                f"the largest decode bucket {self.decode_buckets[-1]} is below max_num_seqs"
+                f" {self.max_num_seqs}"
             )
         if self.num_blocks and len(self.num_blocks) != len(groups):
             raise ConfigurationRefused(
@@ -225,7 +229,8 @@ class Geometry:
             least = 1 + group.blocks_in_use(self)
             if count < least:
                 raise ConfigurationRefused(
-                    f"{count} blocks of KV group {group.group_id} cannot hold one sequence of {self.max_model_len} tokens;"
+                    f"{count} blocks of KV group {group.group_id} cannot hold one sequence of"
+                    f" {self.max_model_len} tokens;"
                     f" at least {least} are needed"
                 )
 

@@ -30,7 +30,7 @@ class ModelSize:
     weight_bytes: int
     """All parameters and buffers; shared memory counts once."""
     width: int
-    """Input plus output sizes of all matrices of the widest layer, in elements; see ``memory_budget``."""
+    """Input plus output sizes of all matrices of the widest layer, in elements; see `memory_budget`."""
     hidden_size: int
     """Elements of a token's state between layers."""
     vocab_size: int

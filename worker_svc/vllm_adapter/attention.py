@@ -19,9 +19,9 @@ class StepAttention:
     device: Device
     """Runs the attention."""
     plan: Any
-    """The device's plan, or the :class:`RowsInput` of a pooling model."""
+    """The device's plan, or the `RowsInput` of a pooling model."""
     cache: torch.Tensor | None = None
-    """The layer's cache if it is an input of the layer's graph; ``None`` if the layer holds it."""
+    """The layer's cache if it is an input of the layer's graph; `None` if the layer holds it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TriptychAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type["TriptychAttention"]:
-        """The class that each attention layer instantiates."""
+        """Returns the class that each attention layer instantiates."""
         return TriptychAttention
 
     @staticmethod
@@ -106,14 +106,14 @@ class TriptychAttention(AttentionImpl):
         )
         self.sinks = sinks
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002 - vLLM's interface
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002
         """Converts sinks to float32, which kernels take."""
         if self.sinks is not None:
             self.sinks = self.sinks.detach().float()
 
     def forward(
         self,
-        layer: torch.nn.Module,  # noqa: ARG002 - vLLM's interface
+        layer: torch.nn.Module,  # noqa: ARG002
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
@@ -125,7 +125,7 @@ class TriptychAttention(AttentionImpl):
     ) -> torch.Tensor:
         """Attends within rows, or over the cache after writing to it.
 
-        Shapes are those of ``AttentionCall``.
+        Shapes are those of `AttentionCall`.
         """
         del output_scale, output_block_scale  # set only by a fusion that we leave off
         metadata = attn_metadata

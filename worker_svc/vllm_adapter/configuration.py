@@ -22,7 +22,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 def configure(
     folder: Path, device: Device, *, dtype: Dtype, dummy_weights: bool, seed: int, trust_remote_code: bool
 ) -> Any:
-    """Builds vLLM's configuration of a model; for the arguments see ``VllmModel``.
+    """Builds vLLM's configuration of a model; for the arguments see `VllmModel`.
 
     Raises:
         ConfigurationRefused: if vLLM does not know the model's class and may not run the model's own code.

@@ -95,7 +95,7 @@ def fused_add_rms_norm(
 
 @SiluAndMul.register_oot
 class CpuSiluAndMul(SiluAndMul):
-    """``silu(x[:d]) * x[d:]``. The fallback is PyTorch's vectorized operators; vLLM's kernel is slower."""
+    """`silu(x[:d]) * x[d:]`. The fallback is PyTorch's vectorized operators; vLLM's kernel is slower."""
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [tokens, 2 * d] to [tokens, d]."""
@@ -108,7 +108,7 @@ class CpuSiluAndMul(SiluAndMul):
 
 @GeluAndMul.register_oot
 class CpuGeluAndMul(GeluAndMul):
-    """``gelu(x[:d]) * x[d:]``."""
+    """`gelu(x[:d]) * x[d:]`."""
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [tokens, 2 * d] to [tokens, d]."""
@@ -159,7 +159,7 @@ def dispatch_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
     """Packs a layer's weights for our product. vLLM calls it for every unquantized layer with loaded weights.
 
     Args:
-        layer: gets ``cpu_linear``, which its forward calls.
+        layer: gets `cpu_linear`, which its forward calls.
         remove_weight: whether the layer has no other use for its weights. False for an embedding, which may
             also be the output head. Its weights are packed on the first product, and its results are logits,
             which stay in float32.
@@ -186,7 +186,7 @@ layer_utils.dispatch_cpu_unquantized_gemm = dispatch_gemm
 
 
 class _PackedLinear:
-    """A layer's ``cpu_linear``, which packs its weights at the latest on the first call."""
+    """A layer's `cpu_linear`, which packs its weights at the latest on the first call."""
 
     def __init__(self, weight: torch.Tensor, *, wide: bool) -> None:
         self._weight: torch.Tensor | None = weight

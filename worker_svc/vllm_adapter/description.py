@@ -48,7 +48,8 @@ def describe_pooling(
         params = getattr(getattr(layer, "impl", None), "params", None)
         if params is None or params.softcap or params.sinks or not params.writes:
             raise ConfigurationRefused(
-                f"{model_name} has layers like {name}, which are not served for pooling yet; choose another model"
+                f"{model_name} has layers like {name}, which are not served for pooling yet;"
+                " choose another model"
             )
     normalize = head.activation is not None and model_config.pooler_config.use_activation is not False
     size = getattr(model_config, "embedding_size", None) or model_config.get_hidden_size()
@@ -106,7 +107,7 @@ def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription
 
 
 def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
-    """Measures what the model's memory depends on; ``vocab_size`` is 0 for a model without logits."""
+    """Measures what the model's memory depends on; `vocab_size` is 0 for a model without logits."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     widths: dict[str, int] = {}

@@ -18,7 +18,7 @@ from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_pr
 class VllmModel:
     """One model on one device, in this process, on one rank.
 
-    It is built without weights, so that a worker can describe the model at once; :meth:`load_weights` reads
+    It is built without weights, so that a worker can describe the model at once; `load_weights` reads
     them.
     """
 
@@ -146,7 +146,7 @@ class VllmModel:
         Args:
             token_ids: int64 [tokens].
             positions: int64 [tokens].
-            plans: by layer name, the attention metadata from :meth:`attention_plans` or :meth:`row_plans`.
+            plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.
 
         Returns:
             Hidden states [tokens, hidden], in the model's dtype.
@@ -159,7 +159,7 @@ class VllmModel:
 
     @torch.inference_mode()
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """Records :meth:`forward` on tensors of these shapes.
+        """Records `forward` on tensors of these shapes.
 
         Raises:
             NotStatic: if its work depends on data.
@@ -187,7 +187,7 @@ class VllmModel:
         return self._head(hidden).float()
 
     def attention_plans(self, groups: Iterable[tuple[Iterable[str], Any]]) -> dict[str, Any]:
-        """Builds the metadata for :meth:`forward` from each group's layer names and device plan."""
+        """Builds the metadata for `forward` from each group's layer names and device plan."""
         from worker_svc.vllm_adapter.attention import StepAttention
 
         plans: dict[str, Any] = {}
@@ -203,7 +203,7 @@ class VllmModel:
         return plans
 
     def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        """Builds the metadata for :meth:`forward` in a pooling model's step."""
+        """Builds the metadata for `forward` in a pooling model's step."""
         from worker_svc.vllm_adapter.attention import StepAttention
 
         return dict.fromkeys(self._layers, StepAttention(self._device, rows))

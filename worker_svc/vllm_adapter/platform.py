@@ -23,7 +23,7 @@ def _configure(config: Any) -> None:
 
 
 def _attention_class(selector: Any) -> str:
-    """The import path of our attention; refuses kinds that it does not serve."""
+    """Returns the import path of our attention; refuses kinds that it does not serve."""
     if selector.use_mla:
         raise ConfigurationRefused(
             "models with latent attention (MLA) are not served yet; choose another model"
@@ -106,12 +106,12 @@ class _NativePlatform(Platform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """See :class:`TriptychCpuPlatform`."""
+        """See `TriptychCpuPlatform`."""
         return False
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """See :class:`TriptychCpuPlatform`."""
+        """See `TriptychCpuPlatform`."""
 
 
 class TriptychCudaPlatform(_NativePlatform):

@@ -13,7 +13,7 @@ from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 
 def prepare(device: Device) -> None:
-    """Imports vLLM with our platform for ``device``.
+    """Imports vLLM with our platform for `device`.
 
     Takes seconds; call it once, before anything else in this package.
 
@@ -40,7 +40,8 @@ def prepare(device: Device) -> None:
 
         if not type(current_platform).__name__.startswith("Triptych"):
             raise ConfigurationRefused(
-                "vLLM does not find Triptych's platform; install this package (pip install -e .), which registers its entry point"
+                "vLLM does not find Triptych's platform; install this package (pip install -e .),"
+                " which registers its entry point"
             )
         import vllm.engine.arg_utils
         import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
@@ -73,7 +74,7 @@ def init_parallel_groups(*, experts: bool) -> None:
     from vllm.distributed import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
-        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - the public getter raises if there is no group
+        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - the getter raises
             return
         # An earlier model of this process had no experts, so their group is missing.
         parallel_state.destroy_model_parallel()

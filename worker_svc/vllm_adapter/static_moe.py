@@ -78,7 +78,7 @@ class StaticMoeRunner(MoERunner):
 
 
 def routing_weights(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> torch.Tensor:
-    """Returns the experts' weights for each token, float32 [tokens, experts]: 0 for all but ``top_k``.
+    """Returns the experts' weights for each token, float32 [tokens, experts]: 0 for all but `top_k`.
 
     Args:
         logits: the router's [tokens, experts].

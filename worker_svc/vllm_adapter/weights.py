@@ -19,7 +19,7 @@ class ShardLoader(DefaultModelLoader):
     """Reads a model's weights. vLLM assigns them to layers and checks that none is missing."""
 
     def __init__(self, load_config: Any, progress: ShardProgress) -> None:
-        """Reports its progress to ``progress``."""
+        """Reports its progress to `progress`."""
         super().__init__(load_config)
         self._progress = progress
 
@@ -34,7 +34,8 @@ class ShardLoader(DefaultModelLoader):
         """
         if getattr(model, "secondary_weights", ()):
             raise ConfigurationRefused(
-                f"{model_config.model} keeps weights outside its folder, which is not served; choose another model"
+                f"{model_config.model} keeps weights outside its folder, which is not served;"
+                " choose another model"
             )
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):

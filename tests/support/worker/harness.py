@@ -115,7 +115,7 @@ class Harness:
         computed: int = 0,
         **fields: Any,
     ) -> Admission:
-        """Returns a request with blocks for ``max_model_len`` tokens; its in-place block is slot + 1."""
+        """Returns a request with blocks for `max_model_len` tokens; its in-place block is slot + 1."""
         width = self.geometry.table_width
         ids = range(self._next_block, self._next_block + width)
         assert ids.stop <= self.geometry.num_blocks[0]

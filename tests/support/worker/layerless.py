@@ -26,7 +26,7 @@ class PlainDevice(CudaDevice):
 
 
 class LayerlessModel:
-    """The parts of a model that need no layers; a subclass adds ``forward`` and ``logits``."""
+    """The parts of a model that need no layers; a subclass adds `forward` and `logits`."""
 
     def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Does nothing: there are no layers."""
@@ -41,7 +41,7 @@ class LayerlessModel:
 
 
 POISON = 99
-"""The token whose hidden state is NaN in :class:`Echo`."""
+"""The token whose hidden state is NaN in `Echo`."""
 
 
 class Echo:

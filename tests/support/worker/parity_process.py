@@ -1,8 +1,8 @@
 """Runs models through every decode bucket with garbage in all padding, and reports their outputs.
 
-:func:`run` works in the calling process. A device with another vLLM platform needs a process of its own,
-since vLLM loads one platform per process: the program takes a JSON list of :class:`Job` and prints a list of
-:class:`Answer` lists.
+`run` works in the calling process. A device with another vLLM platform needs a process of its own,
+since vLLM loads one platform per process: the program takes a JSON list of `Job` and prints a list of
+`Answer` lists.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def differences(
 
 
 def run_apart(jobs: Sequence[Job]) -> list[list[Answer]]:
-    """Calls :func:`run` for each job in a separate process with one thread."""
+    """Calls `run` for each job in a separate process with one thread."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.worker.parity_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
         check=False, capture_output=True, text=True, cwd=ROOT, timeout=200,

@@ -1,6 +1,6 @@
 """Generates with models on device rbln's stand-in, in its own process: vLLM has one platform a process.
 
-The argument is a JSON array of :class:`Job`. The output is a JSON array of :class:`Result`.
+The argument is a JSON array of `Job`. The output is a JSON array of `Result`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Job:
     chunk: int = 128
     """Tokens of a prefill chunk."""
     window_kind: str = "in_place_window"
-    """Value of the ``GroupKind`` of windows."""
+    """Value of the `GroupKind` of windows."""
     poisoned: bool = False
     """Whether to fill the caches with NaN first."""
 

@@ -60,7 +60,7 @@ def fetch(version: str) -> Path:
 
 @dataclass(frozen=True)
 class Call:
-    """One call ``torch.ops.NAMESPACE.OPERATOR(...)``."""
+    """One call `torch.ops.NAMESPACE.OPERATOR(...)`."""
 
     namespace: str
     """The operator's namespace."""
@@ -119,7 +119,7 @@ class Wheel:
         return found
 
     def returned(self, path: str, name: str) -> str:
-        """The source of the expression in a function's last ``return``."""
+        """The source of the expression in a function's last `return`."""
         *_, last = (node for node in ast.walk(self.function(path, name)) if isinstance(node, ast.Return))
         assert last.value is not None
         return ast.unparse(last.value)

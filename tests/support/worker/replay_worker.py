@@ -137,7 +137,7 @@ REQUESTS: list[tuple[common_pb2.SamplingParams, list[int], str]] = [
 
 
 class ReplayWorker:
-    """A runner whose requests are admitted, decoded and preempted by their index in :data:`REQUESTS`."""
+    """A runner whose requests are admitted, decoded and preempted by their index in `REQUESTS`."""
 
     def __init__(self, *, captured: bool = False) -> None:
         device = CapturingDevice() if captured else PlainDevice()

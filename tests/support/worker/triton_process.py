@@ -2,7 +2,7 @@
 
 The interpreter accepts code that the compiler refuses.
 
-``python -m tests.support.worker.triton_process`` prints one line of JSON: each kernel's shared memory in
+`python -m tests.support.worker.triton_process` prints one line of JSON: each kernel's shared memory in
 bytes.
 """
 

@@ -1,5 +1,5 @@
 """Device cpu.
 
-``device`` chooses between our own kernels (the folder ``kernels``) and the compiled kernels of vLLM's CPU
+`device` chooses between our own kernels (the folder `kernels`) and the compiled kernels of vLLM's CPU
 wheel.
 """

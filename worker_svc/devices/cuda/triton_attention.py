@@ -1,4 +1,4 @@
-"""Paged attention on GPUs: chooses and launches the kernels of ``triton_kernels``.
+"""Paged attention on GPUs: chooses and launches the kernels of `triton_kernels`.
 
 Besides the tensors themselves, a launch depends only on their shapes, so a captured launch can be replayed on
 other lengths.
@@ -30,7 +30,7 @@ _FLOAT32_CHUNK_ROWS = (32,)
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """The tensors of a :class:`PagedInput`.
+    """The tensors of a `PagedInput`.
 
     It has no other fields, so a captured step can own a copy of each.
     """
@@ -47,7 +47,7 @@ class TritonPlan:
 
 
 def attend(call: AttentionCall, plan: TritonPlan) -> None:
-    """Does what ``Device.attend`` does, with a cache [blocks, 2, kv_heads, block_size, head_size].
+    """Does what `Device.attend` does, with a cache [blocks, 2, kv_heads, block_size, head_size].
 
     Padded rows get zeros.
 
@@ -104,7 +104,7 @@ def _write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: Tr
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU.
+    """Returns the number of streaming multiprocessors of a GPU.
 
     On a CPU, where Triton's interpreter runs, a number small enough for tests.
     """
@@ -116,7 +116,7 @@ def processors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Launch:
-    """How a step's work is divided into programs; see ``attend_kernel``."""
+    """How a step's work is divided into programs; see `attend_kernel`."""
 
     grid: tuple[int, int, int]
     """Tiles of all rows, key heads, splits."""
@@ -175,5 +175,5 @@ def _launch(
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

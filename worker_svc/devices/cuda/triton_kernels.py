@@ -1,4 +1,4 @@
-"""Paged attention on GPUs: the Triton kernels, which ``triton_attention`` launches.
+"""Paged attention on GPUs: the Triton kernels, which `triton_attention` launches.
 
 One kernel attends for chunks and for decode steps. A program handles a tile of consecutive queries of one
 row, with all query heads that share a key head. So matrix products have enough rows in decode steps too, and
@@ -60,11 +60,11 @@ def attend_kernel(
 ):  # fmt: skip
     """Attends a tile of queries over one split of their context. Grid: rows * tiles, kv_heads, SPLITS.
 
-    Row r of a tile's matrices is head ``r % GROUP`` of query ``r // GROUP``, for QUERIES queries; the rest of
+    Row r of a tile's matrices is head `r % GROUP` of query `r // GROUP`, for QUERIES queries; the rest of
     the M rows is empty. Keys are read N at a time; D is HEAD_SIZE rounded up. With one split the result goes
-    to ``output``. Otherwise sums go to ``partial`` [tokens, HEADS, SPLITS, D], ``maxima`` and ``sums``
+    to `output`. Otherwise sums go to `partial` [tokens, HEADS, SPLITS, D], `maxima` and `sums`
     [tokens, HEADS, SPLITS], all float32. WRITES requires one token a row: the kernel reads the token's key
-    and value from ``key`` and ``value`` and writes them to the cache.
+    and value from `key` and `value` and writes them to the cache.
     """
     TILES: tl.constexpr = (QUERY_LEN + QUERIES - 1) // QUERIES  # noqa: N806 - a constant
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -184,7 +184,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Combines one head's splits.
 
-    Grid: tokens, heads. PARTS is SPLITS rounded up; see :func:`attend_kernel`.
+    Grid: tokens, heads. PARTS is SPLITS rounded up; see `attend_kernel`.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, dim = tl.arange(0, PARTS), tl.arange(0, D)

@@ -1,6 +1,6 @@
-"""Backend ``rbln-check``: a CPU that stands in for an NPU and is as strict as the NPU's compiler.
+"""Backend `rbln-check`: a CPU that stands in for an NPU and is as strict as the NPU's compiler.
 
-The backend traces the graph that ``torch.compile`` captured down to ATen and the attention operators, in
+The backend traces the graph that `torch.compile` captured down to ATen and the attention operators, in
 order and with mutations. It refuses graphs with dynamic shapes or with operators that are not on the list.
 Like the NPU, it owns the KV cache; the host only has handles on the meta device.
 """
@@ -148,7 +148,7 @@ class MetaMemory:
         return handle
 
     def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the memory behind a tensor of :meth:`allocate` or a view of it; other tensors unchanged.
+        """Returns the memory behind a tensor of `allocate` or a view of it; other tensors unchanged.
 
         Raises:
             KeyError: for a meta tensor without memory.
@@ -164,12 +164,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class CheckBackend:
-    """The backend that ``torch.compile`` calls."""
+    """The backend that `torch.compile` calls."""
 
     graphs: list[fx.GraphModule]
     """The accepted graphs, in order."""
     folder: Path | None
-    """Where to store graphs as text; ``None`` to store none."""
+    """Where to store graphs as text; `None` to store none."""
 
     def __init__(self, memory: MetaMemory) -> None:
         """Uses the given memory of the device."""
@@ -229,9 +229,9 @@ def check_graph(graph: fx.GraphModule) -> None:
             raise ConfigurationRefused(f"rbln-check: {node.op} {node.target} is not lowered{_where(node)}")
         if node.target is operator.getitem:
             continue
-        if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - the public class has no public name
+        if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
             raise ConfigurationRefused(f"rbln-check: {node.target} is not lowered{_where(node)}")
-        namespace, _, name = node.target._schema.name.partition("::")  # noqa: SLF001 - nor has an operator's schema
+        namespace, _, name = node.target._schema.name.partition("::")  # noqa: SLF001
         if namespace not in NAMESPACES and not (namespace == "aten" and name in ALLOWED_ATEN):
             raise ConfigurationRefused(
                 f"rbln-check: operator {namespace}::{name} is not lowered{_where(node)}"

@@ -1,6 +1,6 @@
 """Rebellions NPUs: whole graphs for rebel-compiler, with attention as operators of its own.
 
-The operators' namespace also decides how caches lie in memory and where the host allocates them; see ``ops``.
+The operators' namespace also decides how caches lie in memory and where the host allocates them; see `ops`.
 Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
 """
 
@@ -43,7 +43,7 @@ class RblnPlan:
     """
 
     operator: str
-    """The operator's name, with its ``_prefill`` or ``_decode``."""
+    """The operator's name, with its `_prefill` or `_decode`."""
     rows: int
     """Rows of the step."""
     query_len: int
@@ -59,7 +59,7 @@ class RblnPlan:
 
 
 class RblnDevice(Device):
-    """A Rebellions NPU, or, with backend ``rbln-check``, a CPU that stands in for it."""
+    """A Rebellions NPU, or, with backend `rbln-check`, a CPU that stands in for it."""
 
     namespace: Namespace
     """The attention operators' namespace."""
@@ -119,7 +119,8 @@ class RblnDevice(Device):
             )
         if self._compile_only and not any(variable in os.environ for variable in _TARGET_VARIABLES):
             raise ConfigurationRefused(
-                f"compiling without an NPU needs its name; set {_TARGET_VARIABLES[0]}, for example to RBLN-CA25"
+                f"compiling without an NPU needs its name; set {_TARGET_VARIABLES[0]},"
+                " for example to RBLN-CA25"
             )
 
     def code_target(self) -> str:
@@ -143,7 +144,7 @@ class RblnDevice(Device):
             torch.compiler.reset()
 
     def _chip(self) -> str:
-        """The NPU's name, for example "RBLN-CA25". Sources have vllm-rbln's order of precedence."""
+        """Returns the NPU's name, for example "RBLN-CA25", from its sources in vllm-rbln's order."""
         if self._is_stand_in:
             return "stand-in"
         name = None
@@ -195,7 +196,7 @@ class RblnDevice(Device):
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class.
 
-        A block of an in-place group is one window; the kernels see ``block_size / window`` in a paged block.
+        A block of an in-place group is one window; the kernels see `block_size / window` in a paged block.
 
         Raises:
             ConfigurationRefused: for windows in paged blocks with the Triton kernels, which have no operator
@@ -203,7 +204,8 @@ class RblnDevice(Device):
         """
         if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
             raise ConfigurationRefused(
-                "the Triton kernels do not serve windows in paged blocks; use --window-kv in-place or RBLN_USE_CUSTOM_KERNEL=0"
+                "the Triton kernels do not serve windows in paged blocks;"
+                " use --window-kv in-place or RBLN_USE_CUSTOM_KERNEL=0"
             )
         layer = group.layers[0]
         shape = [2, layer.num_kv_heads, 1, group.tokens_per_block(block_size), layer.head_size]
@@ -235,7 +237,8 @@ class RblnDevice(Device):
         """
         if not self._is_stand_in and caches.is_meta:
             raise Internal(
-                "blocks cannot be copied within an NPU's memory yet; start the scheduler with --no-enable-prefix-caching"
+                "blocks cannot be copied within an NPU's memory yet;"
+                " start the scheduler with --no-enable-prefix-caching"
             )
         super().copy_block(self.memory.resolve(caches), source, target)
 
@@ -288,7 +291,7 @@ class RblnDevice(Device):
             return emit_experts(hidden, gate_up, down, weights, activation)
         return super().run_experts(hidden, gate_up, down, weights, activation)
 
-    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002 - the interface's
+    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002
         """See the base class."""
         table = step.block_table.to(self._integers)
         rows = table.shape[0]
@@ -343,7 +346,7 @@ class RblnDevice(Device):
         operator = f"flash_{plan.operator}" if single_block and sinks is not None else plan.operator
 
         def by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
-            """[tokens, kv_heads * heads, head_size] as [rows, kv_heads, heads, query_len, head_size]."""
+            """Reshapes [tokens, kv_heads * heads, head_size] to [rows, kv_heads, heads, query_len, head_size]."""
             states = states.view(rows, query_len, kv_heads * heads, params.head_size).transpose(1, 2)
             return states.reshape(rows, kv_heads, heads, query_len, params.head_size)
 
@@ -371,6 +374,6 @@ class RblnDevice(Device):
 
 
 def _start(step: PagedInput) -> torch.Tensor:
-    """The position of each row's first token, [rows, 1]."""
+    """Returns the position of each row's first token, [rows, 1]."""
     counts = step.query_start[1:] - step.query_start[:-1]
     return (step.seq_lens - counts)[:, None]

@@ -145,7 +145,7 @@ def class_pattern(chars: Charset) -> str:
 
 
 def _order(first: int) -> int:
-    """Sort key within a class: printable ASCII, control characters, non-ASCII, caret."""
+    """Returns the sort key within a class: printable ASCII, control characters, non-ASCII, caret."""
     return 3 if first == ord("^") else 2 if first >= 0x7F else 1 if first < 0x20 else 0
 
 

@@ -89,7 +89,8 @@ def lower_object(node: dict[str, Any], where: str, lower: LowerSubschema) -> Any
     ):
         refuse_schema(
             where,
-            f"has the property {shown(escaped[0])}, a name that JSON must escape, and allows further properties, which"
+            f"has the property {shown(escaped[0])}, a name that JSON must escape,"
+            " and allows further properties, which"
             " cannot be enforced together; add additionalProperties: false",
         )
     lowered: dict[str, Any] = {"type": "object"}

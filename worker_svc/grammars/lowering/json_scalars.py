@@ -28,7 +28,7 @@ def read_count(node: dict[str, Any], name: str, where: str) -> int | None:
         return None
     value = node[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
-        refuse_schema(where, f"has a {name} that is not an integer from 0")
+        refuse_schema(where, f"has a {name} that is not a non-negative integer")
     if value > _MAX_COUNT:
         refuse_schema(where, f"has the {name} {shown(value)}; at most {_MAX_COUNT} is supported")
     return int(value)
@@ -80,7 +80,8 @@ def lower_number(node: dict[str, Any], where: str) -> Any:
         if abs(bound) > _MAX_BOUND or round(bound, _DECIMALS) != bound:
             refuse_schema(
                 where,
-                f"has the {name} {shown(bound)}; bounds may be up to 1e15 in size, with at most {_DECIMALS} decimals",
+                f"has the {name} {shown(bound)}; bounds may be up to 1e15 in size,"
+                f" with at most {_DECIMALS} decimals",
             )
         lower = "inimum" in name
         if integer and bound != int(bound):
@@ -104,12 +105,14 @@ def _multiple_of(node: dict[str, Any], where: str) -> dict[str, int]:
     if not integer or factor != int(factor) or factor > _MAX_FACTOR:
         refuse_schema(
             where,
-            f"has the multipleOf {shown(factor)} for the type {node['type']}; only integers up to {_MAX_FACTOR}, for the"
+            f"has the multipleOf {shown(factor)} for the type {node['type']};"
+            f" only integers up to {_MAX_FACTOR}, for the"
             " type integer, can be enforced",
         )
     if bounds := [name for name in _BOUNDS if name in node]:
         refuse_schema(
             where,
-            f"has {bounds[0]} beside multipleOf, which cannot be enforced together; list the values in an enum",
+            f"has {bounds[0]} beside multipleOf, which cannot be enforced together;"
+            " list the values in an enum",
         )
     return {"multipleOf": int(factor)}

@@ -123,7 +123,8 @@ class _Lowering:
         if name == "oneOf" and not self._are_disjoint(value, where):
             refuse_schema(
                 where,
-                "has a oneOf with schemas that may overlap, which cannot be enforced; use anyOf, different types, or a"
+                "has a oneOf with schemas that may overlap, which cannot be enforced; use anyOf,"
+                " different types, or a"
                 " required property with a different const in each",
             )
         branches = [self._lower(branch, f"{where}.{name}[{index}]") for index, branch in enumerate(value)]
@@ -134,7 +135,8 @@ class _Lowering:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             refuse_schema(
                 where,
-                f"has the $ref {shown(reference)}; only references into the schema itself (#/$defs/…) are followed",
+                f"has the $ref {shown(reference)}; only references into the schema itself (#/$defs/…) are"
+                " followed",
             )
         try:
             self._references.resolve(reference)

@@ -33,7 +33,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compares with a tolerance of one rounding to ``dtype`` of a float32 sum."""
+    """Compares with a tolerance of one rounding to `dtype` of a float32 sum."""
     tolerance = torch.finfo(dtype).eps * (1 if dtype == torch.bfloat16 else 16)
     torch.testing.assert_close(
         got.float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())

@@ -59,7 +59,7 @@ class Checker:
         return self.cache[:, block] if self.namespace == TRITON else self.cache[block]
 
     def preload(self, sequence: History, length: int) -> None:
-        """Writes random keys and values of ``length`` tokens to the cache."""
+        """Writes random keys and values of `length` tokens to the cache."""
         for position in range(length):
             key, value = self.random(2, self.kv_heads, SIZE)
             sequence.keys.append(key)

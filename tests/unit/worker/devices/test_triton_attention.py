@@ -121,7 +121,7 @@ class Checker:
         )  # fmt: skip
 
     def check(self, step: PagedInput, real: torch.Tensor) -> None:
-        """Runs a step on both and compares them. All tokens but ``real`` ones must give zeros."""
+        """Runs a step on both and compares them. All tokens but `real` ones must give zeros."""
         case, tokens = self.case, len(real)
         # As in a layer, all three are slices of one matrix.
         states = self.random(tokens, case.heads + 2 * case.kv_heads, case.size)

@@ -25,7 +25,7 @@ GEOMETRY = Geometry(4096, 8, 512, 128, (1, 2, 4, 8))
 
 
 class SmallDevice(CpuDevice):
-    """A device with `free` bytes free; ``None`` for a device that cannot tell."""
+    """A device with `free` bytes free; `None` for a device that cannot tell."""
 
     def __init__(self, free: float | None) -> None:
         self._free = free

@@ -1,7 +1,7 @@
 """A seeded request gives the same tokens alone, in any batch and order, after preemption and after a replay.
 
 The model's logits depend only on the tokens so far and are computed row by row, so only sampling could depend
-on other requests. Tests in ``tests/e2e`` check the same for real models.
+on other requests. Tests in `tests/e2e` check the same for real models.
 """
 
 import random

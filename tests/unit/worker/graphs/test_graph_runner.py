@@ -149,7 +149,7 @@ def test_a_dynamic_step_is_refused_if_graphs_are_required(
 
 
 def test_code_is_compiled_for_the_configured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode buckets that are not in ``sizes`` replay kernels; chunks are always compiled."""
+    """Decode buckets that are not in `sizes` replay kernels; chunks are always compiled."""
     lowered: list[str] = []
 
     def compile_(recording: Recording, *_: Any) -> KernelGraph:

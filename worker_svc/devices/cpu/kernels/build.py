@@ -1,4 +1,4 @@
-"""Compiles the kernels: ``python -m worker_svc.devices.cpu.kernels.build [FOLDER]``.
+"""Compiles the kernels: `python -m worker_svc.devices.cpu.kernels.build [FOLDER]`.
 
 A worker compiles them when it first starts, which takes seconds. For machines without a compiler, for example
 in an image, the command stores them in FOLDER, or beside their source.
@@ -30,7 +30,7 @@ class KernelsUnavailable(Exception):  # noqa: N818 - a state, not an error
 
 
 def library() -> Path:
-    """The compiled kernels; compiles them if they are missing.
+    """Returns the compiled kernels; compiles them if they are missing.
 
     Raises:
         KernelsUnavailable: if this processor cannot run them or would better not, or if they do not compile.
@@ -48,7 +48,7 @@ def library() -> Path:
 
 
 def file_name() -> str:
-    """The library's file name, which changes with the sources and the compiler's flags."""
+    """Returns the library's file name, which changes with the sources and the compiler's flags."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
         digest.update(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Our kernels as PyTorch operators, ``triptych_cpu::*``, so that models call them and graphs record them.
+"""Our kernels as PyTorch operators, `triptych_cpu::*`, so that models call them and graphs record them.
 
-An operator runs a program of one kernel. :func:`lower` gives a graph that program, on the addresses of the
-graph's tensors. All operators are for bfloat16. They take the arguments of ``program.Kernels`` and allocate
+An operator runs a program of one kernel. `lower` gives a graph that program, on the addresses of the
+graph's tensors. All operators are for bfloat16. They take the arguments of `program.Kernels` and allocate
 their results.
 """
 
@@ -20,7 +20,7 @@ Result = torch.Tensor | None
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels; ``None``, with a line in the log, if they are unavailable."""
+    """Returns the kernels; `None`, with a line in the log, if they are unavailable."""
     try:
         return Kernels(library())
     except (KernelsUnavailable, OSError) as error:
@@ -113,6 +113,6 @@ _define(
 
 
 def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
-    """The program for one call of an operator; ``None`` if the operator is not ours."""
+    """Returns the program for one call of an operator; `None` if the operator is not ours."""
     program = _PROGRAMS.get(op)
     return None if program is None else program(result, *args)

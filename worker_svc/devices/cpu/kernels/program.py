@@ -1,6 +1,6 @@
 """Programs: lists of kernels on fixed addresses that all threads run together in one call.
 
-The structures mirror those of ``program.h``.
+The structures mirror those of `program.h`.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ class Kernels:
         """Packs weights [columns, k] in the order in which products read them.
 
         Args:
-            weights: bfloat16, contiguous; ``k`` is even.
+            weights: bfloat16, contiguous; `k` is even.
 
         Returns:
             [panels, k / 2, 32, 2]; columns beyond the last are 0.
@@ -95,11 +95,11 @@ class Kernels:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> "Program":
-        """A product with packed weights.
+        """Multiplies by packed weights.
 
         Args:
             x: bfloat16 [rows, k]; the values of a row are contiguous.
-            packed: the result of :meth:`pack`.
+            packed: the result of `pack`.
             bias: bfloat16 [columns].
             out: [rows, columns], contiguous, bfloat16 or float32.
         """
@@ -108,13 +108,13 @@ class Kernels:
         return self._program(_LINEAR, (x, packed, bias, out), numbers)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> "Program":
-        """RMS norm over the last dimension.
+        """Computes the RMS norm over the last dimension.
 
         Args:
             x: bfloat16 of two or three dimensions; the last dimension is contiguous.
             weight: float32 or bfloat16 [size].
             epsilon: added to the mean square.
-            out: of the shape of ``x``, contiguous.
+            out: of the shape of `x`, contiguous.
         """
         wide = x if x.dim() == 3 else x[:, None]
         numbers = (*wide.shape, wide.stride(0), wide.stride(1), int(weight.dtype == torch.float32))
@@ -123,7 +123,7 @@ class Kernels:
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> "Program":
-        """Adds ``x`` to the residual and replaces ``x`` by the sum's RMS norm.
+        """Adds `x` to the residual and replaces `x` by the sum's RMS norm.
 
         Both are contiguous bfloat16 [rows, size].
         """
@@ -132,7 +132,7 @@ class Kernels:
         return self._program(_ADD_NORM, (x, weight, residual), numbers, (epsilon,))
 
     def gate(self, x: torch.Tensor, activation: str, out: torch.Tensor) -> "Program":
-        """``activation(x[:, :size]) * x[:, size:]`` into contiguous ``out``; see :data:`GATES`."""
+        """Writes `activation(x[:, :size]) * x[:, size:]` to contiguous `out`; see `GATES`."""
         rows, size = out.shape
         return self._program(_GATE, (x, out), (rows, size, x.stride(0), GATES.index(activation)))
 
@@ -161,9 +161,9 @@ class Kernels:
         return self._program(_ROTATE, (positions, query, key, cos_sin), numbers)
 
     def attention(self, call: AttentionCall) -> "Program":
-        """Attention as ``Device.attend`` does it.
+        """Attends as `Device.attend` does.
 
-        The program takes the step's :class:`AttentionPlan` when it runs.
+        The program takes the step's `AttentionPlan` when it runs.
         """
         params, output = call.params, call.output
         group = params.num_heads // params.num_kv_heads
@@ -178,7 +178,7 @@ class Kernels:
         ], num_plans=1)  # fmt: skip
 
     def plan(self, block_size: int, step: PagedInput) -> "AttentionPlan":
-        """The plan that programs of :meth:`attention` take for a step."""
+        """Returns the plan that programs of `attention` take for a step."""
         return AttentionPlan(self._library, block_size, step)
 
     def _program(
@@ -201,7 +201,7 @@ class Kernels:
 
 
 def serves(num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, block_size: int) -> bool:
-    """Whether :meth:`Kernels.attention` serves such a layer."""
+    """Whether `Kernels.attention` serves such a layer."""
     return (
         dtype == torch.bfloat16
         and block_size % PANEL == 0

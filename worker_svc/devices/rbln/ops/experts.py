@@ -1,7 +1,7 @@
 """The operator with which the vendor's runtime runs a whole expert layer.
 
-Older plugins chose between two forms of it (``VLLM_RBLN_MOE_USE_OPT_KERNEL``,
-``VLLM_RBLN_MOE_CUSTOM_KERNEL``). vllm-rbln 0.11.2 and 0.12.0 call one operator for both settings, and so do
+Older plugins chose between two forms of it (`VLLM_RBLN_MOE_USE_OPT_KERNEL`,
+`VLLM_RBLN_MOE_CUSTOM_KERNEL`). vllm-rbln 0.11.2 and 0.12.0 call one operator for both settings, and so do
 we. Neither wheel documents what it computes, so there is no reference for it.
 """
 
@@ -28,7 +28,7 @@ ARGUMENTS: Final = (
 def emit_experts(
     hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """Calls the operator. Arguments and result are those of ``Device.run_experts``."""
+    """Calls the operator. Arguments and result are those of `Device.run_experts`."""
     inner = down.shape[-1]
     operator: Any = torch.ops.rbln_custom_ops.custom_moe_glu
     mixed: torch.Tensor = operator(

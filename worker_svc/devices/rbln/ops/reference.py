@@ -22,7 +22,7 @@ def paged(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Appends keys and values from position ``start`` on, then attends over blocks.
+    """Appends keys and values from position `start` on, then attends over blocks.
 
     A chunk's padding is written like any token. Tokens beyond the table's end go to block 0, the block of its
     unused entries.
@@ -30,18 +30,18 @@ def paged(
     Args:
         query: [rows, kv_heads, groups, q_len, head_size].
         key: [rows, kv_heads, 1, q_len, head_size].
-        value: like ``key``.
+        value: like `key`.
         cache: written in place.
         scale: scalar.
         start: integers [rows, 1], the position of each row's first token.
         tables: integers [rows, partitions], or [partitions] for one row.
-        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the positions that each token sees; ``None`` for
+        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the positions that each token sees; `None` for
             causal attention.
         window: without a mask, the number of tokens that each token sees, itself included; 0 for all.
         sinks: [heads, sinks], scores of extra positions that have no value.
 
     Returns:
-        Like ``query``.
+        Like `query`.
     """
     rows, _, _, query_len, head_size = query.shape
     block_size = cache.shape[4]
@@ -86,10 +86,10 @@ def sliding(
     Args:
         query: [rows, kv_heads, groups, q_len, head_size].
         key: [rows, kv_heads, 1, q_len, head_size].
-        value: like ``key``.
+        value: like `key`.
         cache: its blocks hold one window each; written in place. Unfilled places become zero.
         before: integers [rows, 1], tokens in the block before the step.
-        after: integers [rows, 1], ``before`` plus the step's real tokens; a row without real tokens is
+        after: integers [rows, 1], `before` plus the step's real tokens; a row without real tokens is
             padding and gets zeros.
         scale: scalar.
         tables: integers [rows, 1], or [1] for one row.
@@ -97,7 +97,7 @@ def sliding(
         sinks: [heads, sinks].
 
     Returns:
-        Like ``query``.
+        Like `query`.
     """
     rows, _, _, query_len, head_size = query.shape
     window = cache.shape[4]
@@ -138,13 +138,13 @@ def attention(
     Args:
         query: [rows, kv_heads, groups, q_len, head_size].
         key: [rows, kv_heads, context, head_size].
-        value: like ``key``.
+        value: like `key`.
         visible: bool [rows, q_len, context].
         scale: scalar.
         sinks: [heads, sinks].
 
     Returns:
-        Like ``query``.
+        Like `query`.
     """
     rows, kv_heads, groups, query_len, head_size = query.shape
     unseen = ~visible.any(dim=1)[:, None, :, None]

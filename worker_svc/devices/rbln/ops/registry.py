@@ -40,8 +40,8 @@ def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> tor
 
     Args:
         namespace: the operator's.
-        operator: its name, with its ``_prefill`` or ``_decode``.
-        by_role: its arguments; missing ones become ``None``.
+        operator: its name, with its `_prefill` or `_decode`.
+        by_role: its arguments; missing ones become `None`.
 
     Returns:
         The operator's result [batch, kv_heads, groups, q_len, head_size].

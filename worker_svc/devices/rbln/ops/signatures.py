@@ -1,8 +1,8 @@
 """Names and arguments of the operators, in both of their namespaces.
 
-Each argument has a role, which is the same in every operator (``q``, ``scale``, …), and a name, which differs
+Each argument has a role, which is the same in every operator (`q`, `scale`, …), and a name, which differs
 between the namespaces. The order of mask, scale and position differs between operators, so only
-:mod:`registry` passes arguments by position.
+`registry` passes arguments by position.
 """
 
 from dataclasses import dataclass
@@ -94,6 +94,6 @@ NAMESPACES: Final = tuple(SIGNATURES)
 
 
 def schema(namespace: Namespace, operator: str) -> str:
-    """The operator's schema in torch's syntax."""
+    """Returns the operator's schema in torch's syntax."""
     arguments = ", ".join(argument.schema for argument in SIGNATURES[namespace][operator])
     return f"{operator}({arguments}) -> Tensor"
