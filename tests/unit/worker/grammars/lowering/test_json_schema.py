@@ -80,7 +80,7 @@ def test_schemas_are_rewritten_to_enforceable_forms(schema: Any, result: Any) ->
         ({"properties": {'a"b': {}}, "additionalProperties": True}, "must escape"), ({"properties": {"a\nb": {}}, "additionalProperties": {}}, "escape"),
         ({"oneOf": [{"const": [1]}, {"const": [1.0]}]}, "overlap"), ({"oneOf": [{"const": {"a": 1}}, {"const": {"a": 1.0}}]}, "overlap"),
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "itself"),
-        ({"type": "number", "minimum": True}, "not a number"), ({"type": "string", "minLength": -1}, "integer from 0"),
+        ({"type": "number", "minimum": True}, "not a number"), ({"type": "string", "minLength": -1}, "non-negative integer"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "above"), ({"type": "string", "maxLength": 10**9}, "at most"),
     ],
 )  # fmt: skip
