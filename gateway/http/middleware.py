@@ -36,7 +36,7 @@ def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:
 
 
 def tenant_of(headers: Headers) -> str:
-    """Returns the tenant that the scheduler accounts the request to; empty for the default tenant.
+    """Returns the tenant that the scheduler accounts the request to; empty for the common tenant.
 
     Raises:
         InvalidArgument: if the header appears twice, is too long, or is not printable UTF-8.

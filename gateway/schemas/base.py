@@ -50,8 +50,10 @@ class RequestModel(BaseModel):
             raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
         if not cls.unserved.keys() & data.keys():
             return data
-        for name in cls.unserved.keys() & data.keys():
-            row, value = cls.unserved[name], data[name]
+        # In the body's order, so that the same body is always refused in the same words.
+        for name, value in data.items():
+            if (row := cls.unserved.get(name)) is None:
+                continue
             if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
                 raise ValueError(f"{name}={quote(value)} is not supported: {row.hint}")
         return {name: value for name, value in data.items() if name not in cls.unserved}

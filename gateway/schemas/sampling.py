@@ -21,6 +21,9 @@ _UINT32_MAX: Final = 2**32 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
 
+# What an omitted parameter means if generation_config.json has a value for it.
+_RECOMMENDED: Final = "the model's recommended value"
+
 # Validation stops at the first invalid id: a list of millions must not be searched for others.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
@@ -136,14 +139,46 @@ class SamplingRequest(RequestModel):
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
     ] = None
-    temperature: Annotated[float | None, in_bounds("temperature", le=2)] = None
-    top_p: Annotated[float | None, in_bounds("top_p")] = None
-    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1, description="-1 and 0: off.")] = None
-    min_p: Annotated[float | None, in_bounds("min_p")] = None
+    temperature: Annotated[
+        float | None,
+        in_bounds("temperature", le=2, description=f"0: greedy; omitted: {_RECOMMENDED}, else 1."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        in_bounds(
+            "top_p",
+            description="Nucleus sampling: keep the smallest set of tokens with this probability mass. 1:"
+            f" off; omitted: {_RECOMMENDED}, else off.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Field(
+            ge=-1,
+            le=2**31 - 1,
+            description="Keep this many of the likeliest tokens. -1 and 0: off; omitted:"
+            f" {_RECOMMENDED}, else off.",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        in_bounds(
+            "min_p",
+            description="Drop tokens less likely than this fraction of the likeliest one. 0: off; omitted:"
+            f" {_RECOMMENDED}, else off.",
+        ),
+    ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     frequency_penalty: Annotated[float | None, in_bounds("frequency_penalty")] = None
     presence_penalty: Annotated[float | None, in_bounds("presence_penalty")] = None
-    repetition_penalty: Annotated[float | None, in_bounds("repetition_penalty")] = None
+    repetition_penalty: Annotated[
+        float | None,
+        in_bounds(
+            "repetition_penalty",
+            description="Above 1: tokens that have appeared become less likely. 1: off; omitted:"
+            f" {_RECOMMENDED}, else off.",
+        ),
+    ] = None
     logit_bias: Annotated[
         dict[TokenId, Annotated[float, in_bounds("logit_bias")]] | None,
         BeforeValidator(_token_keys),

@@ -28,10 +28,10 @@ Where a table has no text for a sampling parameter, [sampling.md](sampling.md) s
 """
 
 HEADERS = (
-    ("`X-Request-Id`", "Names the request in answers and logs. Without it the gateway makes a name."),
+    ("`X-Request-Id`", "Names the request in answers and logs. Without it, the gateway makes an id."),
     (
         "`X-Tenant`",
-        "The tenant to be fair to: one printable value of at most 256 bytes. Without it: the common tenant.",
+        "The tenant to charge under fair scheduling: one printable value of at most 256 bytes. Without it: the common tenant.",
     ),
 )
 

@@ -67,7 +67,7 @@ async def test_unusable_request_ids_are_replaced(stack: Stack, given: str) -> No
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("given", [None, "", "team-7", "Équipe 7", "x" * 256])
 async def test_tenants_are_passed_on(stack: Stack, path: str, given: str | None) -> None:
-    """The header names the tenant; without it, the request belongs to the default tenant."""
+    """The header names the tenant; without it, the request belongs to the common tenant."""
     body = {"prompt": "x"} if path == "/v1/completions" else CHAT
     headers = {} if given is None else {b"X-Tenant": given.encode()}
     assert (await stack.http.post(path, json=body, headers=headers)).status_code == 200

@@ -128,6 +128,15 @@ def test_zero_is_not_false() -> None:
         chat(length_penalty=True)
 
 
+def test_the_first_unserved_parameter_is_refused() -> None:
+    """The error always names the first unserved parameter of the body."""
+    names = ["suffix", "watermarking", "service_tier", "use_beam_search", "prompt_embeds"]
+    for first in names:
+        with pytest.raises(Unsupported) as caught:
+            completion(**dict.fromkeys([first, *names], "x"))
+        assert caught.value.param == first
+
+
 @pytest.mark.parametrize("name", ["temprature", "guided", "foo"])
 def test_unknown_parameters_are_refused(name: str) -> None:
     """Unknown parameters are never ignored; near misses get a suggestion."""
