@@ -67,6 +67,8 @@ MAX_SEQUENCES: Final = int(_GENERATE["n"].high or 0)
 """Sequences of one request, as in OpenAI's API; each costs the scheduler as much as a request. vLLM allows
 16384."""
 
+MAX_REQUEST_ID_BYTES: Final = _GENERATE["request_id"].max_bytes
+
 MAX_NAME_BYTES: Final = _GENERATE["cache_salt"].max_bytes
 """Bytes of a cache salt or a tenant's name, as UTF-8."""
 

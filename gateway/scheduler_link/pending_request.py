@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from protos.errors import Internal, TriptychError
+from protos.limits import MAX_REQUEST_ID_BYTES
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
-# The wire limits request ids to 128 bytes; each attempt after a lost scheduler adds a suffix.
-MAX_REQUEST_ID: Final = 112
+# Leaves room for the suffix that each attempt after a lost scheduler adds.
+MAX_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES - 16
 
 
 class PendingRequest:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, or_default
 from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCall, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits
 
@@ -189,7 +189,7 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     ] = True
     max_completion_tokens: Annotated[
         int | None,
-        Field(ge=1, le=2**32 - 1, description="Maximum number of new tokens; the same as max_tokens."),
+        Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens; the same as max_tokens."),
     ] = None
     logprobs: Annotated[
         bool, or_default(False), Field(description="Report the log-probability of each new token.")

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.quoting import quote
 from gateway.schemas.base import Unserved
-from gateway.schemas.sampling import COMMON_UNSERVED, SamplingRequest, or_default
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, or_default
 from protos import limits
 
 # OpenAI's default for this endpoint; chats continue to the end of the context.
@@ -18,7 +18,7 @@ _SHAPES: Final = "a string, a list of strings, a list of token ids or a list of 
 
 def is_token_ids(value: Any) -> bool:
     """Whether ``value`` is a list of unsigned 32-bit integers."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**32 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= UINT32_MAX for item in value)
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
@@ -59,7 +59,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: Annotated[
         int | None,
         Field(
-            ge=0, le=2**32 - 1, description="Maximum number of new tokens, 16 by default; 0 only with echo."
+            ge=0, le=UINT32_MAX, description="Maximum number of new tokens, 16 by default; 0 only with echo."
         ),
     ] = None
     logprobs: Annotated[

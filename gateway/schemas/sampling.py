@@ -17,9 +17,9 @@ from protos.triptych.v1 import common_pb2 as pb
 MAX_BAD_WORDS: Final = limits.MAX_BAD_WORDS // 2
 """Each word becomes one or two token sequences: at the start of a text, and behind a space."""
 
-_UINT32_MAX: Final = 2**32 - 1
+UINT32_MAX: Final = 2**32 - 1
 
-TokenId = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 
 # What an omitted parameter means if generation_config.json has a value for it.
 _RECOMMENDED: Final = "the model's recommended value"
@@ -212,15 +212,15 @@ class SamplingRequest(RequestModel):
         int | None,
         Field(
             ge=-1,
-            le=_UINT32_MAX,
+            le=UINT32_MAX,
             description="Keep only this many tokens of a prompt; -1: as many as leave room for the answer.",
         ),
     ] = None
     truncation_side: Annotated[
         Literal["left", "right"] | None, Field(description="Which end loses tokens; left by default.")
     ] = None
-    max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32_MAX)] = None
-    min_tokens: Annotated[int, or_default(0), Field(ge=0, le=_UINT32_MAX)] = 0
+    max_tokens: Annotated[int | None, Field(ge=1, le=UINT32_MAX)] = None
+    min_tokens: Annotated[int, or_default(0), Field(ge=0, le=UINT32_MAX)] = 0
     stop: Annotated[
         list[str],
         BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None),

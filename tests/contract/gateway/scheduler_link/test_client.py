@@ -89,10 +89,8 @@ async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
     """Fifty concurrent requests of different lengths do not mix."""
     async with serving(scheduler) as server, connected(server.port) as client:
         lengths = [1 + n % 20 for n in range(50)]
-        submissions = [
-            client.submit([request(f"r{n}", max_tokens=length)]) for n, length in enumerate(lengths)
-        ]
-        results = await asyncio.gather(*(tokens_of(group) for group in submissions))
+        groups = [client.submit([request(f"r{n}", max_tokens=length)]) for n, length in enumerate(lengths)]
+        results = await asyncio.gather(*(tokens_of(group) for group in groups))
         assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
 
 

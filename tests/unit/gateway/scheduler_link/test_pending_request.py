@@ -13,7 +13,7 @@ from protos.triptych.v1 import inference_pb2 as inference
 def make(size: int = 1, n: int | None = None) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
     """Returns a group and its aborts.
 
-    The aborted request's first sequence in the group, and one sequence if not all.
+    Each abort is the first sequence of its request in the group, and the aborted sequence (None: all).
     """
     aborted: list[tuple[int, int | None]] = []
     requests = [inference.GenerateRequest(request_id=f"r{index}", n=n) for index in range(size)]
