@@ -269,6 +269,7 @@ HOSTILE = [
     (generate_request(PROMPT, prompt_logprobs=6), "prompt_logprobs must be at most 5"),
     (resumed(2, Part(sequence=2)), "resumed must name each sequence below n=2 at most once"),
     (resumed(2, Part(sequence=1), Part(sequence=1)), "resumed must name each sequence below n=2 at most once"),
+    (resumed(128, *[Part()] * 500_000), "resumed takes at most 128 entries, got 500000"),
     (resumed(1, Part(finished=True)), "all sequences have finished; nothing"),
     (resumed(1, Part(token_ids=[97])), "the token id 97; this model's ids end at 96"),
 ]  # fmt: skip

@@ -85,6 +85,7 @@ def test_sampling_parameters_are_refused_in_one_line(fields: dict[str, Any], tex
         ({"n": 129}, "n"),
         ({"n": 2, "resumed": [inference_pb2.ResumedSequence(sequence=2)]}, "resumed"),
         ({"resumed": [inference_pb2.ResumedSequence()] * 2}, "resumed"),
+        ({"n": 128, "resumed": [inference_pb2.ResumedSequence()] * 129}, "resumed"),
         ({"resumed": [inference_pb2.ResumedSequence(finished=True)]}, "resumed"),
     ],
 )
