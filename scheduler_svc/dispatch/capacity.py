@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.sequence_group import SEQUENCES_PER_SLOT
 
 
@@ -28,7 +28,7 @@ class Capacity:
         self.max_request_tokens = 0
         """Longest sequence that fits into the KV memory of some replica."""
 
-    def measure(self, replicas: Iterable[ReplicaScheduler], model: ServedModel | None) -> None:
+    def measure(self, replicas: Iterable[ReplicaScheduler], model: ModelLimits | None) -> None:
         """Recomputes the limits that depend on the ready replicas; there must be at least one."""
         schedulers = list(replicas)
         self._num_slots = sum(scheduler.geometry.max_num_seqs for scheduler in schedulers)

@@ -28,7 +28,7 @@ from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission, check, make_requests
+from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.requests.stop_rule import FinishReason, StopRule
@@ -69,7 +69,7 @@ class Engine:
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
         self.prefixes = PrefixControl(self.replicas, self.pinned, check=self._check, dispatch=self.dispatch)
-        self.model: ServedModel | None = None
+        self.model: ModelLimits | None = None
         """Set once a replica has been ready."""
         self._suspended = False
 
@@ -157,7 +157,7 @@ class Engine:
             "this model generates text and pools nothing; call Generate or Connect", param="model"
         )
 
-    def _served_model(self) -> ServedModel:
+    def _served_model(self) -> ModelLimits:
         if self.model is None or self._suspended:
             raise _no_worker()
         return self.model

@@ -58,8 +58,8 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The facts about the model that admission needs."""
+class ModelLimits:
+    """The limits of the served model, and its end tokens: the facts that admission needs."""
 
     max_model_len: int
     """Longest sequence (prompt plus output), tokens."""
@@ -73,7 +73,7 @@ class ServedModel:
     """The model's end tokens."""
 
 
-def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
+def check(submission: Submission, model: ModelLimits, most_tokens: int) -> int:
     """Checks a submission against the model.
 
     Args:
@@ -109,7 +109,7 @@ def check(submission: Submission, model: ServedModel, most_tokens: int) -> int:
     return _within_memory(submission, asked_or_room, most_tokens)
 
 
-def _within_context(submission: Submission, model: ServedModel) -> int:
+def _within_context(submission: Submission, model: ModelLimits) -> int:
     """Returns the client's ``max_tokens``, or if it is unset, the tokens that the context has room for."""
     num_prompt, asked = len(submission.prompt_token_ids), submission.max_tokens
     if num_prompt >= model.max_model_len:

@@ -15,7 +15,7 @@ from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel
+from scheduler_svc.requests.admission import ModelLimits
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
@@ -121,7 +121,7 @@ class GeneratingReplicas:
     ) -> ReplicaScheduler:
         self._check_same_grid(geometry, replica_id)
         self._histogram.describe(served_name, geometry.buckets)
-        self.engine.model = ServedModel(
+        self.engine.model = ModelLimits(
             max_model_len=geometry.max_model_len,
             vocab_size=description.model.vocab_size,
             sampling_fields=description.sampling_fields,

@@ -38,7 +38,7 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.requests.stop_rule import FinishReason
@@ -140,7 +140,7 @@ class Fleet:
             clock=lambda: self.now,
             order=PriorityFairOrder(30.0),
         )
-        self.engine.model = ServedModel(
+        self.engine.model = ModelLimits(
             MAX_MODEL_LEN, VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
         )
         geometry = Geometry(MAX_MODEL_LEN, SLOTS, CHUNK, BLOCK_SIZE, decode_buckets("exp", max_batch=SLOTS))

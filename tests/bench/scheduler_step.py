@@ -36,7 +36,7 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
@@ -119,7 +119,7 @@ class OurScheduler:
         self._scheduler = ReplicaScheduler(
             geometry, kv, self._engine, Interleave(1), clock=time.monotonic, observe_batch=histogram.observe
         )  # fmt: skip
-        self._engine.model = ServedModel(
+        self._engine.model = ModelLimits(
             MAX_MODEL_LEN, vllm_peer.VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
         )
         self._engine.attach("replica", AttachedReplica(self._scheduler, lambda: None))

@@ -18,7 +18,7 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling
 from scheduler_svc.requests.sequence_group import Resumed
@@ -384,6 +384,6 @@ def make_rig(
         clock=lambda: rig.now,
         order=order or PriorityFairOrder(),
     )
-    rig.engine.model = ServedModel(rig.geometry.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
+    rig.engine.model = ModelLimits(rig.geometry.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
     rig.start()
     return rig

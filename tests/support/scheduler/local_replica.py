@@ -13,7 +13,7 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ServedModel, Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.geometry import Geometry as SchedulerGeometry
@@ -53,7 +53,7 @@ class LocalReplica:
         self.engine = Engine(
             max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()
         )
-        self.engine.model = ServedModel(
+        self.engine.model = ModelLimits(
             max_model_len,
             model.description.vocab_size,
             frozenset({"logprobs", "temperature"}),
