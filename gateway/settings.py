@@ -17,7 +17,7 @@ _VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
 
 
 class Settings(ServiceSettings):
-    """All settings of a gateway."""
+    """Serves the HTTP API of one scheduler."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych gateway")
 

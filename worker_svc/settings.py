@@ -154,7 +154,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as
     one chunk. 0: never."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the process' own random numbers, such as made-up weights. Requests have their own seeds."""
+    """Seed of the process's own random numbers, such as made-up weights. Requests have their own seeds."""
     cpu_threads: int | None = Field(None, ge=1, le=1024)
     """Threads that CPU kernels use. Default: all cores."""
     host: str = Field("127.0.0.1", min_length=1)

@@ -55,9 +55,9 @@ def _compile(settings: CompileSettings) -> str:
 
     worker_settings = load(WorkerSettings, worker_flags(settings, 0, 0))
     if not worker_settings.enable_warm_up:
-        raise ConfigurationRefused("warm-up is what compiles; drop --no-enable-warm-up")
+        raise ConfigurationRefused("graphs are compiled during warm-up; remove --no-enable-warm-up")
     if worker_settings.cache_folder("any") is None:
-        raise ConfigurationRefused("the compile cache is off, so no code would be kept; switch it on")
+        raise ConfigurationRefused("the compile cache is off, so no code would be kept; set --compile-cache")
     worker = Worker(worker_settings)
     worker.prepare()
     request = _configuration(settings, worker)
