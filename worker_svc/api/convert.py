@@ -13,8 +13,6 @@ from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
-# Parameters that a model's authors may recommend.
-_RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
 # Each leased step sends a result, and the scheduler may be slow to read them.
@@ -82,13 +80,10 @@ def _sampling_fields(worker: Worker) -> tuple[str, ...]:
 
 
 def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
-    """Returns the supported ones of the parameters that a model's authors recommend.
-
-    Gateways add them to every request.
-    """
+    """Returns the parameters that a model's authors recommend. Gateways add them to every request."""
     defaults = common_pb2.SamplingParams()
     for name, value in recommended.items():
-        if name not in _RECOMMENDED_FIELDS or value < 0:  # some write top_k -1 for "off"
+        if value < 0:  # some write top_k -1 for "off"
             get_logger().warning("recommended_sampling_ignored", name=name, value=value)
             continue
         setattr(defaults, name, int(value) if name == "top_k" else float(value))

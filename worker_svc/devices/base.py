@@ -75,8 +75,7 @@ class Device(abc.ABC):
     compiler_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     has_own_compiler: ClassVar[bool] = False
-    """Whether `compile` runs a compiler that keeps its own cache in the folder of
-    `use_code_folder`."""
+    """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
     block_dim: int = 0
     """Which dimension of a layer's cache counts the blocks."""
     caches_are_inputs: ClassVar[bool] = False
@@ -115,7 +114,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def free_memory(self) -> int:
-        """Bytes that are free now for weights, caches and graphs."""
+        """Returns the bytes that are free now for weights, caches and graphs."""
 
     @abc.abstractmethod
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:

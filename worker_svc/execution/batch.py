@@ -76,9 +76,8 @@ class Batch:
             raise Internal(f"the plan admits a request to slot {slot}, which is taken or does not exist")
         if not 0 <= request.num_computed_tokens < known <= self._geometry.max_model_len:
             raise Internal(
-                f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed,"
-                f" to slot {slot};"
-                f" at least one must be left to compute and at most {self._geometry.max_model_len} fit"
+                f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot"
+                f" {slot}; at least one must be left to compute and at most {self._geometry.max_model_len} fit"
             )
         grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
         for grant in grants:

@@ -51,6 +51,8 @@ _NORMS = {
 }
 # Supported pre-tokenizers of byte-level tokenizers: GPT-2's rule; SmolLM splits digits first.
 _SPLITS = ("gpt-2", "smollm")
+# By Hugging Face's name of a special token, GGUF's.
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # ggml's token types.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -99,9 +101,6 @@ def convert(source: Path, folder: Path) -> None:
     template = fields.get("tokenizer.chat_template")
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def _check(family: str, fields: dict[str, Any]) -> None:
@@ -244,8 +243,8 @@ def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
     merges.sort()
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=ids, merges=[merge[3:] for merge in merges], unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
-            fuse_unk=True, byte_fallback=True,
+            vocab=ids, merges=[merge[3:] for merge in merges], fuse_unk=True, byte_fallback=True,
+            unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
         )
     )  # fmt: skip
     tokenizer.normalizer = normalizers.Replace(" ", "▁")

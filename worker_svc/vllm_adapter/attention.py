@@ -41,7 +41,7 @@ class TriptychAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """VLLM's name for every third-party backend."""
+        """Returns vLLM's name for every third-party backend."""
         return "CUSTOM"
 
     @staticmethod
@@ -51,7 +51,7 @@ class TriptychAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """Never instantiated, because the device makes plans.
+        """Returns a class that is never instantiated, because the device makes plans.
 
         vLLM's encoder layers derive a class from it.
         """

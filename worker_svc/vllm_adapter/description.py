@@ -13,6 +13,8 @@ from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
 
 _MATRIX = 2  # dimensions
+# The sampling parameters that a model's authors may recommend, by their names in generation_config.json.
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def is_experts(layer: Any) -> bool:
@@ -37,7 +39,7 @@ def describe_pooling(
     if head is None:
         tasks = ", ".join(sorted(poolers)) or "something else"
         raise ConfigurationRefused(
-            f"{model_name} is for {tasks}; choose a pooling model for embeddings, no others are served yet"
+            f"{model_name} is for {tasks}, but only embeddings are served yet; choose another model"
         )
     method = model_config.pooler_config.get_seq_pooling_type()
     if method not in ("MEAN", "CLS", "LAST"):
@@ -92,7 +94,6 @@ def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription
     eos: set[int] = set()
     for value in (generation.get("eos_token_id"), getattr(text, "eos_token_id", None)):
         eos.update([value] if isinstance(value, int) else value or ())
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return ModelDescription(
         architecture=model_config.architecture,
         vocab_size=text.vocab_size,
@@ -102,7 +103,9 @@ def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription
         quantization=model_config.quantization,
         layers=tuple(attention),
         pooling=pooling,
-        default_sampling={name: generation[name] for name in names if generation.get(name) is not None},
+        default_sampling={
+            name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None
+        },
     )
 
 

@@ -38,7 +38,7 @@ class TriptychCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Unlike the base class, changes no environment variables and preloads no libraries."""
+        """Turns off vLLM's engine. Unlike the base class, sets no variables and preloads no libraries."""
         _configure(vllm_config)
 
     @classmethod
@@ -56,7 +56,7 @@ class TriptychCpuPlatform(CpuPlatform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Also registers our normalization layers."""
+        """Registers vLLM's kernels and our normalization layers."""
         super().import_ir_kernels()
         import worker_svc.vllm_adapter.cpu_layers  # noqa: F401 - registers on import
 

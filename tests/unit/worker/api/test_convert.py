@@ -56,11 +56,9 @@ def test_a_worker_declares_the_parameters_that_it_applies() -> None:
     assert convert._sampling_fields(worker) == ()
 
 
-def test_unsupported_recommendations_are_dropped() -> None:
-    """Otherwise gateways would add them to every request, and every request would be refused."""
-    defaults = convert._default_sampling(
-        {"temperature": 0.7, "repetition_penalty": 1.5, "top_k": -1.0, "typical_p": 0.8}
-    )
+def test_negative_recommendations_are_dropped() -> None:
+    """Some authors write a `top_k` of -1 for "off"; gateways would add it to every request."""
+    defaults = convert._default_sampling({"temperature": 0.7, "repetition_penalty": 1.5, "top_k": -1.0})
     assert {field.name for field, _ in defaults.ListFields()} == {"temperature", "repetition_penalty"}
 
 

@@ -177,7 +177,8 @@ def test_a_compiler_error_names_the_signature(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigurationRefused) as caught:
         graphs.build(DECODE, TOKENS, POSITIONS, {})
     assert caught.value.message == (
-        "the graph for decode of 4 rows does not compile (RuntimeError: no registers left); use -O 1, which needs no compiler"
+        "the graph for decode of 4 rows does not compile (RuntimeError: no registers left); use -O 1,"
+        " which needs no compiler"
     )
 
 

@@ -136,7 +136,8 @@ def test_unsupported_gguf_files_are_refused(tmp_path: Path, cache: Path) -> None
         assert refused(file) == "it is not a complete GGUF file; fetch it again"
     # The worker's message is one line, and the cache has only a lock.
     assert refusal(write_gguf(file, "qwen2")) == (
-        f"cannot convert {file}: GGUF files of the architecture qwen2 are not supported, only llama and gemma3;"
+        f"cannot convert {file}: GGUF files of the architecture qwen2 are not supported,"
+        " only llama and gemma3;"
         " use the model's safetensors instead"
     )
     assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
