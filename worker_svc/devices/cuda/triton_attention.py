@@ -106,7 +106,7 @@ def _write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: Tr
 def processors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a GPU.
 
-    On a CPU, where Triton's interpreter runs, a number small enough for tests.
+    On a CPU, where Triton's interpreter runs, it returns a number small enough for tests.
     """
     if device.type != "cuda":
         return 8
@@ -154,7 +154,7 @@ def _launch(
     keys = min(64, max(16, _TILE_BYTES // (elements * item)))
 
     def divide(tile_rows: int) -> tuple[int, int, int]:
-        """Rows and queries of a tile, and the tiles of all rows and key heads."""
+        """Returns rows and queries of a tile, and the tiles of all rows and key heads."""
         tile_rows = max(tile_rows, _power_of_two(group))
         queries = min(tile_rows // group, query_len)
         return tile_rows, queries, -(-query_len // queries) * rows * params.num_kv_heads

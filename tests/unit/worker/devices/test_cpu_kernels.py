@@ -310,13 +310,13 @@ def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pyte
     assert paths[0].read_text() == "made\n"
 
 
-@pytest.mark.parametrize(("compiler", "said"), [("/bin/false", "does not compile"), ("/no/compiler", "cannot be compiled")])  # fmt: skip
+@pytest.mark.parametrize(("compiler", "reason"), [("/bin/false", "does not compile"), ("/no/compiler", "cannot be compiled")])  # fmt: skip
 def test_no_compiler_no_kernels(
-    compiler: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A missing or failing compiler is reported, and nothing is left behind."""
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(build.KernelsUnavailable, match=said):
+    with pytest.raises(build.KernelsUnavailable, match=reason):
         build.compile_into(tmp_path)
     assert not list(tmp_path.iterdir())
 

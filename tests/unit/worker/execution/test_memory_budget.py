@@ -108,8 +108,8 @@ def test_too_much_kv_memory_names_how_much_would_fit() -> None:
 def test_too_many_blocks_name_how_many_would_fit() -> None:
     """The refusal names the largest number of blocks that fits in every group."""
     groups = make_groups((0, 512))
-    asked = replace(GEOMETRY, num_blocks=(500, 500))
-    fits = int(number(r"; --num-blocks (\d+) would$", refusal(make_budget(GIB), asked, groups)))
+    requested = replace(GEOMETRY, num_blocks=(500, 500))
+    fits = int(number(r"; --num-blocks (\d+) would$", refusal(make_budget(GIB), requested, groups)))
     budget = make_budget(GIB)
     fitting = replace(GEOMETRY, num_blocks=(fits, fits))
     assert budget.fit(fitting, groups) == fitting
@@ -157,8 +157,8 @@ def test_unknown_free_memory_needs_a_setting() -> None:
     assert free_memory(SmallDevice(None)) is None
     assert refusal(make_budget(None)) == "free memory is unknown; set --kv-memory"
     assert make_budget(None, kv_memory=1).fit(GEOMETRY, make_groups()).num_blocks
-    asked = replace(GEOMETRY, num_blocks=(40,))
-    assert make_budget(None).fit(asked, make_groups()) == asked
+    requested = replace(GEOMETRY, num_blocks=(40,))
+    assert make_budget(None).fit(requested, make_groups()) == requested
 
 
 def test_pooling_needs_memory_for_its_largest_step() -> None:

@@ -80,9 +80,9 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
     elif damage == "manifest":
         (tmp_path / key / MANIFEST).write_text('{"fields": ')
     else:
-        said = json.loads((tmp_path / key / MANIFEST).read_text())
-        said["fields"]["dtype"] = "float32"
-        (tmp_path / key / MANIFEST).write_text(json.dumps(said))
+        data = json.loads((tmp_path / key / MANIFEST).read_text())
+        data["fields"]["dtype"] = "float32"
+        (tmp_path / key / MANIFEST).write_text(json.dumps(data))
     with pytest.raises(DamagedEntry, match=key):
         CompileCache(tmp_path).verify(key)
 

@@ -187,17 +187,17 @@ def test_only_needed_files_are_fetched_from_a_hub(
 ) -> None:
     """Made-up weights and untrusted code are skipped, and pickles are never fetched."""
     (tmp_path / "config.json").write_text("{}")
-    asked: list[str] = []
+    patterns: list[str] = []
 
     def snapshot_download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         del model, revision
-        asked.extend(allow_patterns)
+        patterns.extend(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert loader.resolve("some/model", load_format=load_format, trust_remote_code=trust) == tmp_path
-    assert ("*.safetensors" in asked, "*.py" in asked) == (weights, code)
-    assert not {"*.bin", "*.pt", "*"} & set(asked)
+    assert ("*.safetensors" in patterns, "*.py" in patterns) == (weights, code)
+    assert not {"*.bin", "*.pt", "*"} & set(patterns)
 
 
 def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

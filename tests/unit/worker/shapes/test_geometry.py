@@ -178,11 +178,11 @@ def test_an_in_place_block_costs_one_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "room", "kept"), [(4, 0, 0), (1024, 0, 0), (4, 2, 2), (4, 4, 4), (4, 9, 4)]
+    ("requested", "room", "kept"), [(4, 0, 0), (1024, 0, 0), (4, 2, 2), (4, 4, 4), (4, 9, 4)]
 )
-def test_short_memory_keeps_fewer_windows(asked: int, room: int, kept: int) -> None:
+def test_short_memory_keeps_fewer_windows(requested: int, room: int, kept: int) -> None:
     """A budget for one sequence and `room` windows is accepted, however many windows should be kept."""
-    sizes = replace(SIZES, max_num_seqs=1, block_size=1024, windows_kept_per_slot=asked)
+    sizes = replace(SIZES, max_num_seqs=1, block_size=1024, windows_kept_per_slot=requested)
     full, window = (group.bytes_per_token for group in IN_PLACE)
     budget = 2 * (1024 * full + 512 * window) + room * 512 * window
     assert count_blocks(IN_PLACE, sizes, budget) == (2, 2 + kept)

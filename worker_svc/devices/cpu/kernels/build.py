@@ -33,7 +33,7 @@ def library() -> Path:
     """Returns the compiled kernels; compiles them if they are missing.
 
     Raises:
-        KernelsUnavailable: if this processor cannot run them or would better not, or if they do not compile.
+        KernelsUnavailable: if this processor cannot run them or has AMX, or if they do not compile.
     """
     flags = _processor_flags()
     if missing := [name for name in _NEEDED if name not in flags]:
