@@ -52,15 +52,16 @@ class GrammarCompiler:
             await self._stub.CompileGrammar(request, timeout=COMPILE_TIMEOUT_S, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-                return  # The connection broke, and the step loop with it: this replica is about to be detached.
+                # The connection broke, so the step loop fails too, and the replica is about to be detached.
+                return
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 refusal = Overloaded(
-                    f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s, because others are before it; retry later",
+                    f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s, because other grammars are before it; retry later",
                     param="structured_output", retry_after_ms=5000,
                 )  # fmt: skip
             else:
                 refusal = from_rpc_error(error)
-        except Exception as error:  # noqa: BLE001 -- requests that wait for the grammar need an answer in any case
+        except Exception as error:  # noqa: BLE001 - requests that wait for the grammar need an answer
             self._log.exception("grammar_failed")
             refusal = Internal(f"compiling the grammar failed: {type(error).__name__}: {error}")
         del self._calls[grammar]
