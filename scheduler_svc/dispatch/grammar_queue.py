@@ -216,7 +216,7 @@ class GrammarQueue:
             self._ask_all(grammar, entry)
 
     def detach(self, replica_id: str) -> set[Grammar]:
-        """Removes a replica and returns the grammars that no replica has any more.
+        """Removes a replica and returns the grammars that no replica has now.
 
         The other replicas are asked again for every grammar that the lost one had or was compiling. This
         includes replicas that refused before, because some request may fit nowhere else.

@@ -1,4 +1,4 @@
-"""What the KV cache of one replica counts."""
+"""Counters of one replica's KV cache."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class KvStats:
     queried_tokens: int = 0
     """Known tokens of admitted requests."""
     hit_tokens: int = 0
-    """Those of them that a prefix hit spared."""
+    """Tokens of admitted requests that a prefix hit spared."""
     copies: int = 0
     """Block copies planned."""
     kept_windows: int = 0

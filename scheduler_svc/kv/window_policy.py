@@ -1,4 +1,4 @@
-"""Which contents of in-place windows are worth a copy."""
+"""Decides which contents of in-place windows are worth a copy."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which replica runs a request."""
+"""Chooses the replica that runs a request."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from scheduler_svc.requests.request import Request
 
 
 class PlacementTarget(Protocol):
-    """What a placement policy may ask about a replica."""
+    """The facts about a replica that a placement policy reads."""
 
     @property
     def num_running(self) -> int:

@@ -1,4 +1,4 @@
-"""Which running request yields its slot, when blocks run out or a more urgent request waits."""
+"""Chooses the running request to preempt, when blocks run out or a more urgent request waits."""
 
 from collections.abc import Iterable
 from typing import Protocol

@@ -16,7 +16,7 @@ from scheduler_svc.requests.stop_rule import FinishReason
 
 
 class PoolOwner(Protocol):
-    """What a replica needs from the pooling engine."""
+    """The calls of a replica to the pooling engine."""
 
     def take(self) -> tuple[PoolShape, list[Request]] | None:
         """Returns the next batch for a free device; None if no request waits."""

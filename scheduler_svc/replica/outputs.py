@@ -1,4 +1,4 @@
-"""What comes back from a worker, and the events that it causes: tokens, finished chunks, ends and faults."""
+"""Turns a worker's results into progress of requests and events for clients."""
 
 from collections.abc import Callable, Sequence
 

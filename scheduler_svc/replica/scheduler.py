@@ -36,7 +36,7 @@ class AdmitResult(enum.Enum):
 
 
 class ReplicaOwner(RequestOwner, Protocol):
-    """What a replica's scheduler calls; the engine is one."""
+    """The calls of a replica's scheduler to the engine."""
 
     def released(self) -> None:
         """Notes that blocks became free or a plan has room again: a request that did not fit may fit now."""

@@ -13,7 +13,7 @@ from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 Awaited: TypeAlias = BlockKey | SequenceGroup
-"""What a request waits for: a chunk boundary, or the prompt that the sequences of one request share."""
+"""The target of a wait: a chunk boundary, or the prompt that the sequences of one request share."""
 
 
 class SharedPrefills:

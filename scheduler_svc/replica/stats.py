@@ -1,4 +1,4 @@
-"""What a replica's scheduler counts; the metrics module exports it."""
+"""Counters of a replica's scheduler, which the metrics module exports."""
 
 from bisect import bisect_left
 from collections import Counter

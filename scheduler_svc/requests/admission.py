@@ -23,7 +23,7 @@ class Submission:
     n: int = 1
     """Number of sequences, 1 .. ``MAX_SEQUENCES``."""
     resumed: tuple[Resumed, ...] = ()
-    """What the client has received already; each entry names another sequence below ``n``."""
+    """The parts that the client has received already; each names another sequence below ``n``."""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""

@@ -27,7 +27,7 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What is new about a request, for its client."""
+    """News about a request, for its client."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class SequenceGroup:
 
 @dataclass(slots=True)
 class Delivery:
-    """What the client has received of a request, and when."""
+    """The client's progress with a request: what it has received, and when."""
 
     announced: bool = False
     """Whether the client has received an event."""
@@ -153,7 +153,7 @@ class Request:
     prefills_forced: bool = False
     """Whether the tokens to prefill are ones that the grammar forced behind decoded tokens."""
     delivery: Delivery = field(default_factory=Delivery)
-    """What the client has received."""
+    """The client's progress."""
     end: int = field(init=False)
     """Length at which the sequence ends at the latest; of ``stop``, kept for the step loop."""
     stop_ids: frozenset[int] = field(init=False)

@@ -30,7 +30,7 @@ class Sampling:
     params: common_pb2.SamplingParams
     """The validated message, with its seed set. Never changed: requests share it."""
     grammar: Grammar | None = field(default=None, compare=False)
-    """What the output must match, as in ``params``; None for any text."""
+    """The grammar that the output must match, as in ``params``; None for any text."""
     max_tokens: int = field(init=False, compare=False)
     """New tokens, at most; 0 if the client set no limit."""
     min_tokens: int = field(init=False, compare=False)

@@ -19,7 +19,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a worker announced that it can run (``Worker.Describe``)."""
+    """The limits of a worker's device and model (``Worker.Describe``)."""
 
     max_context: int
     """Longest context of the model, tokens."""

@@ -1,4 +1,4 @@
-"""What generating and pooling deployments have in common: an engine, and a setup that adds workers to it.
+"""The interface that generating and pooling deployments share: an engine, and a setup that adds workers.
 
 A deployment serves one model. Everything above this module uses these protocols and does not ask which kind
 of model it is. An operation that the model does not support raises :class:`protos.errors.Unsupported`.
@@ -114,7 +114,7 @@ class EngineProtocol(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLink:
-    """What an engine may ask of the driver of a worker. No call blocks."""
+    """Calls of an engine to the driver of a worker. None of them blocks."""
 
     wake: Callable[[], None]
     """Tells the step loop that there is work."""

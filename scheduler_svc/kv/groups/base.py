@@ -13,7 +13,7 @@ class Table:
     """A sequence's blocks in one group."""
 
     blocks: list[Block] = field(default_factory=list)
-    """In the order of positions; the null block stands where nothing is read any more."""
+    """In the order of positions; the null block replaces blocks that are no longer read."""
     first: int = 0
     """Number of leading entries that are the null block."""
 
@@ -112,9 +112,9 @@ class KvGroupManager(Protocol):
         """Makes hash blocks ``start`` .. ``end`` of a table findable; returns the newly findable ones."""
 
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
-        """Returns a referenced block that a table's content is to be copied to before it is overwritten.
+        """Returns a referenced block to which a table's content must be copied before it is overwritten.
 
-        None if no copy is needed or no block is available.
+        Returns None if no copy is needed or no block is available.
         """
 
     def release(self, table: Table) -> None:

@@ -224,7 +224,7 @@ async def test_the_end_of_the_call_ends_all_sequences(
 
 
 async def test_resumed_sequences_continue_after_the_received_tokens(scheduler: RunningScheduler) -> None:
-    """Of three sequences, a finished one stays ended, one continues and one starts."""
+    """A finished sequence stays ended, a started one continues, and the third one starts."""
     wanted = [expected_tokens(PROMPT, 8, sequence) for sequence in range(3)]
     request = request_for(3)
     request.resumed.add(sequence=0, finished=True)

@@ -1,4 +1,4 @@
-"""What every service's settings class promises: grouped help and complete tables."""
+"""The settings classes of all services: grouped help and complete tables."""
 
 import re
 from typing import ClassVar

@@ -197,7 +197,7 @@ def test_a_request_too_large_for_every_replica_with_its_grammar_fails(first: str
 
 @pytest.mark.parametrize("answer", ["none", "refused", "compiled"])
 def test_a_large_skipped_request_does_not_block_a_small_one(answer: str) -> None:
-    """Of two requests with the same grammar and tenant, the small one runs on the small replica."""
+    """The small one of two requests with the same grammar and tenant runs on the small replica."""
     rig, _ = one_replica(num_blocks=9)
     other = Compiler(rig, "b", num_blocks=17)
     rig.submit(constrained("running"))

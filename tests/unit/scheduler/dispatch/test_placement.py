@@ -161,7 +161,7 @@ def test_a_new_replica_takes_waiting_requests_at_once() -> None:
 
 
 def test_preemption_happens_on_the_replica_with_less_urgent_requests() -> None:
-    """Of two full replicas, the one with less urgent requests preempts."""
+    """Two replicas are full; the one with less urgent requests preempts."""
     rig = make_rig()
     second = add_replica(rig)
     for index in range(8):

@@ -227,7 +227,7 @@ def test_removed_requests_leave_no_garbage() -> None:
 
 
 def test_only_recent_idle_tenants_are_remembered() -> None:
-    """Of ten thousand idle tenants, only those charged last are kept."""
+    """Ten thousand tenants become idle; only the ones charged last are kept."""
     counters = TenantCounters({}, max_idle=100)
     counters.activate("waits")
     counters.activate("runs")
