@@ -106,6 +106,10 @@ def check(submission: Submission, model: ModelLimits, most_tokens: int) -> int:
             f"min_tokens={sampling.min_tokens} is more than the {asked_or_room} tokens that can be generated",
             param="min_tokens",
         )
+    stop = StopRule.of(sampling, model.eos_token_ids, asked_or_room)
+    if submission.resumed and len(submission.ended(stop)) == len(submission.sequences):
+        # Nothing is left to run, so nothing needs memory.
+        return asked_or_room
     return _within_memory(submission, asked_or_room, most_tokens)
 
 

@@ -17,6 +17,7 @@ from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.stop_rule import FinishReason
 from tests.support.scheduler.factories import (
+    EOS,
     ListSink,
     make_geometry,
     make_rig,
@@ -161,6 +162,16 @@ def test_a_resumed_request_is_retryable_while_no_replica_is_large_enough() -> No
         plain = rig.submit(make_submission(request_id="plain"))
         rig.run()
         assert plain.events[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("max_tokens", "last"), [(None, EOS), (40, EOS), (40, 5)])
+def test_a_resumed_request_that_has_ended_needs_no_memory(max_tokens: int | None, last: int) -> None:
+    """It gets its last event although no replica that is left could run it."""
+    rig = make_rig(make_geometry(max_model_len=64), num_blocks=9)
+    sink = rig.submit(make_submission(range(3, 13), max_tokens=max_tokens, resumed=[*[5] * 39, last]))
+    assert [event.finish_reason for event in sink.events] == [
+        FinishReason.STOP if last == EOS else FinishReason.LENGTH
+    ]
 
 
 def test_min_tokens_beyond_the_memory_is_refused() -> None:
