@@ -21,7 +21,7 @@ _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
 
 
 class Settings(ServiceSettings):
-    """Schedules requests to the workers that register. An unset size takes the default of the worker's device."""
+    """Schedules requests to the workers that register. An unset size takes the default of the workers."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych scheduler", use_attribute_docstrings=True)
 

@@ -21,7 +21,7 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.fixture(scope="module")
 def shared_vllm() -> Iterator[None]:
-    """Lets a gateway test import vLLM with the platform that workers need; vLLM chooses it once per process."""
+    """Lets a gateway test import vLLM on the workers' platform, which vLLM chooses once per process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLATFORM_VARIABLE, "cpu")
         yield

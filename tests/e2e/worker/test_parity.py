@@ -82,7 +82,8 @@ def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) 
 def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
     """In bfloat16, log-probabilities of sampled tokens differ little on average.
 
-    By at most 0.05 in our own kernels; vLLM's, which serve processors without bfloat16 instructions, round more often.
+    The limit is 0.05 with our own kernels. vLLM's kernels round more often; they serve processors without
+    bfloat16 instructions.
     """
     greedy = sampling_params(temperature=0.0, logprobs=0)
     prompts = prompts[::2]

@@ -64,7 +64,7 @@ def http_api() -> str:
 
 
 def _comments() -> dict[tuple[str, bool], str]:
-    """Returns comments on fields of the messages that a body becomes, by name and whether they are boolean."""
+    """Returns comments on the fields of a body's messages, by name and whether they are boolean."""
     found: dict[tuple[str, bool], str] = {}
     for file in descriptors():
         for index, message in enumerate(file.descriptor.message_type):

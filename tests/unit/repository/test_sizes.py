@@ -57,7 +57,7 @@ def test_folders_hold_few_modules() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_says_what_lives_in_it(package: str) -> None:
-    """Each package has a docstring of at least three lines, for its contents, its importers and its imports."""
+    """Each package has a docstring of three lines or more: its contents, its importers and its imports."""
     undescribed = []
     for path in sources(package):
         if path.name == "__init__.py" and "triptych" not in path.parts[-3:]:

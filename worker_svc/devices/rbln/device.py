@@ -346,7 +346,7 @@ class RblnDevice(Device):
         operator = f"flash_{plan.operator}" if single_block and sinks is not None else plan.operator
 
         def by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
-            """Reshapes [tokens, kv_heads * heads, head_size] to [rows, kv_heads, heads, query_len, head_size]."""
+            """Reshapes [tokens, kv_heads * heads, size] to [rows, kv_heads, heads, query_len, size]."""
             states = states.view(rows, query_len, kv_heads * heads, params.head_size).transpose(1, 2)
             return states.reshape(rows, kv_heads, heads, query_len, params.head_size)
 
