@@ -2,9 +2,9 @@
 
 An entry's key is a hash of everything that its code depends on. Compilers use the entry's folder as their own
 cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
-complete, a manifest with the checksum of every file is written and the folder is renamed: a killed process
-never leaves a partial entry, and of two processes that fill the same entry the first one wins. A folder
-contains no absolute paths that matter, so it may be copied to another machine of the same kind.
+complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed process
+never leaves a partial entry, and the first of two processes that fill the same entry wins. A folder contains
+no absolute paths that matter, so it may be copied to another machine of the same kind.
 """
 
 import contextlib

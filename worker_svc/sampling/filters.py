@@ -5,9 +5,9 @@ common in bfloat16, are therefore kept or dropped together, whatever their order
 the largest value that at least `k` tokens reach. The threshold of `top_p` is the largest value such
 that the tokens that reach it have the required mass.
 
-Both are found exactly and without sorting. The bits of a float in [0, 1] order like its value, so a histogram
-of the highest ten bits finds a bin, a second one refines the bin by the next ten bits, and a third by the
-last ten: three passes for any distribution. GPUs find the same threshold with sums (`triton_search`):
+Both are found exactly and without sorting. The bits of a float in [0, 1] order like its value. A histogram of
+the highest ten bits finds a bin, a second one refines the bin by the next ten bits, and a third by the last
+ten: three passes for any distribution. GPUs find the same threshold with sums (`triton_search`):
 histogram atomics would contend for the few bins that hold most tokens.
 
 If every `top_k` of a step is small, its threshold is searched among the few largest weights. The same holds

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from protos.errors import InvalidArgument
-from protos.limits import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIASES
+from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
 from worker_svc.sampling.draw import sequence_seed
@@ -20,8 +20,9 @@ from worker_svc.sampling.workspace import Workspace
 
 # Entries that one request may have, which is the width of the tables. They hold every request that validation
 # accepts. Bans are bad words and, until min_tokens is reached, stop_token_ids and the model's end tokens.
+_MAX_END_TOKENS = 256  # more than any model has
 MAX_BIASES = MAX_LOGIT_BIASES
-MAX_BANS = 1024
+MAX_BANS = MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + _MAX_END_TOKENS
 MAX_BAN_TOKENS = MAX_BAD_WORD_TOKENS
 
 # Division of logits by a smaller temperature overflows float32. vLLM raises temperatures below 0.01 to 0.01;

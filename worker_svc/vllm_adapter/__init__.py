@@ -1,4 +1,4 @@
-"""Every import of vLLM in the worker.
+"""Adapts vLLM: every import of it in the worker is here.
 
 `model` loads models and runs them. vLLM finds `platform` and `attention` as plug-ins; `cpu_layers`
 and `static_moe` replace some of its layers. `configuration` and `description` translate between its
