@@ -24,7 +24,7 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.pin_service import PinService
-from scheduler_svc.convert.events import event_to_proto, events_to_proto, pieces_of, pooled_to_proto
+from scheduler_svc.convert.events import event_to_proto, events_to_proto, split_event, pooled_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
@@ -91,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         continue
                     if event.error is not None:
                         await abort(context, event.error)
-                    for piece in pieces_of(event):
+                    for piece in split_event(event):
                         yield event_to_proto(piece)
                     left -= event.finish_reason is not None
         finally:

@@ -22,30 +22,32 @@ _EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 256, 5, 20, 9
 
 def events_to_proto(events: Sequence[Event | tuple[str, int]]) -> Iterator[inference_pb2.ConnectResponse]:
     """Yields the messages of some events; each is below the message limit of any client."""
-    gathered: list[inference_pb2.GenerateEvent] = []
+    batch: list[inference_pb2.GenerateEvent] = []
     size = 0
     for event in events:
-        for piece in pieces_of(event):
+        for piece in split_event(event):
             num_bytes = _num_bytes(piece)
-            if gathered and size + num_bytes > FULL_MESSAGE_BYTES:
-                yield inference_pb2.ConnectResponse(events=gathered)
-                gathered, size = [], 0
-            gathered.append(event_to_proto(piece))
+            if batch and size + num_bytes > FULL_MESSAGE_BYTES:
+                yield inference_pb2.ConnectResponse(events=batch)
+                batch, size = [], 0
+            batch.append(event_to_proto(piece))
             size += num_bytes
-    yield inference_pb2.ConnectResponse(events=gathered)
+    yield inference_pb2.ConnectResponse(events=batch)
 
 
-def pieces_of(event: Event | tuple[str, int]) -> Iterator[Event | tuple[str, int]]:
+def split_event(event: Event | tuple[str, int]) -> Iterator[Event | tuple[str, int]]:
     """Splits an event that does not fit into one message, which happens with a prompt's log-probabilities."""
     if isinstance(event, tuple) or not event.prompt_logprobs:
         yield event
         return
     entries = event.prompt_logprobs
-    many = max(
+    per_event = max(
         1, FULL_MESSAGE_BYTES // _logprobs_bytes(max(entries, key=lambda entry: len(entry.top_token_ids)))
     )
-    for start in range(0, len(entries), many):
-        yield replace(event, prompt_logprobs=entries[start : start + many], first=event.first and not start)
+    for start in range(0, len(entries), per_event):
+        yield replace(
+            event, prompt_logprobs=entries[start : start + per_event], first=event.first and not start
+        )
 
 
 def _num_bytes(event: Event | tuple[str, int]) -> int:

@@ -30,7 +30,7 @@ from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.requests.stop_rule import FinishReason, StopRule
-from scheduler_svc.shapes.pool_shapes import listed
+from scheduler_svc.shapes.pool_shapes import format_shapes
 
 _NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())
 _NO_STOP: Final = StopRule.of(_NO_SAMPLING, frozenset(), max_tokens=0)
@@ -295,7 +295,7 @@ class PoolEngine:
         count = len(submission.prompt_token_ids)
         if queue.fit(count) is None:
             raise ContextExceeded(
-                f"the prompt has {count} tokens and fits none of the shapes {listed(queue.shapes)}; "
+                f"the prompt has {count} tokens and fits none of the shapes {format_shapes(queue.shapes)}; "
                 f"shorten it to at most {queue.shapes[-1].prompt_len} tokens",
                 param="prompt",
             )

@@ -58,6 +58,6 @@ def shapes_of(
     return shapes or default_shapes(max_context, max_batch)
 
 
-def listed(shapes: Sequence[PoolShape]) -> str:
+def format_shapes(shapes: Sequence[PoolShape]) -> str:
     """Returns the shapes as text: "1x64, 4x64 (rows x tokens)"."""
     return f"{', '.join(map(str, shapes))} (rows x tokens)"

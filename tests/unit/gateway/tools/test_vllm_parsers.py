@@ -41,7 +41,7 @@ def body_of(reader: AnswerReader, pieces: list[str] | str) -> dict[str, Any]:
     return CollectedMessage.of([*events, *reader.finish()]).body(with_reasoning=True)
 
 
-def pieces_of(text: str, size: int) -> list[str]:
+def split_event(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
@@ -50,7 +50,7 @@ def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
     """Its calls come out like those of the gateway's own parsers, streamed and whole."""
     text = f"Let me look.\n{CALL}\n{CALL}"
     reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:hermes", codec, [WEATHER, TIME])())
-    body = body_of(reader, pieces_of(text, size) if size else text)
+    body = body_of(reader, split_event(text, size) if size else text)
     assert body["content"] == "Let me look."
     assert [call["function"] for call in body["tool_calls"]] == [
         {"name": "get_weather", "arguments": '{"city": "Paris"}'}
@@ -166,7 +166,7 @@ def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
     """A format without a parser of the gateway's own can be read."""
     text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
     reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:qwen3_coder", codec, [WEATHER])())
-    (call,) = body_of(reader, pieces_of(text, size) if size else text)["tool_calls"]
+    (call,) = body_of(reader, split_event(text, size) if size else text)["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     assert '"Paris"' in call["function"]["arguments"]
 

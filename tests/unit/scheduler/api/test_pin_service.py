@@ -78,7 +78,7 @@ async def test_a_replica_keeps_a_thousand_pins() -> None:
 
 
 async def test_a_pin_request_fails_if_its_prefill_is_aborted() -> None:
-    """The request is aborted, and no block stays pinned."""
+    """No block stays pinned or in use."""
     rig = make_rig()
     pins = PinService(rig)
     task = pinning(pins)

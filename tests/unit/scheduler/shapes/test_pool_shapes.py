@@ -1,7 +1,7 @@
 """Static shapes of pooling models."""
 
 from protos.steps import PoolShape
-from scheduler_svc.shapes.pool_shapes import default_shapes, listed, shapes_of
+from scheduler_svc.shapes.pool_shapes import default_shapes, format_shapes, shapes_of
 
 
 def shape(batch: int, prompt_len: int) -> PoolShape:
@@ -10,8 +10,8 @@ def shape(batch: int, prompt_len: int) -> PoolShape:
 
 def test_default_shapes_cover_every_prompt() -> None:
     """Every prompt up to the context fits a shape, alone and in a batch."""
-    assert listed(default_shapes(256, 4096)) == "1x64, 4x64, 16x64, 1x256, 4x256 (rows x tokens)"
-    assert listed(default_shapes(40, 8)) == "1x40, 4x40 (rows x tokens)"
+    assert format_shapes(default_shapes(256, 4096)) == "1x64, 4x64, 16x64, 1x256, 4x256 (rows x tokens)"
+    assert format_shapes(default_shapes(40, 8)) == "1x40, 4x40 (rows x tokens)"
     assert default_shapes(8192, 4096)[-1] == shape(1, 8192)
 
 
