@@ -24,7 +24,7 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.pin_service import PinService
-from scheduler_svc.convert.events import event_to_proto, events_to_proto, split_event, pooled_to_proto
+from scheduler_svc.convert.events import event_to_proto, events_to_proto, pooled_to_proto, split_event
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
