@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from protos.errors import InvalidArgument
 from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2
 from protos.validation import EMPTY_CONSTRAINT
@@ -66,7 +65,7 @@ def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
         case "json_schema" | "regex" | "grammar" | "structural_tag" as kind:
             return Spec(kind, getattr(structured, kind))
         case _:
-            raise InvalidArgument(EMPTY_CONSTRAINT, param="structured_output")
+            raise refusal(EMPTY_CONSTRAINT)
 
 
 def check_size(spec: Spec) -> None:

@@ -50,9 +50,9 @@ def code_fields(
         "weights": (
             weights_fingerprint(folder, contents=device.weights_are_constants)
             if dummy_seed is None
-            else f"dummy, seed {dummy_seed}"
+            else f"made up, seed {dummy_seed}"
             if device.weights_are_constants
-            else "dummy"
+            else "made up"
         ),
         "dtype": dtype,
         "quantization": quantization or "none",

@@ -18,15 +18,15 @@ class Tile:
     """
 
     logits: torch.Tensor
-    """float32."""
+    """float32: the adjusted logits, until the filters overwrite them."""
     weights: torch.Tensor
-    """float32."""
+    """float32: `exp(logit - largest logit)`."""
     words: torch.Tensor
-    """int32."""
+    """int32, for the filters' bins and comparisons."""
     mass: torch.Tensor
-    """int64."""
+    """int64: the masses of the kept tokens."""
     places: torch.Tensor
-    """int64."""
+    """int64, for indices into histograms and for masks of `mass`."""
 
 
 class Workspace:

@@ -17,6 +17,7 @@ class PoolingDescription:
     """How a pooling model turns a prompt into an embedding."""
 
     method: PoolingMethod
+    """How to pool."""
     normalize: bool
     """Whether the model's authors scale embeddings to length 1."""
     size: int
