@@ -20,6 +20,7 @@ class PoolingEngine:
     num_compiled: int = 0
     """A pooling model compiles nothing."""
     code_folder: Path | None = None
+    """`None`: there is no compiled code."""
 
     def __init__(
         self,
