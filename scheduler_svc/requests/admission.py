@@ -179,7 +179,9 @@ def make_requests(
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
     ended = {event.sequence for event in submission.ended(stop)}
     # The prompt is computed once, so only the first sequence reports its log-probabilities.
-    first = submission.sampling.changed(max_tokens=stop.max_tokens)
+    first = submission.sampling
+    if first.max_tokens != stop.max_tokens:
+        first = first.changed(max_tokens=stop.max_tokens)
     others = first.changed(prompt_logprobs=None) if submission.n > 1 else first
     requests: list[Request] = []
     for sequence, received in submission.sequences.items():
