@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
@@ -17,6 +18,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # `make` installs the interpreter there; see deploy/locks/interpreter.txt.
     sys.path.append(str(Path(sys.prefix) / "interpreter"))
+
+# Generated examples have no time limit of their own: on a busy machine, any of them may be slow.
+settings.register_profile("triptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("triptych")
 
 
 @pytest.fixture(scope="module")
