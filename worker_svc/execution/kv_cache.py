@@ -55,7 +55,7 @@ class KvCache:
         )
 
     def by_layer(self) -> dict[str, torch.Tensor]:
-        """Returns each layer's cache by name: a view of its group's tensor, or a tensor of its own."""
+        """Returns each layer's cache by name: a view of its group's tensor, or its own tensor."""
         return {
             layer.name: cache
             for group, tensors in zip(self._groups, self._tensors, strict=True)

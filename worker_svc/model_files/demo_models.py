@@ -110,7 +110,7 @@ def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
         FetchError: if the file cannot be converted, or the cache cannot be written.
     """
     gguf = gguf.resolve()
-    # A folder of its own, since a file may have a demo model's name.
+    # A separate folder, since a file may have a demo model's name.
     cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
     try:
         status = gguf.stat()
@@ -239,7 +239,7 @@ def _check_converter() -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Runs the converter in a process of its own.
+    """Runs the converter in its own process.
 
     Raises:
         FetchError: if a package is missing or the file cannot be converted.

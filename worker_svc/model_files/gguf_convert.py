@@ -1,7 +1,7 @@
 """Converts a GGUF file of the Llama or Gemma 3 family to a Hugging Face folder, dequantized to bfloat16.
 
-A script with the arguments FILE and FOLDER. It runs in a process of its own, which returns its memory (the
-weights in float32) when it ends. It supports what the demo models need and refuses the rest: other families,
+A script with the arguments FILE and FOLDER. It runs in its own process, which returns its memory (the weights
+in float32) when it ends. It supports what the demo models need and refuses the rest: other families,
 scaled rotary embeddings, other pre-tokenizers.
 
 The weights equal those of transformers' converter bit for bit and take a fifth of the time. The tokenizers

@@ -122,7 +122,7 @@ def test_prompts_vary(prompts: list[list[int]]) -> None:
 def test_single_prompts_equal_the_reference(
     runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor
 ) -> None:
-    """Each text in a batch of its own, in the smallest shape that holds it."""
+    """Each text in a separate batch, in the smallest shape that holds it."""
     rows = []
     for prompt in prompts:
         shape = SHAPES[0] if len(prompt) <= 64 else SHAPES[2]

@@ -1,6 +1,6 @@
 """Runs models through every decode bucket with garbage in all padding, and reports their outputs.
 
-`run` works in the calling process. A device with another vLLM platform needs a process of its own,
+`run` works in the calling process. A device with another vLLM platform needs its own process,
 since vLLM loads one platform per process: the program takes a JSON list of `Job` and prints a list of
 `Answer` lists.
 """

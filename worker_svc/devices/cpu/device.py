@@ -169,7 +169,7 @@ class CpuDevice(Device):
     def fuse(
         self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]
     ) -> Sequence[tuple[Callable[..., Any], int]]:
-        """See the base class. Consecutive kernels of our own become one program."""
+        """See the base class. Our own consecutive kernels become one program."""
         fused: list[tuple[Callable[..., Any], int]] = []
         for ours, run in itertools.groupby(
             zip(kernels, num_plans, strict=True), lambda each: isinstance(each[0], Program)

@@ -1,4 +1,4 @@
-"""Rebellions NPUs: whole graphs for rebel-compiler, with attention as operators of its own.
+"""Rebellions NPUs: whole graphs for rebel-compiler, with attention as the compiler's own operators.
 
 The operators' namespace also decides how caches lie in memory and where the host allocates them; see `ops`.
 Arguments and shapes follow the wheels of vllm-rbln 0.12.0.

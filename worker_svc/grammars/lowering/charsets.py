@@ -129,7 +129,7 @@ _SPLITS: Final = (0x20, ord("-"), ord("-") + 1, ord("^"), ord("^") + 1, 0x7F)
 def class_pattern(chars: Charset) -> str:
     """Returns an expression that matches one character of `chars`, in printable ASCII.
 
-    xgrammar parses it twice: as an expression, then as a character class of its own grammar. That second
+    xgrammar parses it twice: as an expression, then as a character class of a grammar. That second
     parser reads a hyphen at the edge of a range as another range, a leading caret as negation, and letters
     after a hexadecimal escape as more digits. So hyphen and caret stand alone, the caret last, and escapes
     follow the letters.

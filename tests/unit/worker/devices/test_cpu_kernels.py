@@ -276,7 +276,7 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
 
 
 def test_a_device_fuses_consecutive_own_kernels() -> None:
-    """Consecutive kernels of our own become one program; others stay between them."""
+    """Our own consecutive kernels become one program; others stay between them."""
     device = CpuDevice()
     try:
         kernels = Kernels(build.library())
