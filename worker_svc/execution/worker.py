@@ -240,8 +240,8 @@ class Worker:
         limits = CompilerLimits(
             threads=settings.grammar_threads,
             cpu_s=settings.grammar_time_s,
-            memory=settings.grammar_memory_mib << 20,
-            cache=settings.grammar_cache_mib << 20,
+            compile_bytes=settings.grammar_memory_mib << 20,
+            cache_bytes=settings.grammar_cache_mib << 20,
         )
         return GrammarCompiler(self.folder, description.vocab_size, description.eos_token_ids, limits)
 

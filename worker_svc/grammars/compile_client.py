@@ -234,7 +234,7 @@ def _death_error(spec: Spec, status: int, limits: CompilerLimits) -> TriptychErr
 def _reason(text: str, limits: CompilerLimits) -> str:
     """Returns xgrammar's message in one line, without the names of its source files."""
     if "bad_alloc" in text:
-        return f"it takes more than {limits.memory >> 20} MiB of memory"
+        return f"it takes more than {limits.compile_bytes >> 20} MiB of memory"
     line = " ".join(text.split())
     if line.startswith("[") and "] " in line:
         line = line.partition("] ")[2]

@@ -43,16 +43,18 @@ class Job(NamedTuple):
     """The constraint, not lowered."""
     cpu_s: float
     """CPU seconds that the child may use."""
-    memory: int
+    compile_bytes: int
     """Bytes that the child may allocate beyond what the server has."""
-    largest: int
+    grammar_bytes: int
     """Bytes that the compiled grammar may occupy, serialized or not."""
 
 
 def send_job(connection: socket.socket, spec: Spec, limits: CompilerLimits) -> None:
     """Sends a grammar to a child."""
     payload = spec.text.encode(errors="surrogatepass")
-    header = _JOB.pack(_KINDS[spec.kind], limits.cpu_s, limits.memory, limits.largest, len(payload))
+    header = _JOB.pack(
+        _KINDS[spec.kind], limits.cpu_s, limits.compile_bytes, limits.grammar_bytes, len(payload)
+    )
     connection.sendall(header + payload)
 
 
@@ -62,10 +64,10 @@ def receive_job(connection: socket.socket) -> Job:
     Raises:
         EOFError: the worker hung up.
     """
-    code, cpu_s, memory, largest, size = _JOB.unpack(_receive_exactly(connection, _JOB.size))
+    code, cpu_s, compile_bytes, grammar_bytes, size = _JOB.unpack(_receive_exactly(connection, _JOB.size))
     text = _receive_exactly(connection, size).decode(errors="surrogatepass")
     kind = next(kind for kind, each in _KINDS.items() if each == code)
-    return Job(Spec(kind, text), cpu_s, memory, largest)
+    return Job(Spec(kind, text), cpu_s, compile_bytes, grammar_bytes)
 
 
 def send_answer(connection: socket.socket, kind: bytes, payload: bytes) -> None:

@@ -155,8 +155,10 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
     grammar = compile_lowered(core, core.GrammarCompiler(tokenizer, 1, False, -1), source, text)
     serialized = str(grammar.serialize_json()).encode()
     size = max(grammar.memory_size_bytes(), len(serialized))
-    if size > job.largest:
-        raise ValueError(f"its compiled form has {size >> 20} MiB; the limit is {job.largest >> 20} MiB")
+    if size > job.grammar_bytes:
+        raise ValueError(
+            f"its compiled form has {size >> 20} MiB; the limit is {job.grammar_bytes >> 20} MiB"
+        )
     _walk(core, grammar, tokenizer.vocab_size(), vocabulary)
     return dump_grammar(sorted(markers.values()), serialized)
 
@@ -266,7 +268,7 @@ def _run_child(vocabulary: CompilerVocabulary, connection: socket.socket) -> Non
     os.setsid()  # the worker handles Ctrl-C in a terminal
     job = receive_job(connection)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + job.memory,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + job.compile_bytes,) * 2)
     seconds = max(1, round(job.cpu_s))
     # The soft limit's signal identifies the cause; the hard limit kills a child that ignores it.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))

@@ -208,7 +208,7 @@ class GrammarCompiler:
             self._cached[spec.key] = self._live[spec.key] = grammar
             self._count(size)
             weakref.finalize(grammar, self._release, size, vocabulary).atexit = False
-            while len(self._cached) > 1 and self.cached_bytes > self.limits.cache:
+            while len(self._cached) > 1 and self.cached_bytes > self.limits.cache_bytes:
                 self._cached.popitem(last=False)
         return size
 

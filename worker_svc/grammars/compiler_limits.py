@@ -11,14 +11,14 @@ class CompilerLimits:
     """Grammars compiled at the same time."""
     cpu_s: float = 5.0
     """CPU seconds of one compilation."""
-    memory: int = 1 << 30
+    compile_bytes: int = 1 << 30
     """Bytes that one compilation may allocate."""
-    largest: int = 64 << 20
+    grammar_bytes: int = 64 << 20
     """Bytes of one compiled grammar, serialized or not.
 
     Reading one back takes about ten times as much for a moment; only one is read at a time.
     """
-    cache: int = 256 << 20
+    cache_bytes: int = 256 << 20
     """Bytes of all compiled grammars.
 
     Grammars in use by running requests count, and stay when the limit is exceeded.

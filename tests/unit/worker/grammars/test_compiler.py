@@ -29,7 +29,7 @@ SLOW = Spec("grammar", "root ::= " + " ".join("[a-z]*" for _ in range(20_000)))
 
 @pytest.fixture
 def small() -> Iterator[GrammarCompiler]:
-    limits = CompilerLimits(threads=2, cpu_s=1, memory=96 << 20, cache=1_000_000)
+    limits = CompilerLimits(threads=2, cpu_s=1, compile_bytes=96 << 20, cache_bytes=1_000_000)
     made = GrammarCompiler(SMOLLM2, VOCAB, [END], limits)
     yield made
     made.close()
@@ -140,7 +140,7 @@ def test_an_evicted_grammar_in_use_is_counted_and_found(small: GrammarCompiler) 
     assert grammar is not None
     matcher = Matcher(grammar, [END], [])
     del grammar
-    small.limits = replace(small.limits, cache=size * 3)
+    small.limits = replace(small.limits, cache_bytes=size * 3)
     for spec in specs[1:]:
         small.submit(spec).result()
     assert small.find(specs[0]) is not None

@@ -188,7 +188,7 @@ def test_white_space_in_a_tags_json_is_limited(model: tuple[GrammarCompiler, tok
 def test_vocabularies_with_markers_are_counted(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
     """A vocabulary that several grammars share counts once, until the last of them is evicted."""
     folder = model[0]._folder
-    compiler = GrammarCompiler(folder, SIZE, [END], CompilerLimits(cache=6_000_000))
+    compiler = GrammarCompiler(folder, SIZE, [END], CompilerLimits(cache_bytes=6_000_000))
     try:
         sizes = []
         for begin in ("</think>", "</think>!", "[ARGS]", SPECIALS[3]):
