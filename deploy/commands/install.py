@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import deploy
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     pins = pins_of(services)
     if arguments.keep_torch:
         pins = [pin for pin in pins if not pin.startswith("torch==")]
-    if find_spec("pip") is None:
+    if not _has_pip():
         print(f"triptych install: there is no pip in {sys.prefix}", file=sys.stderr)
         return 1
     command = [sys.executable, "-m", "pip", "install", "--no-deps", *pins]
@@ -68,3 +68,11 @@ def _parser() -> OneLineParser:
         help="keep the installed torch, such as a GPU's build, instead of installing the CPU's",
     )  # fmt: skip
     return parser
+
+
+def _has_pip() -> bool:
+    try:
+        distribution("pip")
+    except PackageNotFoundError:
+        return False
+    return True

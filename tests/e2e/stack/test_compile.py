@@ -65,6 +65,7 @@ def compiled(done: "subprocess.CompletedProcess[str]") -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 def test_killed_then_cold_then_warm(tiny: Path, cache: Path) -> None:
     """A killed compile leaves no entry; the next run compiles everything, the one after it nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -95,6 +96,7 @@ def test_another_dtype_is_not_precompiled(tiny: Path, cache: Path) -> None:
     assert "chunk" not in line
 
 
+@pytest.mark.slow
 def test_a_failed_graph_is_named_with_its_signature(tiny: Path, tmp_path: Path) -> None:
     """The message says what to do instead, and the cache stays empty."""
     cache = tmp_path / "cpu"
@@ -106,6 +108,7 @@ def test_a_failed_graph_is_named_with_its_signature(tiny: Path, tmp_path: Path) 
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_graphs_of_an_npu_are_kept_and_listed(tiny: Path, tmp_path: Path) -> None:
     """rbln-check writes each graph as text; a second run finds the entry."""
     arguments = (

@@ -54,6 +54,7 @@ async def generate(stack: Stack, prompts: Sequence[Sequence[int]], **sampling: o
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
 
+@pytest.mark.slow
 async def test_twenty_concurrent_prompts_equal_transformers(stack: Stack, reference: Reference) -> None:
     """Prompts of 5 to 700 tokens, decoded greedily in float32, give the reference's 64 tokens."""
     prompts = [reference.encode(text) for text in PROMPTS]
@@ -73,6 +74,7 @@ async def test_cached_prompts_give_the_same_tokens(stack: Stack, reference: Refe
     assert again == first
 
 
+@pytest.mark.slow
 async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(stack: Stack, reference: Reference) -> None:
     """Sampling at temperature 1 does not depend on the batch."""
     prompt = reference.encode(PROMPTS[3])
@@ -140,6 +142,7 @@ async def test_two_choices_share_a_prompt_and_report_log_probabilities(
             assert highest == pytest.approx(wanted[place].topk(3).values.tolist(), abs=1e-2)
 
 
+@pytest.mark.slow
 async def test_greedy_choices_equal_transformers(stack: Stack, reference: Reference) -> None:
     """All sequences of a request attend to the whole prompt, whether it has one token or several chunks."""
     prompts = [

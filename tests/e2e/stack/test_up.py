@@ -104,6 +104,7 @@ def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> No
     wait_until_gone(before | after)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     """The services of a killed launcher die with it."""
     with launcher(tmp_path, *QUICK) as process:

@@ -71,6 +71,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests", "docs"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("extra", "command"), [("gateway", "gateway"), ("scheduler", "scheduler")])
 def test_an_extra_installs_a_service_without_torch(
     wheel: Path, tmp_path: Path, extra: str, command: str
@@ -91,6 +92,7 @@ def assert_no_torch(binaries: Path, folder: Path) -> None:
     assert run(binaries / "python", "-c", code, cwd=folder) == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Path) -> None:
     """`triptych install` installs everything that `triptych up` needs to serve a model."""
     binaries = environment(tmp_path, "--no-deps", wheel)

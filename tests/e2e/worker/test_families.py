@@ -70,6 +70,7 @@ def test_the_cpu_equals_the_reference(
     assert differences(references[family], prompts, answers) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_npu_equals_the_reference(
@@ -96,6 +97,7 @@ def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
     assert beside % table < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_answers_vary(on_npu: dict[tuple[str, Backend], list[Answer]], family: str) -> None:
     """The random models give different tokens for different prompts."""

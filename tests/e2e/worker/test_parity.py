@@ -58,6 +58,7 @@ def test_batch_equals_reference(
     assert _mismatches(reference, prompts, batched) == []
 
 
+@pytest.mark.slow
 def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: list[list[int]]) -> None:
     """A prompt gives the same tokens alone as in the batch; the short form tests every third prompt."""
     harness = Harness(load(smollm2, "float32"))
@@ -79,6 +80,7 @@ def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) 
     assert reference.tokenizer.decode(batched[0]).startswith(" Paris.")
 
 
+@pytest.mark.slow
 def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
     """In bfloat16, log-probabilities of sampled tokens differ little on average.
 
@@ -106,6 +108,7 @@ def _has_own_kernels() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_poisoned_memory_does_not_leak(
     smollm2: Path, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
@@ -118,6 +121,7 @@ def test_poisoned_memory_does_not_leak(
     assert [tokens_of(outputs) for outputs in results] == [batched[index][:16] for index in picked]
 
 
+@pytest.mark.slow
 def test_hybrid_model_equals_reference() -> None:
     """Gemma 3 in float32, with prompts on both sides of its window of 512, gives the reference's tokens."""
     folder = fetch("gemma3-270m")
@@ -152,6 +156,7 @@ def test_every_bucket_equals_reference(model: str, backend: Backend) -> None:
     assert differences(reference, prompts, parity_process.run(job)) == []
 
 
+@pytest.mark.slow
 def test_in_place_windows_give_the_tokens_of_paged_ones() -> None:
     """Gemma 3 in float32 gives the same tokens for prompts below and far above its window of 512."""
     folder = fetch("gemma3-270m")

@@ -67,8 +67,12 @@ def gemma3() -> Path:
 
 MODELS = [
     pytest.param("smollm2", GroupKind.PAGED_WINDOW, 128, id="full"),
-    pytest.param("smollm2", GroupKind.PAGED_WINDOW, 512, id="full, blocks of four chunks"),
-    pytest.param("gemma3", GroupKind.PAGED_WINDOW, 32, id="hybrid, chunks of four blocks"),
+    pytest.param(
+        "smollm2", GroupKind.PAGED_WINDOW, 512, id="full, blocks of four chunks", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "gemma3", GroupKind.PAGED_WINDOW, 32, id="hybrid, chunks of four blocks", marks=pytest.mark.slow
+    ),
     pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 1024, id="hybrid in place, window below block"),
 ]
 if FULL:
@@ -107,6 +111,7 @@ def test_a_shared_prefix_is_computed_once_and_nothing_changes(
         assert cached.logprobs == uncached.logprobs, "the log-probabilities must be equal bit for bit"
 
 
+@pytest.mark.slow
 def test_concurrent_requests_compute_their_prefix_once(gemma3: Path) -> None:
     """Two of three concurrent requests wait for the first one's prefix and prefill only the rest."""
     prompts = [_text(1, PREFIX) + _text(start, 30) for start in (2, 3, 4)]

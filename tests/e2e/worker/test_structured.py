@@ -52,6 +52,7 @@ def outputs(
     return results
 
 
+@pytest.mark.slow
 def test_every_finished_json_is_valid(harness: ConstrainedHarness) -> None:
     """Outputs match schemas with nesting, enums, references, patterns, formats, unions and bounds."""
     schemas = [schema(number) for number in SCHEMAS]
@@ -116,6 +117,7 @@ def test_choices_and_tags(harness: ConstrainedHarness) -> None:
     assert re.fullmatch(r"<call>[12]</call>", tagged[0])
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: ConstrainedHarness) -> None:
     """The same seed gives the same text alone or in a batch, with jump-ahead or without."""
     spec = Spec("json_schema", json.dumps(schema(1)))
@@ -176,6 +178,7 @@ def test_a_request_without_allowed_tokens_fails_alone(harness: ConstrainedHarnes
     assert results[1][1] is None
 
 
+@pytest.mark.slow
 def test_one_slots_grammar_fails_alone(harness: ConstrainedHarness) -> None:
     """An ambiguous grammar that costs too much fails its request and is refused afterwards."""
     # The ambiguity lies beyond what the compiler checks beforehand.

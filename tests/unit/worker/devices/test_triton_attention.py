@@ -268,6 +268,7 @@ def test_launches_do_not_follow_lengths(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_the_kernels_compile(tmp_path: Path) -> None:
     """The kernels compile for a GPU, which need not be present, and fit its shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

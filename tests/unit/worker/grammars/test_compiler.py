@@ -111,7 +111,10 @@ def wait_for_child(process: int) -> int:
         # The first mask is cheap, because only a quote may come; the second or third mask of each takes
         # seconds.
         *[
-            Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+            pytest.param(
+                Spec("json_schema", json.dumps({"type": "string", "pattern": pattern})),
+                marks=pytest.mark.slow,
+            )
             for pattern in (r"^(((\w* ?)*)*(\w* ?)*)*$", r"^(((\w+ ?)+,?)+;?)+$", r"^(\w+\s?){1,20}$")
         ],
     ],

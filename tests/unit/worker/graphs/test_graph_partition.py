@@ -133,6 +133,7 @@ def test_unread_results_are_dropped() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")  # the compiler's imports
 def test_compiled_subgraphs_compute_what_the_kernels_do(
