@@ -85,6 +85,7 @@ def test_killed_then_cold_then_warm(tiny: Path, cache: Path) -> None:
     assert CompileCache(cache).entries() == [key]
 
 
+@pytest.mark.slow
 def test_another_dtype_is_not_precompiled(tiny: Path, cache: Path) -> None:
     """The command refuses before it reads weights, and names each field that differs."""
     assert CompileCache(cache).entries(), "the previous test fills the cache"
