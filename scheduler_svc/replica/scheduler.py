@@ -267,7 +267,7 @@ class ReplicaScheduler:
         bucket = bucket_for(count, self.geometry.buckets)
         lease = self._lease()
         self._decoding.count_step(count, bucket)
-        positions = tuple([request.kv.num_computed for request in requests])
+        positions = tuple([sequence.num_computed for sequence in self._decoding.sequences])
         return Decode(self._decoding.slots, positions, bucket, lease)
 
     def _lease(self) -> int:

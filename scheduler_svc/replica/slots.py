@@ -7,6 +7,7 @@ from typing import Protocol
 
 from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.replica.plan_builder import PlanBuilder
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import BucketStats, SchedulerStats
@@ -65,6 +66,8 @@ class DecodeBatch:
         """The requests in batch order, as of the last :meth:`prepare`."""
         self.slots: tuple[int, ...] = ()
         """Their slots, in the same order."""
+        self.sequences: tuple[SequenceKv, ...] = ()
+        """Their KV state, in the same order."""
         self._changed = False
         # Number of each request's present stay, by request id; stale entries elsewhere have another number.
         self._stays: dict[str, int] = {}
@@ -154,6 +157,7 @@ class DecodeBatch:
             self._changed = False
             self.rows = tuple(self.members.values())
             self.slots = tuple([request.slot for request in self.rows if request.slot is not None])
+            self.sequences = tuple([request.kv for request in self.rows])
         return self.rows
 
     def undisturbed(self, longest: int) -> int:

@@ -120,6 +120,13 @@ class Request:
     """Unique among live requests; a sequence of a group has an id of its own."""
     token_ids: list[int]
     """Prompt and output."""
+    # The step loop reads the next three fields and those above once per token: they lie together in memory.
+    end: int = field(init=False)
+    """Length at which the sequence ends at the latest; of ``stop``, kept for the step loop."""
+    stop_ids: frozenset[int] = field(init=False)
+    """Tokens that may end the sequence; of ``stop``, kept for the step loop."""
+    kv: SequenceKv = field(init=False)
+    """The sequence's KV memory; shares `token_ids`."""
     num_prompt_tokens: int
     sampling: Sampling
     """Validated parameters."""
@@ -154,12 +161,6 @@ class Request:
     """Whether the tokens to prefill are ones that the grammar forced behind decoded tokens."""
     delivery: Delivery = field(default_factory=Delivery)
     """The client's progress."""
-    end: int = field(init=False)
-    """Length at which the sequence ends at the latest; of ``stop``, kept for the step loop."""
-    stop_ids: frozenset[int] = field(init=False)
-    """Tokens that may end the sequence; of ``stop``, kept for the step loop."""
-    kv: SequenceKv = field(init=False)
-    """The sequence's KV memory; shares `token_ids`."""
 
     def __post_init__(self, cache_salt: str) -> None:
         # The log-probabilities of a prompt come with its computation, so no part of it may be a prefix hit.
