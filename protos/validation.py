@@ -5,9 +5,9 @@ message; :func:`check_token_ids` and :func:`check_ids` need the size of the mode
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -44,56 +44,25 @@ def check_pool(request: inference_pb2.PoolRequest) -> None:
         raise InvalidArgument(f"task {request.task} is not known; send POOL_TASK_EMBED", param="task")
 
 
-def check_fields(message: Message, param: str = "") -> None:
-    """Checks a message and its submessages against the bounds in the schema.
-
-    Args:
-        message: any message of ``triptych.v1``.
-        param: name to report instead of the field's own.
+def check_fields(message: Message) -> None:
+    """Checks a message of ``triptych.v1`` and its submessages against the bounds in the schema.
 
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
     """
-    for field, bounds in _fields(message.DESCRIPTOR):
-        name = param or field.name
-        if field.has_presence and not message.HasField(field.name):
-            continue
-        value = getattr(message, field.name)
-        if bounds is not None:
-            _check_value(name, field, bounds, value, nested=bool(param))
-        if field.message_type is None or _is_map(field):
-            continue
-        if field.is_repeated:
-            for entry in value:
-                check_fields(entry, name)
-        else:
-            check_fields(value)
+    for found in _walk(message):
+        _check_value(found)
 
 
-def check_token_ids(message: Message, vocab_size: int, param: str = "") -> None:
-    """Checks that every token id in a message and its submessages is in the model's vocabulary.
-
-    Args:
-        message: any message of ``triptych.v1``.
-        vocab_size: token ids are below this.
-        param: name to report instead of the field's own.
+def check_token_ids(message: Message, vocab_size: int) -> None:
+    """Checks that every token id in a message and its submessages is below the size of the vocabulary.
 
     Raises:
         InvalidArgument: naming the field and the id.
     """
-    for field, bounds in _fields(message.DESCRIPTOR):
-        if field.has_presence and not message.HasField(field.name):
-            continue
-        name, value = param or field.name, getattr(message, field.name)
-        if bounds is not None and bounds.token_ids:
-            check_ids(name, value, vocab_size)
-        if field.message_type is None or _is_map(field):
-            continue
-        if field.is_repeated:
-            for entry in value:
-                check_token_ids(entry, vocab_size, name)
-        else:
-            check_token_ids(value, vocab_size)
+    for found in _walk(message):
+        if found.bounds.token_ids:
+            check_ids(found.name, found.value, vocab_size)
 
 
 def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
@@ -118,6 +87,38 @@ def requested_features(sampling: common_pb2.SamplingParams) -> frozenset[str]:
     )
 
 
+class _Found(NamedTuple):
+    """A field with bounds, and its value in one message."""
+
+    name: str
+    """Name to report: for entries of a repeated field, the name of that field."""
+    field: FieldDescriptor
+    bounds: FieldBounds
+    value: Any
+    nested: bool
+    """Whether the message is an entry of a repeated field."""
+
+
+def _walk(message: Message, entry_of: str = "") -> Iterator[_Found]:
+    """Yields the bounded fields of a message and its submessages, a field before its entries.
+
+    Fields that can be absent, and are, count as unbounded.
+    """
+    for field, bounds in _fields(message.DESCRIPTOR):
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        value = getattr(message, field.name)
+        if bounds is not None:
+            yield _Found(entry_of or field.name, field, bounds, value, nested=bool(entry_of))
+        if field.message_type is None or _is_map(field):
+            continue
+        if not field.is_repeated:
+            yield from _walk(value)
+            continue
+        for entry in value:
+            yield from _walk(entry, entry_of or field.name)
+
+
 @cache
 def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, FieldBounds | None], ...]:
     """Returns the fields that have bounds, or that hold messages."""
@@ -133,7 +134,8 @@ def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
-def _check_value(name: str, field: FieldDescriptor, bounds: FieldBounds, value: Any, *, nested: bool) -> None:
+def _check_value(found: _Found) -> None:
+    name, field, bounds, value, nested = found
     if not field.is_repeated:
         if bounds.max_bytes and len(value.encode()) > bounds.max_bytes:
             raise InvalidArgument(f"{name} is longer than {bounds.max_bytes} bytes", param=name)
