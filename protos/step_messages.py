@@ -86,7 +86,7 @@ def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult
         message.error.CopyFrom(result.error.to_proto())
     elif result.token_ids:
         message.token_ids.extend(result.token_ids)
-    elif is_compact(plan, result.outputs):
+    elif _is_compact(plan, result.outputs):
         message.token_ids.extend([output.token_ids[0] for output in result.outputs])
     else:
         message.outputs.extend(_output_to_proto(output) for output in result.outputs)
@@ -106,7 +106,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
     )
 
 
-def is_compact(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
+def _is_compact(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
     """Whether the outputs are one token for each slot of the plan's work, in its order, and nothing else."""
     if plan.work is None or isinstance(plan.work, Pool):
         return False

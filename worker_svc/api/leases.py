@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from protos.errors import Internal, TriptychError
 from protos.logs import get_logger
-from protos.step_messages import is_compact, plan_from_proto, result_to_proto
+from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Decode, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from worker_svc.execution.worker import Worker
@@ -72,17 +72,19 @@ def run_plan(
         while True:
             outputs = worker.execute(plan)
             work = plan.work
+            result = StepResult(plan.step, outputs=outputs, lease_index=index, execute_us=elapsed_us(started))
+            reply = result_to_proto(plan, result)
             following: StepPlan | None = None
-            if isinstance(work, Decode) and index + 1 < work.lease and not is_superseded():
-                following = StepPlan(plan.step, work=work.next()) if is_compact(plan, outputs) else None
-            result = StepResult(
-                plan.step,
-                outputs=outputs,
-                last=following is None,
-                lease_index=index,
-                execute_us=elapsed_us(started),
-            )
-            emit(result_to_proto(plan, result))
+            # Only the compact form has tokens at the top level: one per slot, and nothing else to tell.
+            if (
+                isinstance(work, Decode)
+                and reply.token_ids
+                and index + 1 < work.lease
+                and not is_superseded()
+            ):
+                following = StepPlan(plan.step, work=work.next())
+            reply.last = following is None
+            emit(reply)
             if following is None:
                 return
             on_progress()
