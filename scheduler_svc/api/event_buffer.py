@@ -1,10 +1,11 @@
 """The buffer between the step loops and the writer of one gRPC stream."""
 
 import asyncio
+from collections.abc import Sequence
 
-from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.request import Event, TokenColumns
 
-# Buffered events beyond which the reader of a stream accepts no more requests.
+# Buffered events and tokens beyond which the reader of a stream accepts no more requests.
 _MAX_BUFFERED = 4096
 
 
@@ -16,7 +17,9 @@ class EventBuffer:
     """
 
     def __init__(self) -> None:
-        self._events: list[Event | tuple[str, int]] = []
+        self._events: list[Event | TokenColumns] = []
+        # Tokens in columns.
+        self._num_tokens = 0
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
 
@@ -26,26 +29,28 @@ class EventBuffer:
             self._filled.set()
         self._events.append(event)
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        """Adds one plain token, without an :class:`Event` object."""
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Adds one plain token for each request, as one entry."""
         if not self._events:
             self._filled.set()
-        self._events.append((request_id, token_id))
+        self._events.append((request_ids, token_ids))
+        self._num_tokens += len(token_ids)
 
     def wake(self) -> None:
         """Makes :meth:`take` return, even without events."""
         self._filled.set()
 
-    async def take(self) -> list[Event | tuple[str, int]]:
-        """Waits for events or :meth:`wake`, and takes all events; a pair is a request id and one token."""
+    async def take(self) -> list[Event | TokenColumns]:
+        """Waits for events or :meth:`wake`, and takes all events."""
         await self._filled.wait()
         self._filled.clear()
         events, self._events = self._events, []
+        self._num_tokens = 0
         self._taken.set()
         return events
 
     async def has_room(self) -> None:
         """Waits while the client is far behind in reading its events."""
-        while len(self._events) > _MAX_BUFFERED:
+        while len(self._events) + self._num_tokens > _MAX_BUFFERED:
             self._taken.clear()
             await self._taken.wait()

@@ -24,7 +24,7 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.pin_service import PinService
-from scheduler_svc.convert.events import event_to_proto, events_to_proto, pooled_to_proto, split_event
+from scheduler_svc.convert.events import event_to_protos, events_to_proto, pooled_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
@@ -86,14 +86,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             while left:
                 for event in await buffer.take():
-                    if isinstance(event, tuple):
-                        yield event_to_proto(event)
-                        continue
-                    if event.error is not None:
-                        await abort(context, event.error)
-                    for piece in split_event(event):
-                        yield event_to_proto(piece)
-                    left -= event.finish_reason is not None
+                    if isinstance(event, Event):
+                        if event.error is not None:
+                            await abort(context, event.error)
+                        left -= event.finish_reason is not None
+                    for message, _ in event_to_protos(event):
+                        yield message
         finally:
             self._engine.abort(submission.request_id)
 
@@ -113,7 +111,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     ended = {
                         event.request_id
                         for event in events
-                        if not isinstance(event, tuple) and (event.finish_reason or event.error)
+                        if isinstance(event, Event) and (event.finish_reason or event.error)
                     }
                     mine.difference_update(name for name in ended if self._engine.find(name) is None)
                     for message in events_to_proto(events):

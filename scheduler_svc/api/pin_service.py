@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -41,8 +42,8 @@ class _Discard:
     def push(self, event: Event) -> None:
         """Drops the event."""
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        """Drops the token."""
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Drops the tokens."""
 
 
 class _PinAtEnd:
@@ -74,8 +75,8 @@ class _PinAtEnd:
         else:
             self.done.set_result(pinned)
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        """Drops the token."""
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Drops the tokens."""
 
 
 class PinService:

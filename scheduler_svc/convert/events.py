@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.stop_rule import FinishReason
 
 _FINISH_REASONS = {
@@ -20,24 +20,36 @@ _FINISH_REASONS = {
 _EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 256, 5, 20, 9
 
 
-def events_to_proto(events: Sequence[Event | tuple[str, int]]) -> Iterator[inference_pb2.ConnectResponse]:
+def events_to_proto(events: Sequence[Event | TokenColumns]) -> Iterator[inference_pb2.ConnectResponse]:
     """Yields the messages of some events; each is below the message limit of any client."""
     batch: list[inference_pb2.GenerateEvent] = []
     size = 0
     for event in events:
-        for piece in split_event(event):
-            num_bytes = _num_bytes(piece)
+        for message, num_bytes in event_to_protos(event):
             if batch and size + num_bytes > FULL_MESSAGE_BYTES:
                 yield inference_pb2.ConnectResponse(events=batch)
                 batch, size = [], 0
-            batch.append(event_to_proto(piece))
+            batch.append(message)
             size += num_bytes
     yield inference_pb2.ConnectResponse(events=batch)
 
 
-def split_event(event: Event | tuple[str, int]) -> Iterator[Event | tuple[str, int]]:
-    """Splits an event that does not fit into one message, which happens with a prompt's log-probabilities."""
-    if isinstance(event, tuple) or not event.prompt_logprobs:
+def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2.GenerateEvent, int]]:
+    """Yields the messages of an event, or of the tokens in columns, with upper estimates of their bytes.
+
+    An event has more than one if it does not fit into one message: a long prompt's log-probabilities.
+    """
+    if isinstance(event, tuple):
+        for request_id, token_id in zip(*event, strict=True):
+            yield inference_pb2.GenerateEvent(request_id=request_id, token_ids=(token_id,)), _EVENT_BYTES
+        return
+    for piece in _split(event):
+        yield _event_to_proto(piece), _num_bytes(piece)
+
+
+def _split(event: Event) -> Iterator[Event]:
+    """Splits an event so that each part fits into one message."""
+    if not event.prompt_logprobs:
         yield event
         return
     entries = event.prompt_logprobs
@@ -50,10 +62,8 @@ def split_event(event: Event | tuple[str, int]) -> Iterator[Event | tuple[str, i
         )
 
 
-def _num_bytes(event: Event | tuple[str, int]) -> int:
+def _num_bytes(event: Event) -> int:
     """Returns an upper estimate of an event's size on the wire, bytes."""
-    if isinstance(event, tuple):
-        return _EVENT_BYTES
     logprobs = sum(_logprobs_bytes(entry) for entry in (*event.logprobs, *event.prompt_logprobs))
     return _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids) + logprobs
 
@@ -62,10 +72,7 @@ def _logprobs_bytes(entry: common_pb2.TokenLogprobs) -> int:
     return _LOGPROBS_BYTES + _TOP_BYTES * len(entry.top_token_ids)
 
 
-def event_to_proto(event: Event | tuple[str, int]) -> inference_pb2.GenerateEvent:
-    """Returns the message of an event; a pair stands for a request's id and one token."""
-    if isinstance(event, tuple):
-        return inference_pb2.GenerateEvent(request_id=event[0], token_ids=(event[1],))
+def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
     message = inference_pb2.GenerateEvent(
         request_id=event.request_id,
         sequence=event.sequence,

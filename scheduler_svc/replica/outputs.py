@@ -99,29 +99,41 @@ class Outputs:
             )
             for slot, request in zip(work.slots, requests, strict=True):
                 if slot not in left:
-                    request.kv.num_computed += 1
+                    request.kv.num_uncomputed -= 1
                     self._accept(request, outputs.get(slot), result)
-            decoding.first_tokens_sent()
+            decoding.tokens_accepted()
             return
-        # The common case, which runs once per token of all requests.
+        # The common case, which runs once per token of all requests. Each computes one token and appends one.
+        decoding.num_advanced += 1
+        ending: dict[str, Event] = {}
         for request, token in zip(requests, tokens, strict=True):
             token_ids = request.token_ids
             token_ids.append(token)
-            request.kv.num_computed += 1
             if token in request.stop_ids or len(token_ids) >= request.end:
-                self._end(request, token)
-            else:
-                request.sink.push_token(request.request_id, token)
+                reason = request.stop.reason(token, request.num_output_tokens)
+                if reason is not None:
+                    stop_token_id = token if reason is FinishReason.STOP else None
+                    ending[request.request_id] = Event(
+                        request.request_id, (token,), (), reason, stop_token_id
+                    )
         self._stats.generated_tokens += len(requests)
-
-    def _end(self, request: Request, token: int) -> None:
-        """Sends the event of a token that may end its sequence."""
-        reason = request.stop.reason(token, request.num_output_tokens)
-        if reason is None:
-            request.sink.push_token(request.request_id, token)
+        if ending:
+            self._send_last_tokens(requests, tokens, ending)
             return
-        stop_token_id = token if reason is FinishReason.STOP else None
-        self._send(request, Event(request.request_id, (token,), (), reason, stop_token_id))
+        for sink, request_ids, rows in decoding.sinks:
+            sink.push_tokens(request_ids, tokens if rows is None else [tokens[row] for row in rows])
+
+    def _send_last_tokens(
+        self, requests: Sequence[Request], tokens: Sequence[int], ending: dict[str, Event]
+    ) -> None:
+        """Sends the tokens of a step in which some requests end; ``ending`` has their events by request."""
+        for sink, request_ids, rows in self._decoding.sinks:
+            own = tokens if rows is None else [tokens[row] for row in rows]
+            pairs = [pair for pair in zip(request_ids, own, strict=True) if pair[0] not in ending]
+            sink.push_tokens([request_id for request_id, _ in pairs], [token for _, token in pairs])
+        for request in requests:
+            if (event := ending.get(request.request_id)) is not None:
+                self._send(request, event)
 
     # ---- chunks ----
 
@@ -217,5 +229,6 @@ def _append(request: Request, output: SlotOutput) -> Event:
         reason = request.stop.reason(token, request.num_output_tokens)
         if reason is not None:
             break
+    request.kv.num_uncomputed += len(accepted)
     stop_token_id = accepted[-1] if reason is FinishReason.STOP else None
     return Event(request.request_id, tuple(accepted), output.logprobs[: len(accepted)], reason, stop_token_id)

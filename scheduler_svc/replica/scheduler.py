@@ -267,8 +267,7 @@ class ReplicaScheduler:
         bucket = bucket_for(count, self.geometry.buckets)
         lease = self._lease()
         self._decoding.count_step(count, bucket)
-        positions = tuple([sequence.num_computed for sequence in self._decoding.sequences])
-        return Decode(self._decoding.slots, positions, bucket, lease)
+        return Decode(self._decoding.slots, self._decoding.positions, bucket, lease)
 
     def _lease(self) -> int:
         """Returns how many decode steps may run in a row without anything else to do."""

@@ -7,12 +7,11 @@ from typing import Protocol
 
 from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.replica.plan_builder import PlanBuilder
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import BucketStats, SchedulerStats
 from scheduler_svc.replica.steps_in_flight import StepsInFlight
-from scheduler_svc.requests.request import Event, Request, RequestState
+from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 
 
 class RequestOwner(Protocol):
@@ -62,12 +61,18 @@ class DecodeBatch:
         self.stalled_since: float | None = None
         """Clock reading since which chunks have kept the batch from decoding; None while it decodes."""
         self._tenants: Counter[str] = Counter()
+        # Members by the identity of their sink.
+        self._num_by_sink: Counter[int] = Counter()
         self.rows: tuple[Request, ...] = ()
         """The requests in batch order, as of the last :meth:`prepare`."""
         self.slots: tuple[int, ...] = ()
         """Their slots, in the same order."""
-        self.sequences: tuple[SequenceKv, ...] = ()
-        """Their KV state, in the same order."""
+        self.positions: tuple[int, ...] = ()
+        """The position that the step computes for each, in the same order."""
+        self.sinks: list[tuple[Sink, list[str], list[int] | None]] = []
+        """The sinks of the requests; with each its requests' ids and their rows, None for all rows."""
+        self.num_advanced = 0
+        """Results since the last :meth:`prepare` in each of which every row got its one token."""
         self._changed = False
         # Number of each request's present stay, by request id; stale entries elsewhere have another number.
         self._stays: dict[str, int] = {}
@@ -83,6 +88,7 @@ class DecodeBatch:
         request.state = RequestState.DECODING
         self.members[request.request_id] = request
         self._tenants[request.tenant] += 1
+        self._num_by_sink[id(request.sink)] += 1
         self._changed = True
         self.has_first_tokens |= request.can_fork
         self._num_stays += 1
@@ -99,12 +105,16 @@ class DecodeBatch:
         self._tenants[request.tenant] -= 1
         if not self._tenants[request.tenant]:
             del self._tenants[request.tenant]
+        self._num_by_sink[id(request.sink)] -= 1
+        if not self._num_by_sink[id(request.sink)]:
+            del self._num_by_sink[id(request.sink)]
         self._changed = True
         if not self.members:
             self.stalled_since = None
 
-    def first_tokens_sent(self) -> None:
-        """Notes that a step's tokens, first ones among them, were sent."""
+    def tokens_accepted(self) -> None:
+        """Notes that a step gave the rows tokens one by one, first tokens among them or not one for each."""
+        self._changed = True
         self.has_first_tokens = any(request.can_fork for request in self.members.values())
 
     def count_step(self, count: int, bucket: int) -> None:
@@ -157,7 +167,11 @@ class DecodeBatch:
             self._changed = False
             self.rows = tuple(self.members.values())
             self.slots = tuple([request.slot for request in self.rows if request.slot is not None])
-            self.sequences = tuple([request.kv for request in self.rows])
+            self.positions = tuple([len(request.token_ids) - 1 for request in self.rows])
+            self.sinks = self._by_sink()
+        elif advanced := self.num_advanced:
+            self.positions = tuple([position + advanced for position in self.positions])
+        self.num_advanced = 0
         return self.rows
 
     def undisturbed(self, longest: int) -> int:
@@ -167,6 +181,17 @@ class DecodeBatch:
                 longest = step
                 break
         return min(longest, *[request.end - len(request.token_ids) for request in self.rows])
+
+    def _by_sink(self) -> list[tuple[Sink, list[str], list[int] | None]]:
+        """Returns `sinks` for the present rows."""
+        if len(self._num_by_sink) == 1:
+            return [(self.rows[0].sink, list(self.members), None)]
+        sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
+        for row, request in enumerate(self.rows):
+            _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))
+            request_ids.append(request.request_id)
+            rows.append(row)
+        return list(sinks.values())
 
     def _enter(self, request: Request, stay: int) -> None:
         """Notes in the calendar when a request with room for its next token needs room again."""

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2
@@ -64,14 +64,18 @@ class Event:
         )  # fmt: skip
 
 
+TokenColumns: TypeAlias = tuple[Sequence[str], Sequence[int]]
+"""Request ids and, in the same order, one new token of each: the most frequent events, in columns."""
+
+
 class Sink(Protocol):
     """Receives a request's events. Must not block and must not call back into the scheduler."""
 
     def push(self, event: Event) -> None:
         """Takes one event, in order."""
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        """Does the same as ``push(Event(request_id, (token_id,)))``, for the most frequent event."""
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Does the same as ``push(Event(request_id, (token_id,)))`` for each pair; may keep the sequences."""
 
 
 @dataclass(slots=True, eq=False)

@@ -47,12 +47,13 @@ class SequenceSink:
         group.failed = event.error is not None
         group.sink.push(replace(event, request_id=group.request_id, sequence=self._sequence, first=first))
 
-    def push_token(self, request_id: str, token_id: int) -> None:
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """See ``Sink``."""
-        del request_id  # the client knows its request by another id
+        del request_ids  # the client knows its request by another id
         group = self._group
-        if not group.failed:
-            group.sink.push(Event(group.request_id, (token_id,), sequence=self._sequence))
+        for token_id in token_ids:
+            if not group.failed:
+                group.sink.push(Event(group.request_id, (token_id,), sequence=self._sequence))
 
 
 def sequence_id(request_id: str, sequence: int) -> str:

@@ -109,9 +109,9 @@ class Counts:
             assert event.request_id not in self.endings, "a request ends once"
             self.endings[event.request_id] = event.finish_reason
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        """Counts a token."""
-        self.tokens[request_id] += 1
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Counts one token for each request."""
+        self.tokens.update(request_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ gap (the longest chunk plus the longest decode step), and the newcomer's time to
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos.steps import Decode, Prefill, StepPlan
@@ -32,8 +33,8 @@ class _Arrivals:
     def push(self, event: Event) -> None:
         self.times.extend([time.perf_counter()] * len(event.token_ids))
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        self.times.append(time.perf_counter())
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        self.times.extend([time.perf_counter()] * len(token_ids))
 
 
 @dataclass(frozen=True)

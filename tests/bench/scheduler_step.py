@@ -150,7 +150,8 @@ class OurScheduler:
         updated = time.perf_counter()
         self._sink.wake()
         events = self._loop.run_until_complete(self._sink.take())
-        assert len(events) == len(tokens), "every token has an event"
+        num_events = sum(len(event[0]) if isinstance(event, tuple) else 1 for event in events)
+        assert num_events == len(tokens), "every token has an event"
         self.num_decoding = len(plan.work.slots) if isinstance(plan.work, Decode) else self.num_decoding
         return Step(scheduled - started, updated - resumed, len(tokens))
 

@@ -100,6 +100,7 @@ class OurCache:
                 if self._is_full(sequence):
                     self.kv.prefixes.index_decoded(sequence)
             sequence.token_ids.append(token)
+            sequence.num_uncomputed += 1
         return True
 
     def free(self, request_id: str) -> None:

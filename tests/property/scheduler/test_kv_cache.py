@@ -284,6 +284,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.decoding.add(sequence)
             # The sampled token is constant, so that generated prefixes repeat.
             sequence.token_ids.append(3)
+            sequence.num_uncomputed += 1
             if len(sequence.token_ids) >= MAX_LEN:
                 self.release(sequence, comes_back=False)
 

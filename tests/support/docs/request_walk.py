@@ -26,6 +26,7 @@ from worker_svc.model_files.demo_models import fetch
 
 HOOK = ROOT / "tests" / "support" / "docs" / "walk_hook"
 PROCESSES = ("gateway", "scheduler", "worker-0")
+SERVICES = ("protos", "gateway", "scheduler_svc", "worker_svc")
 # How long a process may take to write its files, seconds.
 PATIENCE_S = 30.0
 
@@ -78,7 +79,7 @@ def _files(written: Path) -> list[str]:
     return [
         file
         for file in written.read_text().splitlines()
-        if "_pb2" not in file and not file.startswith("tests/")
+        if "_pb2" not in file and Path(file).parts[0] in SERVICES
     ]
 
 

@@ -40,8 +40,9 @@ class ListSink:
     def push(self, event: Event) -> None:
         self.events.append(event)
 
-    def push_token(self, request_id: str, token_id: int) -> None:
-        self.events.append(Event(request_id, (token_id,)))
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            self.events.append(Event(request_id, (token_id,)))
 
     @property
     def tokens(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Requests and queues for tests of the waiting queue."""
 
 import itertools
+from collections.abc import Sequence
 
 from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
@@ -17,7 +18,7 @@ class _NoSink:
     def push(self, event: Event) -> None:
         pass
 
-    def push_token(self, request_id: str, token_id: int) -> None:
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         pass
 
 

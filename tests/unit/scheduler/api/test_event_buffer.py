@@ -22,8 +22,8 @@ async def test_a_client_that_does_not_read_is_held_back() -> None:
 async def test_a_take_returns_everything_pushed_since_the_last_one() -> None:
     """Events and plain tokens leave together and in order."""
     buffer = EventBuffer()
-    buffer.push_token("a", 5)
+    buffer.push_tokens(["a", "c"], [5, 8])
     buffer.push(Event("b", (6,)))
-    assert await buffer.take() == [("a", 5), Event("b", (6,))]
+    assert await buffer.take() == [(["a", "c"], [5, 8]), Event("b", (6,))]
     buffer.wake()
     assert await buffer.take() == []

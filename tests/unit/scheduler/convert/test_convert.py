@@ -6,11 +6,11 @@ from protos.step_messages import plan_to_proto
 from protos.steps import Admission, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.convert.events import event_to_proto, events_to_proto
+from scheduler_svc.convert.events import event_to_protos, events_to_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
-from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.stop_rule import FinishReason
 from tests.support.sampling_params import token_logprobs
 
@@ -58,19 +58,22 @@ def test_fields_that_the_schema_does_not_have_stay_with_the_scheduler() -> None:
     assert submission.sampling.params.SerializeToString() == b"\x28\x01"
 
 
+def only_message(event: Event) -> inference_pb2.GenerateEvent:
+    ((message, _),) = event_to_protos(event)
+    return message
+
+
 def test_an_event_carries_prompt_statistics_only_once() -> None:
     """Only the first event of a request has them."""
-    first = event_to_proto(
-        Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25)
-    )
+    first = only_message(Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25))
     assert (first.prompt.num_tokens, first.prompt.num_cached_tokens, first.prompt.queue_ms) == (7, 4, 250)
-    assert not event_to_proto(Event("r", (5,))).HasField("prompt")
+    assert not only_message(Event("r", (5,))).HasField("prompt")
 
 
 def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
     """The message has all three."""
     entry = token_logprobs(-0.5, 2, (7, -0.25), (5, -0.5))
-    message = event_to_proto(Event("r", (5,), (entry,), FinishReason.STOP, 5))
+    message = only_message(Event("r", (5,), (entry,), FinishReason.STOP, 5))
     assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
     assert list(message.logprobs[0].top_token_ids) == [7, 5]
 
@@ -82,10 +85,12 @@ def test_a_step_of_many_events_is_several_messages() -> None:
         token_logprobs(-0.5, rank, *((150_000 + token, -0.25) for token in range(20)))
         for rank in range(1, 9000)
     ]
-    events: list[Event | tuple[str, int]] = [(f"{'t' * 120}{number}", number) for number in range(9000)]
-    events[4000:4000] = [
+    names = [f"{'t' * 120}{number}" for number in range(9000)]
+    events: list[Event | TokenColumns] = [
+        (names[:4000], range(4000)),
         Event("r", prompt_logprobs=prompt, first=True, num_prompt_tokens=9000),
         Event("r", (5,), (entry,), FinishReason.STOP, 5),
+        (names[4000:], range(4000, 9000)),
     ]
     messages = list(events_to_proto(events))
     assert max(message.ByteSize() for message in messages) < FULL_MESSAGE_BYTES + (64 << 10)
@@ -97,7 +102,8 @@ def test_a_step_of_many_events_is_several_messages() -> None:
     of_r = [index for index, event in enumerate(received) if event.request_id == "r"]
     assert of_r == list(range(4000, 4000 + len(of_r)))
     assert received[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
-    assert len(list(events_to_proto(events[:3]))) == 1
+    assert [event.request_id for event in received if event.request_id != "r"] == names
+    assert len(list(events_to_proto([(names[:3], range(3)), Event("r", (5,))]))) == 1
 
 
 def make_keys(count: int) -> tuple[bytes, ...]:
