@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from gateway.answers.answer_reader import AnswerReader, finish_reason
 from gateway.answers.generation import Delta
 from gateway.answers.logprobs import TokenReport
-from gateway.answers.sse import ChatChunks
+from gateway.answers.responses import ChatChunks
 from gateway.parsers.events import CallRevoked
 
 

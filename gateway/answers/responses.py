@@ -1,20 +1,161 @@
-"""Responses that take time: streamed as they grow, or collected. Both stop when the client disconnects."""
+"""Responses that take time: streamed as they grow, or collected. Both stop when the client disconnects.
+
+Streams are server-sent events, byte for byte as OpenAI sends them. The parts that are the same in every chunk
+are encoded once per answer: a chunk then costs one small JSON string.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import sse
 from gateway.answers.generation import Delta, Generation
-from gateway.answers.logprobs import TokenReport
-from gateway.http.access_log import note
-from gateway.http.errors import ClientGone, internal
+from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.http.errors import ClientGone, error_body, internal
+from gateway.http.middleware import note
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
 from protos.logs import get_logger
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """Returns the event for an error in mid-stream, after the status line has been sent."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+class Chunks(ABC):
+    """Encodes the chunks of one streamed answer.
+
+    Subclasses define the form of a choice.
+    """
+
+    object: str
+    _before_text: bytes
+    _after_text: bytes
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
+    ) -> None:
+        """Encodes the constant parts.
+
+        Args:
+            answer_id: the answer's id.
+            created: seconds since the epoch.
+            model: the served name.
+            with_usage: whether a usage chunk will follow; every other chunk then has ``"usage":null``, as
+                OpenAI's do.
+            reporter: writes log-probabilities, if they were asked for.
+        """
+        fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
+        self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._starts: dict[int, bytes] = {}
+        self._reporter = reporter
+
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """Puts ``usage`` into every chunk from now on."""
+        self._tail = b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """Returns the chunk before a choice's first text."""
+
+    @abstractmethod
+    def write(self, delta: Delta) -> bytes:
+        """Returns the chunks for a delta, without looking for thinking or calls in its text."""
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """Returns the chunk without choices that ends a stream with usage."""
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        """Returns a chunk with nothing but text."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
+        return start + orjson.dumps(text) + self._after_text + self._tail
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return self._head + orjson.dumps(choice) + self._tail
+
+
+class ChatChunks(Chunks):
+    """Chunks of a chat completion."""
+
+    object = "chat.completion.chunk"
+    _before_text = b'"delta":{"content":'
+    _after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:
+        """Returns the chunk with the role."""
+        return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, ())
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns a chunk with more content, if any, and at the end a separate chunk with the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        content = self.text(index, text, tokens) if text or tokens else b""
+        return content if reason is None else content + self.end(index, reason, stop_reason)
+
+    def text(self, index: int, text: str, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """Returns a chunk with more content, and with log-probabilities if there are ``tokens``."""
+        return self._delta(index, {"content": text}, tokens) if tokens else self._text(index, text)
+
+    def event(self, index: int, event: Event, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """Returns the chunk for an event; nothing for a revoked call, which a stream cannot take back."""
+        delta: dict[str, Any]
+        match event:
+            case Text(text):
+                return self.text(index, text, tokens)
+            case Reasoning(text):
+                # Under both names that clients know: vLLM's and DeepSeek's.
+                delta = {"reasoning": text, "reasoning_content": text}
+            case CallStart(call, id_, name):
+                function = {"name": name, "arguments": ""}
+                delta = {"tool_calls": [{"index": call, "id": id_, "type": "function", "function": function}]}
+            case CallArguments(call, fragment):
+                delta = {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]}
+            case CallRevoked():
+                return b""
+        return self._delta(index, delta, tokens)
+
+    def end(self, index: int, finish_reason: str, stop_reason: str | int | None) -> bytes:
+        """Returns the chunk with an empty delta and the finish reason."""
+        return self._choice({
+            "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
+        })  # fmt: skip
+
+    def _delta(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenReport]) -> bytes:
+        logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
+        return self._choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+
+
+class CompletionChunks(Chunks):
+    """Chunks of a plain completion."""
+
+    object = "text_completion"
+    _before_text = b'"text":'
+    _after_text = b',"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - as the base's
+        """Returns nothing: plain completions have no role."""
+        return b""
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns a chunk with more text; the last one also has the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        if reason is None and not tokens:
+            return self._text(index, text) if text else b""
+        logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return self._choice(choice if reason is None else {**choice, "stop_reason": stop_reason})
+
 
 T = TypeVar("T")
 
@@ -112,7 +253,7 @@ class EventStream(Response):
     def __init__(
         self,
         generation: Generation,
-        chunks: sse.Chunks,
+        chunks: Chunks,
         write: Callable[[Delta], bytes],
         *,
         include_usage: bool,
@@ -152,8 +293,8 @@ class EventStream(Response):
                     note(scope, client_gone=True)
                     return
                 except Exception as error:  # noqa: BLE001 - the stream must report it
-                    last = sse.error_event(_as_error(error))
-                await send({"type": "http.response.body", "body": last + sse.DONE, "more_body": False})
+                    last = error_event(_as_error(error))
+                await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
     async def _encode(self, deltas: list[Delta]) -> bytes:
         if self._continuous_usage:

@@ -9,12 +9,20 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.access_log import noted_fields
 from gateway.http.errors import PayloadTooLarge, error_response, internal
 from gateway.metrics import Metrics
 from protos.errors import InvalidArgument
 from protos.limits import MAX_NAME_BYTES
 from protos.logs import bind_request, get_logger
+
+_ACCESS_FIELDS: Final = "triptych.access"
+
+
+def note(scope: MutableMapping[str, Any], **fields: Any) -> None:
+    """Adds ``fields`` to the request's line in the access log; skips ``None`` values."""
+    noted = scope.setdefault(_ACCESS_FIELDS, {})
+    noted.update({name: value for name, value in fields.items() if value is not None})
+
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-tenant"
@@ -153,5 +161,5 @@ class RequestMiddleware:
             # 0: the client disconnected before there was a status.
             status=status,
             ms=round((self._clock() - began) * 1000, 1),
-            **noted_fields(scope),
+            **scope.get(_ACCESS_FIELDS, {}),
         )

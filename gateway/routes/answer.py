@@ -8,10 +8,8 @@ from starlette.responses import Response
 
 from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
-from gateway.answers.responses import EventStream, collect
-from gateway.answers.sse import Chunks
-from gateway.http.access_log import note
-from gateway.http.middleware import tenant_of
+from gateway.answers.responses import Chunks, EventStream, collect
+from gateway.http.middleware import note, tenant_of
 from gateway.routes.context import context_of
 from gateway.routes.request_builder import bad_word_tokens, generate_requests
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID

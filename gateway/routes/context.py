@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from gateway.http.access_log import note
+from gateway.http.middleware import note
 from gateway.metrics import Metrics
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.responses import while_client_waits
-from gateway.http.access_log import note
-from gateway.http.middleware import tenant_of
+from gateway.http.middleware import note, tenant_of
 from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import context_of, read_body
 from gateway.routes.openapi import body_schema, documented

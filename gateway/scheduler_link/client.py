@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc.aio
 
 from gateway.scheduler_link.connection import Connection
-from gateway.scheduler_link.outbox import Outbox
 from gateway.scheduler_link.pending_request import RequestGroup
 from gateway.scheduler_link.pool_calls import pool_all
-from gateway.scheduler_link.request_table import RequestTable
+from gateway.scheduler_link.request_table import Outbox, RequestTable
 from gateway.scheduler_link.tokenizer_download import download_tokenizer
 from protos import wire
 from protos.errors import TriptychError, Unavailable, from_rpc_error

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from gateway.scheduler_link.outbox import Outbox
-from gateway.scheduler_link.request_table import RequestTable
+from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos import wire
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, from_rpc_error
 from protos.logs import get_logger

@@ -24,15 +24,20 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.pin_service import PinService
-from scheduler_svc.convert.events import event_to_protos, events_to_proto, pooled_to_proto
+from scheduler_svc.convert.inference import (
+    event_to_protos,
+    events_to_proto,
+    pool_submission_from_proto,
+    pooled_to_proto,
+    submission_from_proto,
+)
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
-from scheduler_svc.convert.requests import pool_submission_from_proto, submission_from_proto
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import EngineProtocol
 from scheduler_svc.workers.model_files import ServedFiles

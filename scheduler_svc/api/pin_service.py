@@ -12,8 +12,7 @@ from protos.errors import Aborted, InvalidArgument, TriptychError
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, Request
-from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.stop_rule import FinishReason, StopRule
+from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.workers.engine_protocol import EngineProtocol, Prefixes
 
 _GREEDY = Sampling(common_pb2.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))

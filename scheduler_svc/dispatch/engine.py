@@ -16,22 +16,19 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from scheduler_svc.dispatch.capacity import Capacity
 from scheduler_svc.dispatch.grammar_queue import GrammarQueue
-from scheduler_svc.dispatch.live_requests import LiveRequests
 from scheduler_svc.dispatch.load import GroupMemory, Load, ReplicaLoad, ReplicaMemory
 from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
+from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, WaitingQueue
 from scheduler_svc.dispatch.totals import Totals, totals_of
-from scheduler_svc.dispatch.waiting_queue import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
-from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.requests.stop_rule import FinishReason, StopRule
+from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 
 
 class Engine:

@@ -8,10 +8,14 @@ from protos.kv_groups import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
 from scheduler_svc.kv.copies import CopyQueue, PendingCopy
 from scheduler_svc.kv.events import KvEventLog
-from scheduler_svc.kv.groups.base import BlockLayout, KvGroupManager, Table
-from scheduler_svc.kv.groups.full import FullGroup
-from scheduler_svc.kv.groups.in_place_window import InPlaceWindowGroup
-from scheduler_svc.kv.groups.paged_window import PagedWindowGroup
+from scheduler_svc.kv.groups import (
+    BlockLayout,
+    FullGroup,
+    InPlaceWindowGroup,
+    KvGroupManager,
+    PagedWindowGroup,
+    Table,
+)
 from scheduler_svc.kv.prefix_index import PrefixIndex
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.stats import KvStats

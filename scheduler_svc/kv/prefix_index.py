@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from scheduler_svc.kv.block_pool import BlockKey
 from scheduler_svc.kv.copies import CopyQueue, PendingCopy
 from scheduler_svc.kv.events import KvEventLog
-from scheduler_svc.kv.groups.base import BlockLayout, KvGroupManager
-from scheduler_svc.kv.prefix_hash import HashChain, seed_key
-from scheduler_svc.kv.sequence import SequenceKv
+from scheduler_svc.kv.groups import BlockLayout, KvGroupManager
+from scheduler_svc.kv.sequence import HashChain, SequenceKv, seed_key
 from scheduler_svc.kv.stats import KvStats
 from scheduler_svc.kv.window_policy import KeepPolicy
 

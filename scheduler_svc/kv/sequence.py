@@ -1,9 +1,73 @@
-"""A sequence's share of a replica's KV memory: the handle that a request holds and the cache works on."""
+"""A sequence's share of a replica's KV memory, and the identity of its prefixes.
 
+A request holds the handle `SequenceKv`, and the cache works on it. The identity of a prefix is one chained
+hash per hash block of tokens: ``key[i] = sha256(key[i-1] ‖ tokens of hash block i)`` with ``key[-1] =
+sha256(model ‖ adapter ‖ salt)``. Equal keys mean equal input from the sequence's start on, under the same
+model, adapter and salt. SHA-256 replaces Python's ``hash`` because a collision would serve one tenant
+another's context, and every process must compute the same keys.
+
+A *hash block* is the smaller of chunk and block size, which divide one another. A prefix hit ends at a chunk
+boundary, and a block that holds several chunks can be found at each of them.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_svc.kv.groups.base import Table
-from scheduler_svc.kv.prefix_hash import HashChain
+from scheduler_svc.kv.block_pool import BlockKey
+from scheduler_svc.kv.groups import Table
+
+
+def seed_key(*, model: str, lora: str = "", salt: str = "") -> BlockKey:
+    """Returns the key before a sequence's first hash block; equal only for requests that may share KV."""
+    digest = hashlib.sha256()
+    for part in (model, lora, salt):
+        encoded = part.encode()
+        # The length comes first: otherwise ("ab", "c") and ("a", "bc") would collide.
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+def hash_block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
+    """Returns the key of the hash block that holds ``token_ids`` behind the prefix ``parent``.
+
+    Args:
+        parent: key of the previous hash block, or the seed.
+        token_ids: the tokens of the hash block, each below 2**32.
+    """
+    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+class HashChain:
+    """The keys of one growing sequence, each computed once."""
+
+    __slots__ = ("_seed", "hash_block_size", "keys")
+
+    def __init__(self, seed: BlockKey, hash_block_size: int) -> None:
+        """Starts an empty chain with ``hash_block_size`` tokens per key."""
+        self._seed = seed
+        self.hash_block_size = hash_block_size
+        self.keys: list[BlockKey] = []
+
+    def extend(self, token_ids: Sequence[int], count: int) -> list[BlockKey]:
+        """Returns all known keys, at least those of the first ``count`` hash blocks; hashes only new ones.
+
+        ``token_ids`` must start with the tokens of earlier calls and fill all ``count`` hash blocks. The
+        chain owns the returned list: it may be longer than ``count``, and callers must not change it.
+        """
+        keys, size = self.keys, self.hash_block_size
+        if len(keys) < count:
+            parent = keys[-1] if keys else self._seed
+            for start in range(len(keys) * size, count * size, size):
+                parent = hash_block_key(parent, token_ids[start : start + size])
+                keys.append(parent)
+        return keys
+
+    def parent(self, index: int) -> BlockKey:
+        """Returns the key before hash block ``index``: the previous hash block's, or the seed."""
+        return self.keys[index - 1] if index else self._seed
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ fill.
 from collections.abc import Callable, Iterator, Sequence
 
 from protos.steps import PoolShape
-from scheduler_svc.dispatch.waiting_queue import WaitingQueue
+from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.requests.request import Request
 

@@ -20,16 +20,15 @@ from protos.errors import (
 from protos.steps import PoolShape
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids
-from scheduler_svc.dispatch.live_requests import LiveRequests
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory
+from scheduler_svc.dispatch.queueing import LiveRequests
 from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
-from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.stop_rule import FinishReason, StopRule
+from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.shapes.pool_shapes import format_shapes
 
 _NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())

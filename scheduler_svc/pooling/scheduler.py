@@ -12,7 +12,7 @@ from typing import Protocol
 from protos.errors import Internal, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event, Request, RequestState
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 
 
 class PoolOwner(Protocol):

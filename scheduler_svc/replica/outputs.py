@@ -6,12 +6,12 @@ from protos.errors import Internal, TriptychError, Unavailable
 from protos.steps import Decode, Prefill, SlotOutput, StepResult, slots_of
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.plans import InFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.steps_in_flight import InFlight
 from scheduler_svc.requests.request import Event, Request
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 
 
 class Outputs:

@@ -15,13 +15,12 @@ from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.replica.outputs import Outputs
-from scheduler_svc.replica.plan_builder import PlanBuilder
+from scheduler_svc.replica.plans import InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.steps_in_flight import InFlight, StepsInFlight
 from scheduler_svc.requests.request import Event, Request, RequestState
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.buckets import bucket_for
 from scheduler_svc.shapes.geometry import Geometry
 

@@ -7,10 +7,9 @@ from typing import Protocol
 
 from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.plan_builder import PlanBuilder
+from scheduler_svc.replica.plans import PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import BucketStats, SchedulerStats
-from scheduler_svc.replica.steps_in_flight import StepsInFlight
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 
 

@@ -5,10 +5,17 @@ from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
-from scheduler_svc.requests.request import Event, Request, SequenceGroup, Sink
-from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.sequence_group import Resumed, SequenceSink, sequence_id, unfinished
-from scheduler_svc.requests.stop_rule import FinishReason, StopRule
+from scheduler_svc.requests.request import (
+    Event,
+    Request,
+    Resumed,
+    SequenceGroup,
+    SequenceSink,
+    Sink,
+    sequence_id,
+    unfinished,
+)
+from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 
 
 @dataclass(frozen=True, slots=True)

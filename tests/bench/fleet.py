@@ -40,8 +40,7 @@ from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event
-from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.bench.support.report import report

@@ -1,8 +1,7 @@
 """Runs plans: the worker, and the engine for models that generate tokens.
 
-`worker` opens device and model and is configured through `engine`; `generation` implements that
-protocol with `runner`, `memory_budget` and `compilation`. `runner` runs one plan: `batch` and
-`kv_cache` hold its state, `decode_steps` the step of each bucket, `token_selection` and
-`prompt_logprobs` its results. Imported by `api`, `service` and `deploy`. Imports `pooling`, `graphs`,
-`vllm_adapter`, `sampling`, `grammars`, `model_files`, `devices` and `shapes`.
+`worker` opens device and model and is configured through `engine`; `generation` implements that protocol with
+`runner`, `memory_budget` and `compilation`. `runner` runs one plan: `batch` and `kv_cache` hold its state,
+and `token_selection` turns logits into results. Imported by `api`, `service` and `deploy`. Imports `pooling`,
+`graphs`, `vllm_adapter`, `sampling`, `grammars`, `model_files`, `devices` and `shapes`.
 """

@@ -12,10 +12,15 @@ from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan
 from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with_tensors
 from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.decode_steps import DecodeStep, captured_step, make_sampler, plain_step
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.execution.prompt_logprobs import PromptLogprobs
-from worker_svc.execution.token_selection import TokenSelector
+from worker_svc.execution.token_selection import (
+    DecodeStep,
+    PromptLogprobs,
+    TokenSelector,
+    captured_step,
+    make_sampler,
+    plain_step,
+)
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording

@@ -1,4 +1,8 @@
-"""Turns a step's logits into tokens: sampling, grammars, log-probabilities and errors."""
+"""Turns a step's logits into tokens: sampling, grammars, log-probabilities and errors.
+
+`DecodeSteps` does so for a bucket's rows, captured if possible. `PromptLogprobs` reports on the prompt, with
+each chunk, so that a long prompt's log-probabilities never accumulate.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,12 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import InvalidArgument
-from protos.steps import SlotOutput
+from protos.steps import Admission, Prefill, SlotOutput
+from protos.triptych.v1 import common_pb2
+from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, Constraints
-from worker_svc.sampling.logprobs import unpack_logprobs
-from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
+from worker_svc.sampling.sampler import argmax_rows, sample
 from worker_svc.sampling.state import Needs, SamplingBatch
+from worker_svc.shapes.geometry import Geometry
 
 Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
@@ -152,3 +159,156 @@ class TokenSelector:
             if forced:
                 self._batch.append(slot, forced)
             yield SlotOutput(slot, (token, *forced), () if entry is None else (entry,))
+
+
+Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes rows, int64 [bucket]; returns logits, float32 [bucket, vocab], and the rows' positions, int64
+[bucket]."""
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The parts of one bucket's step."""
+
+    forward: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    """A `Forward`. A captured one also returns the most probable tokens, int64 [bucket], at no extra
+    launch."""
+    advance: Callable[..., tuple[torch.Tensor, ...]]
+    """Takes rows and their new tokens, int64 [bucket]; records the tokens in the batch."""
+    sample: Sample
+    """Samples tokens for steps in which some row may not take the most probable one."""
+    compute_logprobs: ComputeLogprobs
+    """Computes the rows' log-probabilities."""
+
+
+def make_sampler(batch: Batch) -> Sample:
+    """Returns a function that samples for the slots of a batch."""
+
+    def sample_rows(
+        needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample(batch.sampling, needs, logits, rows, positions + 1)
+
+    return sample_rows
+
+
+def plain_step(batch: Batch, forward: Forward) -> DecodeStep:
+    """Returns a step that runs operator by operator."""
+    return DecodeStep(forward, _make_advance(batch), make_sampler(batch), compute_logprobs)
+
+
+def captured_step(device: Device, batch: Batch, forward: Forward, padding: torch.Tensor) -> DecodeStep:
+    """Returns a step whose parts the device has captured.
+
+    Args:
+        device: a device that captures.
+        batch: with its tables allocated and its workspace at full size: captured parts hold their addresses.
+        forward: runs the model.
+        padding: rows to capture on, int64 [bucket], all of them padding.
+    """
+
+    def forward_and_argmax(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, positions = forward(rows)
+        return logits, positions, argmax_rows(logits)
+
+    captured = device.capture(forward_and_argmax, [padding])
+    # The parts captured below read these results in place.
+    logits, positions, tokens = captured(padding)
+    captured_logprobs = device.capture(lambda tokens: (compute_logprobs(logits, tokens),), [tokens])
+
+    def compute(given: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        # A grammar masks the step's own logits in place, so its caller passes a copy made before.
+        return captured_logprobs(tokens)[0] if given is logits else compute_logprobs(given, tokens)
+
+    return DecodeStep(
+        captured,
+        device.capture(_make_advance(batch), [padding, tokens]),
+        _captured_sampler(device, batch, logits, padding, positions),
+        compute,
+    )
+
+
+def _captured_sampler(
+    device: Device, batch: Batch, logits: torch.Tensor, padding: torch.Tensor, positions: torch.Tensor
+) -> Sample:
+    """Captures a few variants of sampling. Each step runs the cheapest variant that covers its needs."""
+    sample_rows, captured = make_sampler(batch), []
+    for needs in batch.sampling.variants():
+
+        def sample_variant(rows: torch.Tensor, needs: Needs = needs) -> tuple[torch.Tensor, ...]:
+            return sample_rows(needs, logits, rows, positions)
+
+        captured.append((needs, device.capture(sample_variant, [padding])))
+
+    def sample_captured(
+        needs: Needs, _: torch.Tensor, rows: torch.Tensor, __: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return next(variant for covered, variant in captured if covered.covers(needs))(rows)
+
+    return sample_captured
+
+
+def _make_advance(batch: Batch) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def advance(rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch.advance_rows(rows, tokens)
+        return ()
+
+    return advance
+
+
+class PromptLogprobs:
+    """Knows which slots asked for prompt log-probabilities and computes a chunk's."""
+
+    def __init__(
+        self, batch: Batch, geometry: Geometry, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Starts without slots.
+
+        Args:
+            batch: has the slots' tokens.
+            geometry: the static shapes.
+            logits: computes logits from hidden states [rows, hidden], for at most as many rows as the largest
+                bucket.
+        """
+        self._batch = batch
+        self._chunk = geometry.chunk
+        self._rows = min(geometry.chunk, geometry.decode_buckets[-1])
+        self._logits = logits
+        # By slot: the number of most probable tokens to report, and the prompt's length.
+        self._wanted: dict[int, tuple[int, int]] = {}
+
+    def admit(self, request: Admission) -> None:
+        """Notes a request's `prompt_logprobs`."""
+        if request.sampling.HasField("prompt_logprobs"):
+            self._wanted[request.slot] = request.sampling.prompt_logprobs, request.prompt_len
+
+    def release(self, slot: int) -> None:
+        """Forgets a slot; it may be free."""
+        self._wanted.pop(slot, None)
+
+    def compute(self, work: Prefill, hidden: torch.Tensor) -> Sequence[common_pb2.TokenLogprobs]:
+        """Returns the log-probabilities of prompt tokens `start + 1` to `start + num_tokens`.
+
+        The chunk is split into pieces of as many rows as the largest bucket, since there is memory for that
+        many logits. The last piece starts earlier so that all pieces have the same shape.
+
+        Args:
+            work: the chunk.
+            hidden: its hidden states [chunk, hidden].
+        """
+        if work.slot not in self._wanted:
+            return ()
+        count, prompt_len = self._wanted[work.slot]
+        chunk, rows = self._chunk, self._rows
+        found = self._batch.tokens_of(
+            work.slot, work.start + 1, min(work.start + work.num_tokens + 1, prompt_len)
+        )
+        targets = torch.zeros(chunk, dtype=torch.int64, device=found.device)
+        targets[: len(found)] = found
+        logprobs: list[common_pb2.TokenLogprobs] = []
+        for start in range(0, len(found), rows):
+            piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
+            wanted = min(start + rows, len(found)) - start
+            computed = compute_logprobs(self._logits(hidden[piece]), targets[piece])[start - piece.start :]
+            logprobs += [each for each in unpack_logprobs(computed, [count] * wanted) if each is not None]
+        return logprobs

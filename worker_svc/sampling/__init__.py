@@ -2,8 +2,8 @@
 
 `state` holds the slots' parameters as tensors, one row a slot; a step gathers its rows. `sampler.sample`
 applies them in vLLM's order: `adjust` (masks, bad words, `min_tokens`, `logit_bias`, penalties), then either
-`argmax` (greedy) or temperature, `filters` (`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and `draw`.
-`logprobs` reads the model's own logits, before any of this. `workspace` is the memory that steps compute in;
-`footprint` counts it. A step computes only what its rows need (`state.Needs`). Nothing here waits for the
-device, so steps can be captured. Imported by `execution`; imports only `protos`.
+the largest logit (greedy) or temperature, `filters` (`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and
+`draw`. `logprobs` reads the model's own logits, before any of this. `workspace` is the memory that steps
+compute in; `footprint` counts it. A step computes only what its rows need (`state.Needs`). Nothing here waits
+for the device, so steps can be captured. Imported by `execution`; imports only `protos`.
 """

@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.triptych.v1 import inference_pb2
-from scheduler_svc.kv.prefix_hash import HashChain, seed_key
+from scheduler_svc.kv.sequence import HashChain, seed_key
 from scheduler_svc.settings import Settings
 from tests.support.paths import ROOT
 from tests.support.scheduler.fake_worker import FakeWorker

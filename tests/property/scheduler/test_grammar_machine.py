@@ -12,8 +12,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason, Grammar
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (
     FULL,

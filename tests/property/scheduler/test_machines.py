@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protos.errors import Overloaded
 from protos.kv_groups import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockPool
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (

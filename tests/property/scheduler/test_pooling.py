@@ -12,7 +12,7 @@ from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica, PoolSubmission
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import ListSink
 
 pytestmark = pytest.mark.property

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.dispatch.waiting_queue import WaitingQueue
+from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.requests.request import Request
 from tests.support.scheduler.waiting_requests import waiting_request

@@ -19,10 +19,8 @@ from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
-from scheduler_svc.requests.request import Event, Request
-from scheduler_svc.requests.sampling import Grammar, Sampling
-from scheduler_svc.requests.sequence_group import Resumed
-from scheduler_svc.requests.stop_rule import StopRule
+from scheduler_svc.requests.request import Event, Request, Resumed
+from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.sampling_params import sampling_params
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from protos.kv_groups import GroupKind
 from scheduler_svc.kv.copies import PendingCopy
-from scheduler_svc.kv.groups.base import Table
+from scheduler_svc.kv.groups import Table
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 

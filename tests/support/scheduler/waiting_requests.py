@@ -3,11 +3,10 @@
 import itertools
 from collections.abc import Sequence
 
-from scheduler_svc.dispatch.waiting_queue import WaitingQueue
+from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.requests.request import Event, Request
-from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.requests.stop_rule import StopRule
+from scheduler_svc.requests.sampling import Sampling, StopRule
 from tests.support.sampling_params import sampling_params
 
 _ARRIVALS = itertools.count()

@@ -12,9 +12,8 @@ import pytest
 
 from gateway.scheduler_link import tokenizer_download
 from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.outbox import Outbox
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
-from gateway.scheduler_link.request_table import RequestTable
+from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos.errors import (
     Aborted,
     Internal,

@@ -8,7 +8,7 @@ import pytest
 from protos.errors import Aborted, ContextExceeded, InvalidArgument, Overloaded, TriptychError
 from scheduler_svc.api.pin_service import Pinned, PinService
 from scheduler_svc.dispatch.pinned_prefixes import MAX_PINS
-from scheduler_svc.kv.prefix_hash import HashChain
+from scheduler_svc.kv.sequence import HashChain
 from tests.support.scheduler.factories import Rig, make_rig
 
 

@@ -6,12 +6,11 @@ from protos.step_messages import plan_to_proto
 from protos.steps import Admission, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.convert.events import event_to_protos, events_to_proto
+from scheduler_svc.convert.inference import event_to_protos, events_to_proto, submission_from_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
-from scheduler_svc.convert.requests import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
 from scheduler_svc.requests.request import Event, TokenColumns
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from tests.support.sampling_params import token_logprobs
 
 

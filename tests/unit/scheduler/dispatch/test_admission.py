@@ -15,7 +15,7 @@ from protos.errors import (
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
     EOS,
     ListSink,

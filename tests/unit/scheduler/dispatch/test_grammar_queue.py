@@ -13,8 +13,7 @@ from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import RequestState
-from scheduler_svc.requests.sampling import Grammar
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason, Grammar
 from tests.support.scheduler.factories import (
     FULL,
     ListSink,

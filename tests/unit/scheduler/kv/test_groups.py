@@ -2,10 +2,7 @@
 
 import pytest
 
-from scheduler_svc.kv.groups.base import BlockLayout, Table
-from scheduler_svc.kv.groups.full import FullGroup
-from scheduler_svc.kv.groups.in_place_window import InPlaceWindowGroup
-from scheduler_svc.kv.groups.paged_window import PagedWindowGroup
+from scheduler_svc.kv.groups import BlockLayout, FullGroup, InPlaceWindowGroup, PagedWindowGroup, Table
 from tests.support.scheduler.factories import make_pool
 
 KEYS = [bytes([letter]) for letter in b"abcdefgh"]

@@ -10,8 +10,8 @@ from protos.step_messages import plan_to_proto
 from protos.steps import StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import MAX_MESSAGE_BYTES
-from scheduler_svc.convert.requests import submission_from_proto
-from scheduler_svc.replica.plan_builder import MAX_ADMITTED_BYTES
+from scheduler_svc.convert.inference import submission_from_proto
+from scheduler_svc.replica.plans import MAX_ADMITTED_BYTES
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.sampling import Sampling
 from tests.support.scheduler.factories import (

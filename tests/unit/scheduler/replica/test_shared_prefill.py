@@ -4,7 +4,7 @@ import pytest
 
 from protos.kv_groups import GroupKind
 from scheduler_svc.requests.request import RequestState
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.scheduler.factories import (
     FULL,

@@ -6,7 +6,7 @@ from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event
-from scheduler_svc.requests.stop_rule import FinishReason
+from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.scheduler.factories import (
     FULL,

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import changed, complete_params
 from tests.support.worker.sampling import admit, chi_square_p, choose, draw_many, make_state, request
-from worker_svc.sampling.argmax import argmax_rows
 from worker_svc.sampling.draw import draw, sequence_seed, uniform
 from worker_svc.sampling.filters import find_threshold
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
-from worker_svc.sampling.sampler import filtered_masses, sample
+from worker_svc.sampling.sampler import argmax_rows, filtered_masses, sample
 from worker_svc.sampling.state import Needs, Reach
 from worker_svc.sampling.workspace import Workspace
 

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from scheduler_svc.dispatch.waiting_queue import WaitingQueue
+from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.policy.tenant_counters import TenantCounters
 from scheduler_svc.requests.request import Request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.kv.prefix_hash import HashChain, hash_block_key, seed_key
+from scheduler_svc.kv.sequence import HashChain, hash_block_key, seed_key
 
 
 def test_keys_chain_over_blocks() -> None:

@@ -1,0 +1,234 @@
+"""The requests of an engine: all live ones, the queue of those that wait, and how many may wait."""
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Hashable, Iterable, Iterator
+
+from protos.errors import InvalidArgument, Overloaded
+from protos.limits import MAX_SEQUENCES
+from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.requests.admission import ModelLimits, Submission
+from scheduler_svc.requests.request import SEQUENCES_PER_SLOT, Request, SequenceGroup
+
+
+class LiveRequests:
+    """Registry of every request that has not ended.
+
+    A request with several sequences is one :class:`Request` per sequence; the client's id finds all of them.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._groups: dict[str, SequenceGroup] = {}
+        # Groups in which a sequence failed. Their other sequences are aborted before the next decision.
+        self._failed: list[SequenceGroup] = []
+        self._empty: asyncio.Event | None = None
+
+    def __len__(self) -> int:
+        """The number of live sequences."""
+        return len(self._by_id)
+
+    def in_use(self, request_id: str, sequence_ids: Collection[str]) -> bool:
+        """Returns whether a live request has this id or one of these sequence ids."""
+        return request_id in self._groups or not self._by_id.keys().isdisjoint(sequence_ids)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Adds the sequences of one request."""
+        for request in requests:
+            self._by_id[request.request_id] = request
+            if request.group is not None:
+                self._groups[request.group.request_id] = request.group
+
+    def sequences_of(self, request_id: str) -> list[Request]:
+        """Returns the live sequences of the request that the client calls `request_id`."""
+        if request_id in self._groups:
+            return list(self._groups[request_id].members)
+        request = self._by_id.get(request_id)
+        return [] if request is None or request.group is not None else [request]
+
+    def remove(self, request: Request) -> None:
+        """Removes a sequence that has ended."""
+        self._by_id.pop(request.request_id, None)
+        group = request.group
+        if group is not None:
+            group.members.remove(request)
+            if (group.failed or not group.members) and self._groups.get(group.request_id) is group:
+                del self._groups[group.request_id]
+                self._failed.append(group)
+        if not self._by_id and self._empty is not None:
+            self._empty.set()
+
+    def take_failed(self) -> list[Request]:
+        """Returns the live sequences of groups that have failed since the last call."""
+        if not self._failed:
+            return []
+        failed, self._failed = self._failed, []
+        return [request for group in failed for request in group.members]
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
+        if not self._by_id:
+            return True
+        self._empty = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        return not self._by_id
+
+
+class WaitingQueue:
+    """The queue that all replicas share; its policy decides which request is next.
+
+    A request that returns after a preemption or a lost worker keeps its arrival and so its place.
+    A skipped request stays in the queue and keeps its tenant's claim, but :meth:`peek` passes over it until
+    it is brought back.
+    """
+
+    def __init__(self, order: OrderPolicy) -> None:
+        """Starts empty; `order` belongs to this queue alone."""
+        self._order = order
+        self._members: dict[str, Request] = {}
+        self._num_tokens = 0
+        self._skipped: dict[Hashable, dict[str, Request]] = {}  # by group, then by request id
+        self._group: dict[str, Hashable] = {}  # the group of each skipped request
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._members.get(request.request_id) is request
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yields every member once, in no particular order; the queue must not change meanwhile."""
+        return iter(self._members.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the waiting requests have to prefill."""
+        return self._num_tokens
+
+    def add(self, request: Request) -> None:
+        """Adds a request that is not in the queue. Its tokens must not change while it waits."""
+        self._members[request.request_id] = request
+        self._num_tokens += len(request.token_ids)
+        self._order.add(request)
+
+    def peek(self, now: float) -> Request | None:
+        """Returns the next request without removing it.
+
+        `now` is in seconds on the clock of `Request.arrival_s`.
+        """
+        return self._order.head(now)
+
+    def remove(self, request: Request) -> bool:
+        """Removes a request, skipped or not; returns False if it is not in the queue."""
+        if request not in self:
+            return False
+        self._return(request)
+        del self._members[request.request_id]
+        self._num_tokens -= len(request.token_ids)
+        self._order.remove(request)
+        return True
+
+    def skip(self, request: Request, group: Hashable) -> None:
+        """Lets other requests pass a member until :meth:`bring_back` retries the oldest of its `group`."""
+        self._order.skip(request)
+        self._skipped.setdefault(group, {})[request.request_id] = request
+        self._group[request.request_id] = group
+
+    def bring_back(self, group: Hashable | None = None) -> None:
+        """Returns the oldest skipped request of `group`, or of every group, to its place in the order."""
+        for requests in list(self._skipped.values()) if group is None else [self._skipped.get(group)]:
+            if requests:
+                self._return(min(requests.values(), key=lambda request: request.rank))
+
+    def bring_all_back(self) -> None:
+        """Returns every skipped request to its place, because the groups are no longer valid."""
+        for requests in list(self._skipped.values()):
+            for request in list(requests.values()):
+                self._return(request)
+
+    def _return(self, request: Request) -> None:
+        if request.request_id not in self._group:
+            return
+        group = self._group.pop(request.request_id)
+        del self._skipped[group][request.request_id]
+        if not self._skipped[group]:
+            del self._skipped[group]
+        self._order.restore(request)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Charges a tenant for tokens: its prompt at admission, then one per sequence and decode step."""
+        self._order.charge(tenant, tokens)
+
+    def rank(self, request: Request) -> tuple[float, int]:
+        """Returns the rank that the request will have among running requests."""
+        return self._order.rank(request)
+
+    def drain(self) -> list[Request]:
+        """Removes all requests and returns them in order."""
+        for request in self._members.values():
+            self._return(request)
+        self._members.clear()
+        self._num_tokens = 0
+        return self._order.drain()
+
+
+class Capacity:
+    """Decides whether the queue takes a submission.
+
+    The limits that depend on replicas keep their last values while no replica is ready.
+    """
+
+    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
+        """Starts without replicas.
+
+        Args:
+            max_waiting: requests that may wait at once.
+            max_waiting_tokens: prompt tokens that may wait at once.
+        """
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
+        self._num_slots = 0
+        self.max_request_tokens = 0
+        """Longest sequence that fits into the KV memory of some replica."""
+
+    def measure(self, replicas: Iterable[ReplicaScheduler], model: ModelLimits | None) -> None:
+        """Recomputes the limits that depend on the ready replicas; there must be at least one."""
+        schedulers = list(replicas)
+        self._num_slots = sum(scheduler.geometry.max_num_seqs for scheduler in schedulers)
+        self.max_request_tokens = max(
+            scheduler.kv.max_tokens(model.max_model_len) if model else 0 for scheduler in schedulers
+        )
+
+    def check(self, submission: Submission, *, num_waiting: int, waiting_tokens: int) -> None:
+        """Refuses a submission that does not fit into the queue, now or ever.
+
+        Raises:
+            InvalidArgument: the request has too many sequences for this deployment.
+            Overloaded: the queue is full.
+        """
+        sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
+        count = len(sequences)
+        limit = min(MAX_SEQUENCES, self._max_waiting)
+        if not submission.resumed:
+            # A resumed request may predate a lost replica; skip the slot limit.
+            limit = min(limit, SEQUENCES_PER_SLOT * self._num_slots)
+        if count > limit:
+            raise InvalidArgument(
+                f"n must be at most {limit} here, not {count}; send several requests", param="n"
+            )
+        if count > 1 and count * num_prompt > self._max_waiting_tokens:
+            raise InvalidArgument(
+                f"{count} sequences of {num_prompt} prompt tokens exceed the {self._max_waiting_tokens} tokens that may wait; "
+                "send several requests with a smaller n",
+                param="n",
+            )
+        num_tokens = count * num_prompt + sum(map(len, sequences.values()))
+        if num_waiting + count > self._max_waiting or (
+            waiting_tokens and waiting_tokens + num_tokens > self._max_waiting_tokens
+        ):
+            raise Overloaded(
+                f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",
+                retry_after_ms=1000,
+            )

@@ -1,0 +1,393 @@
+"""KV group managers: how the layers of one group use blocks, one class for each kind of attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
+from scheduler_svc.shapes.geometry import Geometry
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """A sequence's blocks in one group."""
+
+    blocks: list[Block] = field(default_factory=list)
+    """In the order of positions; the null block replaces blocks that are no longer read."""
+    first: int = 0
+    """Number of leading entries that are the null block."""
+
+    @property
+    def num_live(self) -> int:
+        """Number of blocks that the sequence holds."""
+        return len(self.blocks) - self.first
+
+    @property
+    def live(self) -> list[Block]:
+        """The blocks that the sequence holds."""
+        return self.blocks[self.first :]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How blocks, prefill chunks and hash blocks line up."""
+
+    block_size: int
+    """Tokens of a block."""
+    chunk: int
+    """Tokens of a prefill step."""
+    hash_block_size: int
+    """Tokens per prefix key; the smaller of block size and chunk."""
+    hit_stride: int
+    """Hash blocks between two lengths that a prefix hit may have."""
+
+    @classmethod
+    def of(cls, geometry: Geometry, *, sub_block: bool) -> "BlockLayout":
+        """Derives the layout from a geometry.
+
+        Args:
+            geometry: block size and chunk.
+            sub_block: whether a hit may end inside a block.
+        """
+        size = geometry.hash_block_size
+        stride = geometry.chunk // size
+        if not sub_block:
+            stride = max(stride, geometry.block_size // size)
+        return cls(geometry.block_size, geometry.chunk, size, stride)
+
+    @property
+    def hash_blocks_per_block(self) -> int:
+        """Hash blocks of a block."""
+        return self.block_size // self.hash_block_size
+
+
+class KvGroupManager(Protocol):
+    """Decides which blocks a sequence needs in one KV group, and which prefixes it can resume from.
+
+    A *hit* is a number of leading hash blocks. Tables belong to the caller; a manager keeps nothing per
+    sequence.
+    """
+
+    pool: BlockPool
+    """The group's blocks."""
+    paged: ClassVar[bool]
+    """Whether tables grow with their sequence; False if one block slides in place."""
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Returns the most blocks that a sequence ever holds while it grows to ``num_tokens`` tokens."""
+
+    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
+        """Returns the table length at admission, given the sequence's known tokens and those of its hit."""
+
+    def missing(self, table: Table, num_tokens: int) -> int:
+        """Returns how many blocks to append so that tokens up to ``num_tokens`` can be written."""
+
+    def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """Returns the longest hit of at most ``limit`` hash blocks, a multiple of the layout's hit stride.
+
+        Does not modify the pool.
+        """
+
+    def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
+        """References everything that a sequence resumes from.
+
+        ``hit`` is a length that :meth:`longest_hit` returned or would return, with nothing allocated in
+        between.
+
+        Returns:
+            A table of blocks that are shared as they are. If the sequence also needs content that it will
+            overwrite, the block to copy it from, into the first block that is appended to the table.
+        """
+
+    def copied_tokens(self, num_tokens: int) -> int:
+        """Returns how many tokens of the last block to copy in order to continue behind ``num_tokens``."""
+
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
+        """Whether a table with ``num_computed`` tokens still holds what a query at ``num_tokens`` sees."""
+
+    def trim(self, table: Table, num_computed: int) -> int:
+        """Frees the blocks that no query from ``num_computed`` on can see; returns how many."""
+
+    def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:
+        """Makes hash blocks ``start`` .. ``end`` of a table findable; returns the newly findable ones."""
+
+    def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
+        """Returns a referenced block to which a table's content must be copied before it is overwritten.
+
+        Returns None if no copy is needed or no block is available.
+        """
+
+    def release(self, table: Table) -> None:
+        """Frees a sequence's blocks."""
+
+
+class FullGroup:
+    """Full attention: paged blocks that keep every token.
+
+    Block i of a table holds tokens ``[i * block_size, (i + 1) * block_size)``.
+    """
+
+    paged: ClassVar[bool] = True
+
+    def __init__(self, pool: BlockPool, layout: BlockLayout) -> None:
+        """Manages the blocks of ``pool``."""
+        self.pool = pool
+        self._layout = layout
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Returns ``ceil(num_tokens / block_size)``."""
+        return -(-num_tokens // self._layout.block_size)
+
+    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:  # noqa: ARG002 - part of the interface
+        """Covers all known tokens and the next one, so that a request's first token cannot preempt it."""
+        return self.most_blocks(num_known + 1)
+
+    def missing(self, table: Table, num_tokens: int) -> int:
+        """See :class:`KvGroupManager`."""
+        return max(0, self.most_blocks(num_tokens) - len(table.blocks))
+
+    def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """Ends a hit at the first missing hash block, because full attention reads all earlier tokens.
+
+        Two hash blocks per block, cached ``[a b][c -]``: keys ``a b c d`` hit 3; the third is copied out of
+        the second block.
+        """
+        per_block, lookup = self._layout.hash_blocks_per_block, self.pool.lookup
+        hit = 0
+        # A key stands for everything before it in its block, so each whole block needs one lookup.
+        while hit + per_block <= limit and lookup(keys[hit + per_block - 1]) is not None:
+            hit += per_block
+        if per_block > 1:
+            for end in range(min(hit + per_block - 1, limit), hit, -1):
+                if lookup(keys[end - 1]) is not None:
+                    hit = end
+                    break
+        return hit - hit % self._layout.hit_stride
+
+    def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
+        """See :class:`KvGroupManager`."""
+        per_block = self._layout.hash_blocks_per_block
+        blocks = [self._found(keys[end - 1]) for end in range(per_block, hit + 1, per_block)]
+        source = self._found(keys[hit - 1]) if hit % per_block else None
+        self.pool.touch(blocks)
+        if source is not None:
+            self.pool.touch((source,))
+        return Table(blocks), source
+
+    def copied_tokens(self, num_tokens: int) -> int:
+        """Returns the number of tokens in the last, partly filled block."""
+        return num_tokens % self._layout.block_size
+
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:  # noqa: ARG002 - part of the interface
+        """Returns True for every computed length: nothing is ever given up."""
+        return num_tokens <= num_computed
+
+    def trim(self, table: Table, num_computed: int) -> int:  # noqa: ARG002 - part of the interface
+        """Frees nothing: later queries read every token."""
+        return 0
+
+    def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:
+        """Indexes the keys that each block lacks, including those of content copied into it at admission."""
+        per_block = self._layout.hash_blocks_per_block
+        new: list[int] = []
+        for position in range(start // per_block, -(-end // per_block)):
+            block = table.blocks[position]
+            if block is self.pool.null:
+                continue
+            first, last = position * per_block + len(block.keys), min(end, (position + 1) * per_block)
+            if first < last:
+                # A partly filled block can only be copied; it is evicted before blocks that can be shared
+                # whole.
+                partial = last < (position + 1) * per_block
+                fresh = set(self.pool.index_block(block, keys[first:last], cheap=partial))
+                new += [index for index in range(first, last) if keys[index] in fresh]
+        return new
+
+    def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:  # noqa: ARG002 - part of the interface
+        """Returns None: blocks are never overwritten."""
+        return None
+
+    def release(self, table: Table) -> None:
+        """Frees the last block first: a prefix is found from its start, so its end is evicted first."""
+        self.pool.free(reversed(table.live))
+
+    def _found(self, key: BlockKey) -> Block:
+        block = self.pool.lookup(key)
+        if block is None:
+            raise ValueError("cannot take a prefix hit that is not in the cache")
+        return block
+
+
+class PagedWindowGroup(FullGroup):
+    """Sliding window over append-only blocks: blocks behind the window are freed.
+
+    Blocks lie as with full attention, but a query at position p reads only positions above ``p - window``. A
+    sequence therefore holds a bounded number of blocks, and a hit needs only the blocks that the next query
+    reads.
+    """
+
+    def __init__(self, pool: BlockPool, layout: BlockLayout, window: int) -> None:
+        """Manages ``pool`` for layers that see ``window`` tokens."""
+        super().__init__(pool, layout)
+        self._window = window
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Covers the window of a chunk's first token and the chunk, for the worst alignment with blocks."""
+        layout = self._layout
+        window_and_chunk = -(-(self._window - 1 + layout.chunk) // layout.block_size) + 1
+        return min(super().most_blocks(num_tokens), window_and_chunk)
+
+    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
+        """Covers the first chunk; later blocks are added as earlier ones fall behind the window."""
+        return super().most_blocks(min(num_known + 1, hit_tokens + self._layout.chunk))
+
+    def missing(self, table: Table, num_tokens: int) -> int:
+        """Counts the entries behind the window as present."""
+        return max(0, super().most_blocks(num_tokens) - len(table.blocks))
+
+    def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """Searches from the right for a length with a cached window; blocks before the window may be missing.
+
+        Window 8, blocks of 4, one hash block each: a hit of length n needs the positions from ``4n - 7`` on,
+        its last two blocks. Cached ``[-, b, c, -, e]`` against keys ``a b c d e`` is a hit of 3.
+        """
+        layout, per_block, lookup = self._layout, self._layout.hash_blocks_per_block, self.pool.lookup
+        hit = limit - limit % layout.hit_stride
+        while hit > 0:
+            if hit % per_block and lookup(keys[hit - 1]) is None:
+                hit -= layout.hit_stride
+                continue
+            first = self._first_needed(hit * layout.hash_block_size)
+            missing = next(
+                (i for i in range(hit // per_block - 1, first - 1, -1) if lookup(keys[(i + 1) * per_block - 1]) is None),
+                None,
+            )  # fmt: skip
+            if missing is None:
+                return hit
+            # Every shorter hit that reaches beyond the missing block needs it too: the next candidate ends
+            # before its end.
+            hit = (missing + 1) * per_block - 1
+            hit -= hit % layout.hit_stride
+        return 0
+
+    def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
+        """Puts the null block in place of blocks before the window."""
+        per_block = self._layout.hash_blocks_per_block
+        num_full = hit // per_block
+        first = min(self._first_needed(hit * self._layout.hash_block_size), num_full)
+        blocks = [self._found(keys[(i + 1) * per_block - 1]) for i in range(first, num_full)]
+        source = self._found(keys[hit - 1]) if hit % per_block else None
+        self.pool.touch(blocks)
+        if source is not None:
+            self.pool.touch((source,))
+        return Table([self.pool.null] * first + blocks, first), source
+
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
+        """Returns True until the first block of that query's window is freed."""
+        return num_tokens <= num_computed and table.first <= self._first_needed(num_tokens)
+
+    def trim(self, table: Table, num_computed: int) -> int:
+        """Frees the blocks behind the window of the query at ``num_computed``, the oldest first."""
+        first = min(self._first_needed(num_computed), len(table.blocks))
+        count = first - table.first
+        if count <= 0:
+            return 0
+        self.pool.free(table.blocks[table.first : first])
+        table.blocks[table.first : first] = [self.pool.null] * count
+        table.first = first
+        return count
+
+    def _first_needed(self, num_computed: int) -> int:
+        """Returns the block of the oldest token that a query at position ``num_computed`` sees."""
+        return max(0, num_computed - self._window + 1) // self._layout.block_size
+
+
+# Measured on the traces of tests/bench/kept_windows.py.
+_CHEAP_SHARE = 1 / 16
+
+
+class InPlaceWindowGroup:
+    """Sliding window in place: one block per sequence, with content that slides along.
+
+    The kernels of Rebellions NPUs append to the block and keep its last ``window`` tokens. One chunk later
+    the prefix's window is overwritten, and vLLM-RBLN therefore disables prefix caching for such models. Here
+    the block is copied, device to device, at the chunk boundaries worth resuming from. A request that resumes
+    there gets a copy of that copy: only its sequence writes a table's block, and indexed blocks are never
+    written.
+    """
+
+    paged: ClassVar[bool] = False
+
+    def __init__(self, pool: BlockPool, layout: BlockLayout, window: int) -> None:
+        """Manages ``pool``, which has both working blocks and kept windows of ``window`` tokens each."""
+        self.pool = pool
+        pool.cheap_quota = int(pool.num_blocks * _CHEAP_SHARE)
+        self._layout = layout
+        self._window = window
+
+    def most_blocks(self, num_tokens: int) -> int:  # noqa: ARG002 - part of the interface
+        """Returns 1."""
+        return 1
+
+    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:  # noqa: ARG002 - part of the interface
+        """Returns 1."""
+        return 1
+
+    def missing(self, table: Table, num_tokens: int) -> int:  # noqa: ARG002 - part of the interface
+        """See :class:`KvGroupManager`."""
+        return 1 - len(table.blocks)
+
+    def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
+        """Returns the last boundary with a kept window; with ``ab`` and ``abcd`` kept, ``abce`` hits 2."""
+        stride = self._layout.hit_stride
+        for hit in range(limit - limit % stride, 0, -stride):
+            if self.pool.lookup(keys[hit - 1]) is not None:
+                return hit
+        return 0
+
+    def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
+        """Shares nothing: the kept window is copied into the sequence's block."""
+        if not hit:
+            return Table(), None
+        source = self.pool.lookup(keys[hit - 1])
+        if source is None:
+            raise ValueError("cannot take a prefix hit that is not in the cache")
+        self.pool.touch((source,))
+        return Table(), source
+
+    def copied_tokens(self, num_tokens: int) -> int:
+        """Returns how many of the sequence's tokens the window still holds."""
+        return min(num_tokens, self._window)
+
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:  # noqa: ARG002 - part of the interface
+        """Returns False for every earlier length: the last token overwrote the window of the one before."""
+        return num_tokens == num_computed
+
+    def trim(self, table: Table, num_computed: int) -> int:  # noqa: ARG002 - part of the interface
+        """Frees nothing: the block slides in place."""
+        return 0
+
+    def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:  # noqa: ARG002 - part of the interface
+        """Indexes nothing: the table's block will be overwritten. See :meth:`keep`."""
+        return []
+
+    def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
+        """Returns a block for a copy of the window, unless the prefix is kept already.
+
+        Cheap windows replace only cheap windows, plus a small share of the pool that is reserved for them.
+        That share protects the windows that a prompt's first repetition needs from older, more valuable ones.
+        """
+        kept = self.pool.lookup(key)
+        if kept is not None:
+            if not cheap:
+                # The prefix was used again: raise its worth and make it the last to be evicted.
+                self.pool.touch((kept,))
+                self.pool.free((kept,))
+            return None
+        if cheap:
+            return self.pool.allocate_for_cheap()
+        return next(iter(self.pool.allocate(1) or ()), None)
+
+    def release(self, table: Table) -> None:
+        """Frees the block; no other sequence can use its content."""
+        self.pool.free(table.blocks)
