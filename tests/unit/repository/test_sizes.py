@@ -6,21 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import PACKAGES, ROOT, sources
 
-PACKAGES = ("deploy", "gateway", "protos", "scheduler_svc", "worker_svc")
 MODULE_LINES = 450
 FUNCTION_LINES = 60
 FOLDER_MODULES = 12
 # A kernel cannot call functions of its own, so it is long.
 KERNELS = {"attend_kernel"}
-
-
-def sources(*packages: str) -> list[Path]:
-    """Returns the modules of packages, generated stubs excluded."""
-    return [
-        path for package in packages for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name
-    ]
 
 
 def relative(path: Path) -> str:
