@@ -17,13 +17,6 @@ from protos.logs import bind_request, get_logger
 
 _ACCESS_FIELDS: Final = "triptych.access"
 
-
-def note(scope: MutableMapping[str, Any], **fields: Any) -> None:
-    """Adds ``fields`` to the request's line in the access log; skips ``None`` values."""
-    noted = scope.setdefault(_ACCESS_FIELDS, {})
-    noted.update({name: value for name, value in fields.items() if value is not None})
-
-
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-tenant"
 
@@ -35,6 +28,12 @@ _DISCARD_FACTOR: Final = 8
 _DISCARD_S: Final = 10
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def note(scope: MutableMapping[str, Any], **fields: Any) -> None:
+    """Adds ``fields`` to the request's line in the access log; skips ``None`` values."""
+    noted = scope.setdefault(_ACCESS_FIELDS, {})
+    noted.update({name: value for name, value in fields.items() if value is not None})
 
 
 def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:

@@ -1,6 +1,6 @@
 """All requests under way, by their ids on the wire: delivery of events, aborts, retries and resumption.
 
-`Outbox` has the messages about them that wait to be written to the stream.
+`Outbox` queues messages for the stream.
 """
 
 import asyncio

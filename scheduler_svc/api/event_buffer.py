@@ -18,7 +18,7 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self._events: list[Event | TokenColumns] = []
-        # Tokens in columns.
+        # Tokens in the columns of `_events`.
         self._num_tokens = 0
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()

@@ -9,8 +9,8 @@ from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import check_generate, check_pool
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.pooling.engine import PoolSubmission
-from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.request import Event, Resumed, TokenColumns
+from scheduler_svc.requests.admission import Resumed, Submission
+from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 
 

@@ -1,4 +1,4 @@
-"""The requests of an engine: all live ones, the queue of those that wait, and how many may wait."""
+"""All live requests of an engine, the waiting queue, and the limits on it."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,11 @@ from protos.limits import MAX_SEQUENCES
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
-from scheduler_svc.requests.request import SEQUENCES_PER_SLOT, Request, SequenceGroup
+from scheduler_svc.requests.request import Request, SequenceGroup
+
+SEQUENCES_PER_SLOT = 16
+"""Most sequences of one request for each slot of the deployment: a client occupies all slots that many times
+over."""
 
 
 class LiveRequests:

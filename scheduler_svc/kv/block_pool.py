@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 BlockKey = bytes
-"""Identity of a prefix: the chained hash of all tokens up to its end (see ``prefix_hash``)."""
+"""Identity of a prefix: the chained hash of all tokens up to its end (see ``sequence``)."""
 
 NULL_BLOCK_ID = 0
 """Never allocated. Padded rows of a static graph use it, and it replaces blocks in tables that are no longer

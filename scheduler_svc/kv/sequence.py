@@ -83,8 +83,8 @@ class SequenceKv:
     token_ids: list[int]
     """Prompt and output. The request appends to this list; the cache only reads it."""
     num_uncomputed: int = field(init=False)
-    """Trailing tokens without KV. A decode step computes one token and appends one, so it leaves this at 1
-    and touches nothing but the list."""
+    """Trailing tokens without KV. Code that appends a token adds 1. A decode step need not: it computes one
+    token and appends one."""
     cache_salt: str = ""
     """Sequences with different salts never share KV."""
     reuse_prefix: bool = True

@@ -101,10 +101,11 @@ class Outputs:
                 if slot not in left:
                     request.kv.num_uncomputed -= 1
                     self._accept(request, outputs.get(slot), result)
-            decoding.tokens_accepted()
+            decoding.applied_row_by_row()
             return
-        # The common case, which runs once per token of all requests. Each computes one token and appends one.
-        decoding.num_advanced += 1
+        # The common case, which runs once per token of all requests. Each request computes one token and gets
+        # one, so its `num_uncomputed` stays 1.
+        decoding.advanced()
         ending: dict[str, Event] = {}
         for request, token in zip(requests, tokens, strict=True):
             token_ids = request.token_ids
@@ -130,7 +131,8 @@ class Outputs:
         for sink, request_ids, rows in self._decoding.sinks:
             own = tokens if rows is None else [tokens[row] for row in rows]
             pairs = [pair for pair in zip(request_ids, own, strict=True) if pair[0] not in ending]
-            sink.push_tokens([request_id for request_id, _ in pairs], [token for _, token in pairs])
+            if pairs:
+                sink.push_tokens([request_id for request_id, _ in pairs], [token for _, token in pairs])
         for request in requests:
             if (event := ending.get(request.request_id)) is not None:
                 self._send(request, event)

@@ -60,8 +60,6 @@ class DecodeBatch:
         self.stalled_since: float | None = None
         """Clock reading since which chunks have kept the batch from decoding; None while it decodes."""
         self._tenants: Counter[str] = Counter()
-        # Members by the identity of their sink.
-        self._num_by_sink: Counter[int] = Counter()
         self.rows: tuple[Request, ...] = ()
         """The requests in batch order, as of the last :meth:`prepare`."""
         self.slots: tuple[int, ...] = ()
@@ -70,8 +68,9 @@ class DecodeBatch:
         """The position that the step computes for each, in the same order."""
         self.sinks: list[tuple[Sink, list[str], list[int] | None]] = []
         """The sinks of the requests; with each its requests' ids and their rows, None for all rows."""
-        self.num_advanced = 0
-        """Results since the last :meth:`prepare` in each of which every row got its one token."""
+        # Results since the last `prepare` in each of which every row got its one token; None if a result was
+        # applied row by row, so that positions must be read from the requests.
+        self._num_advanced: int | None = 0
         self._changed = False
         # Number of each request's present stay, by request id; stale entries elsewhere have another number.
         self._stays: dict[str, int] = {}
@@ -87,7 +86,6 @@ class DecodeBatch:
         request.state = RequestState.DECODING
         self.members[request.request_id] = request
         self._tenants[request.tenant] += 1
-        self._num_by_sink[id(request.sink)] += 1
         self._changed = True
         self.has_first_tokens |= request.can_fork
         self._num_stays += 1
@@ -104,16 +102,18 @@ class DecodeBatch:
         self._tenants[request.tenant] -= 1
         if not self._tenants[request.tenant]:
             del self._tenants[request.tenant]
-        self._num_by_sink[id(request.sink)] -= 1
-        if not self._num_by_sink[id(request.sink)]:
-            del self._num_by_sink[id(request.sink)]
         self._changed = True
         if not self.members:
             self.stalled_since = None
 
-    def tokens_accepted(self) -> None:
-        """Notes that a step gave the rows tokens one by one, first tokens among them or not one for each."""
-        self._changed = True
+    def advanced(self) -> None:
+        """Notes a result that gave every row one token."""
+        if self._num_advanced is not None:
+            self._num_advanced += 1
+
+    def applied_row_by_row(self) -> None:
+        """Notes a result with first tokens, or without exactly one token for each row."""
+        self._num_advanced = None
         self.has_first_tokens = any(request.can_fork for request in self.members.values())
 
     def count_step(self, count: int, bucket: int) -> None:
@@ -166,11 +166,13 @@ class DecodeBatch:
             self._changed = False
             self.rows = tuple(self.members.values())
             self.slots = tuple([request.slot for request in self.rows if request.slot is not None])
-            self.positions = tuple([len(request.token_ids) - 1 for request in self.rows])
             self.sinks = self._by_sink()
-        elif advanced := self.num_advanced:
+            self._num_advanced = None
+        if self._num_advanced is None:
+            self.positions = tuple([len(request.token_ids) - 1 for request in self.rows])
+        elif advanced := self._num_advanced:
             self.positions = tuple([position + advanced for position in self.positions])
-        self.num_advanced = 0
+        self._num_advanced = 0
         return self.rows
 
     def undisturbed(self, longest: int) -> int:
@@ -183,8 +185,9 @@ class DecodeBatch:
 
     def _by_sink(self) -> list[tuple[Sink, list[str], list[int] | None]]:
         """Returns `sinks` for the present rows."""
-        if len(self._num_by_sink) == 1:
-            return [(self.rows[0].sink, list(self.members), None)]
+        only = self.rows[0].sink if self.rows else None
+        if all(request.sink is only for request in self.rows):
+            return [(self.rows[0].sink, list(self.members), None)] if only is not None else []
         sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
         for row, request in enumerate(self.rows):
             _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))

@@ -1,21 +1,24 @@
 """Admission of a client's request: checks it against the model and makes requests of it, one per sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
-from scheduler_svc.requests.request import (
-    Event,
-    Request,
-    Resumed,
-    SequenceGroup,
-    SequenceSink,
-    Sink,
-    sequence_id,
-    unfinished,
-)
+from scheduler_svc.requests.request import Event, Request, SequenceGroup, SequenceSink, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The part of a sequence that the client has received already."""
+
+    sequence: int
+    """Index of the sequence."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens received; generation continues behind them."""
+    finished: bool = False
+    """Whether the sequence is complete and must not run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +217,18 @@ def make_requests(
     if group is not None:
         group.members.extend(requests)
     return requests
+
+
+def sequence_id(request_id: str, sequence: int) -> str:
+    """Returns the id of a sequence among the scheduler's requests."""
+    return f"{request_id}#{sequence}"
+
+
+def unfinished(n: int, resumed: Sequence[Resumed]) -> dict[int, tuple[int, ...]]:
+    """Returns the sequences among 0 .. n-1 that must run, with the tokens that the client has received."""
+    known = {one.sequence: one for one in resumed}
+    return {
+        sequence: known[sequence].token_ids if sequence in known else ()
+        for sequence in range(n)
+        if not (sequence in known and known[sequence].finished)
+    }

@@ -99,6 +99,35 @@ class SequenceGroup:
     """Whether a sequence failed, and with it the request; the others send no more events."""
 
 
+class SequenceSink:
+    """Turns a sequence's events into events of its client request."""
+
+    __slots__ = ("_group", "_sequence")
+
+    def __init__(self, group: SequenceGroup, sequence: int) -> None:
+        """Passes the events of ``sequence`` on to the group's sink."""
+        self._group = group
+        self._sequence = sequence
+
+    def push(self, event: Event) -> None:
+        """Passes an event on unless the request has failed; only one event of the group is its first."""
+        group = self._group
+        if group.failed:
+            return
+        first = event.first and not group.announced
+        group.announced = group.announced or event.first
+        group.failed = event.error is not None
+        group.sink.push(replace(event, request_id=group.request_id, sequence=self._sequence, first=first))
+
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        """See ``Sink``."""
+        del request_ids  # the client knows its request by another id
+        group = self._group
+        for token_id in token_ids:
+            if not group.failed:
+                group.sink.push(Event(group.request_id, (token_id,), sequence=self._sequence))
+
+
 @dataclass(slots=True)
 class Delivery:
     """The client's progress with a request: what it has received, and when."""
@@ -129,7 +158,7 @@ class Request:
     """Unique among live requests; a sequence of a group has an id of its own."""
     token_ids: list[int]
     """Prompt and output."""
-    # The step loop reads the next three fields and those above once per token: they lie together in memory.
+    # The step loop reads `token_ids` and the next two fields once per token: they lie together in memory.
     end: int = field(init=False)
     """Length at which the sequence ends at the latest; of ``stop``, kept for the step loop."""
     stop_ids: frozenset[int] = field(init=False)
@@ -192,64 +221,3 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, resumed ones included."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-
-SEQUENCES_PER_SLOT = 16
-"""Most sequences of one request for each slot of the deployment: a client occupies all slots that many times
-over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The part of a sequence that the client has received already."""
-
-    sequence: int
-    """Index of the sequence."""
-    token_ids: tuple[int, ...] = ()
-    """Tokens received; generation continues behind them."""
-    finished: bool = False
-    """Whether the sequence is complete and must not run again."""
-
-
-class SequenceSink:
-    """Turns a sequence's events into events of its client request."""
-
-    __slots__ = ("_group", "_sequence")
-
-    def __init__(self, group: SequenceGroup, sequence: int) -> None:
-        """Passes the events of ``sequence`` on to the group's sink."""
-        self._group = group
-        self._sequence = sequence
-
-    def push(self, event: Event) -> None:
-        """Passes an event on unless the request has failed; only one event of the group is its first."""
-        group = self._group
-        if group.failed:
-            return
-        first = event.first and not group.announced
-        group.announced = group.announced or event.first
-        group.failed = event.error is not None
-        group.sink.push(replace(event, request_id=group.request_id, sequence=self._sequence, first=first))
-
-    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """See ``Sink``."""
-        del request_ids  # the client knows its request by another id
-        group = self._group
-        for token_id in token_ids:
-            if not group.failed:
-                group.sink.push(Event(group.request_id, (token_id,), sequence=self._sequence))
-
-
-def sequence_id(request_id: str, sequence: int) -> str:
-    """Returns the id of a sequence among the scheduler's requests."""
-    return f"{request_id}#{sequence}"
-
-
-def unfinished(n: int, resumed: Sequence[Resumed]) -> dict[int, tuple[int, ...]]:
-    """Returns the sequences among 0 .. n-1 that must run, with the tokens that the client has received."""
-    known = {one.sequence: one for one in resumed}
-    return {
-        sequence: known[sequence].token_ids if sequence in known else ()
-        for sequence in range(n)
-        if not (sequence in known and known[sequence].finished)
-    }

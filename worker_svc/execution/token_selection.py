@@ -1,7 +1,8 @@
 """Turns a step's logits into tokens: sampling, grammars, log-probabilities and errors.
 
-`DecodeSteps` does so for a bucket's rows, captured if possible. `PromptLogprobs` reports on the prompt, with
-each chunk, so that a long prompt's log-probabilities never accumulate.
+`TokenSelector` selects a step's tokens. `DecodeStep` has the parts of one bucket's step, from rows to tokens,
+captured if the device can. `PromptLogprobs` computes a prompt's log-probabilities with each chunk, so that
+those of a long prompt never accumulate.
 """
 
 from collections.abc import Callable, Iterator, Sequence

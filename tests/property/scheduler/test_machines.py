@@ -155,16 +155,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
         generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 9]), jump=st.sampled_from([0, 1, 3, 7]),
+        streams=st.integers(0, 2),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
-        generated: bool, ratio: int, lease: int, jump: int,
+        generated: bool, ratio: int, lease: int, jump: int, streams: int,
     ) -> None:  # fmt: skip
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
-                                 sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease)  # fmt: skip
+                                 sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
+                                 num_streams=streams)  # fmt: skip
         self.jump = self.rig.device.jump = jump
         # Expected tokens by request and sequence, up to the stop token if there is one.
         self.stops: dict[str, int | None] = {}

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -90,10 +91,12 @@ def report(seen: dict[str, list[str]], day: dt.date) -> str:
         str(Path(*Path(file).parts[:2])) if len(Path(file).parts) > 2 else str(Path(file).parent)
         for file in files
     )
-    text = (
-        f"While a streamed chat request is in flight, functions of **{len(files)} files** run"
-        f" (`python -m tests.support.docs.request_walk`, {day.isoformat()}; generated stubs not counted). Helpers that a room calls on"
-        " the way count, and so do background tasks that run meanwhile. By room:"
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    text = textwrap.fill(
+        f"While a streamed chat request is in flight, functions of **{len(files)} files** run, which have"
+        f" {lines:,} lines together (`python -m tests.support.docs.request_walk`, {day.isoformat()}; generated stubs not"
+        " counted). Helpers that a room calls on the way count, and so do background tasks that run meanwhile. By room:",
+        120,
     )
     rows = [(f"`{folder}`", str(number)) for folder, number in sorted(folders.items())]
     return "\n".join([text, "", *table(("room", "files"), rows)])

@@ -18,8 +18,8 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ModelLimits, Submission
-from scheduler_svc.requests.request import Event, Request, Resumed
+from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
+from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.sampling_params import sampling_params
@@ -288,6 +288,21 @@ class SimulatedDevice:
         return token
 
 
+class StreamSink:
+    """One client stream: passes its requests' events on to a list for each request."""
+
+    def __init__(self, sinks: dict[str, ListSink]) -> None:
+        self._sinks = sinks
+
+    def push(self, event: Event) -> None:
+        self._sinks[event.request_id].push(event)
+
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        assert request_ids
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            self._sinks[request_id].push(Event(request_id, (token_id,)))
+
+
 @dataclass
 class Rig:
     """An engine with one replica on a simulated device, stepped by hand."""
@@ -301,12 +316,18 @@ class Rig:
     scheduler: ReplicaScheduler = field(init=False)
     device: SimulatedDevice = field(init=False)
     sinks: dict[str, ListSink] = field(default_factory=dict)
+    num_streams: int = 0
+    """Streams that share the requests in turn; 0 gives each request a stream of its own."""
+    streams: list[StreamSink] = field(init=False)
     now: float = 0.0
     """Reading of the clock."""
     max_lease: int = 1
     """Decode steps that a plan may allow."""
     meanwhile: Callable[[], None] = lambda: None
     """Called while each step runs."""
+
+    def __post_init__(self) -> None:
+        self.streams = [StreamSink(self.sinks) for _ in range(self.num_streams)]
 
     def start(self) -> None:
         """Attaches an empty replica."""
@@ -327,8 +348,9 @@ class Rig:
         return back
 
     def submit(self, submission: Submission) -> ListSink:
+        stream = self.streams[len(self.sinks) % self.num_streams] if self.streams else None
         sink = self.sinks.setdefault(submission.request_id, ListSink())
-        self.engine.submit(submission, sink)
+        self.engine.submit(submission, stream or sink)
         return sink
 
     def step(self) -> StepPlan | None:
@@ -372,11 +394,13 @@ def make_rig(
     geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
+    num_streams: int = 0,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated)
     rig = Rig(
-        groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease
-    )
+        groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease,
+        num_streams=num_streams,
+    )  # fmt: skip
     rig.engine = Engine(
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,

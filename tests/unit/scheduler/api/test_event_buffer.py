@@ -27,3 +27,16 @@ async def test_a_take_returns_everything_pushed_since_the_last_one() -> None:
     assert await buffer.take() == [(["a", "c"], [5, 8]), Event("b", (6,))]
     buffer.wake()
     assert await buffer.take() == []
+
+
+async def test_tokens_in_columns_hold_a_client_back_too() -> None:
+    """The bound counts tokens, not entries, and a take starts the count again."""
+    buffer = EventBuffer()
+    buffer.push_tokens([str(index) for index in range(5000)], range(5000))
+    waiting = asyncio.create_task(buffer.has_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert len(await buffer.take()) == 1
+    await waiting
+    buffer.push_tokens(["a"], [5])
+    await buffer.has_room()

@@ -11,7 +11,8 @@ from protos.kv_groups import GroupKind
 from protos.steps import Prefill, SlotOutput, StepResult
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.requests.request import Event, Resumed, SequenceGroup
+from scheduler_svc.requests.admission import Resumed
+from scheduler_svc.requests.request import Event, SequenceGroup
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.sampling_params import token_logprobs

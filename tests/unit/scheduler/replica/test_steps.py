@@ -359,3 +359,14 @@ def test_priority_decides_which_request_gets_the_next_slot() -> None:
         rig.engine.submit(make_submission(request_id=name, priority=priority, max_tokens=1), Recorder())
     rig.run()
     assert order == ["urgent", "first", "later"]
+
+
+def test_streams_get_the_tokens_of_their_own_requests() -> None:
+    """Two streams share a batch, row by row. A request that ends in mid-batch takes no token from another."""
+    rig = make_rig(num_streams=2)
+    lengths = {"a": 9, "b": 4, "c": 6, "d": 9}
+    for index, (name, length) in enumerate(lengths.items()):
+        rig.submit(make_submission([5 + index], request_id=name, max_tokens=length))
+    rig.run()
+    for index, (name, length) in enumerate(lengths.items()):
+        assert rig.sinks[name].tokens == expected_tokens([5 + index], length)

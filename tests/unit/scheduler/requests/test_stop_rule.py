@@ -3,7 +3,7 @@
 import pytest
 
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.requests.request import Resumed
+from scheduler_svc.requests.admission import Resumed
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from tests.support.sampling_params import sampling_params
 from tests.support.scheduler.factories import EOS, make_rig, make_submission

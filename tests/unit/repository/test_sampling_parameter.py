@@ -1,4 +1,4 @@
-"""What the seam between the services promises to a reader: one fact is written in one place."""
+"""A new scalar sampling parameter costs the few files that CONTRIBUTING.md lists."""
 
 import re
 
@@ -26,5 +26,7 @@ def test_a_scalar_sampling_parameter_is_named_in_the_documented_files_only(name:
         for path in (*sources(*PACKAGES), *schemas)
         if word.search(path.read_text())
     }
-    assert "protos/triptych/v1/common.proto" in named
     assert named <= SAMPLING_PARAMETER_FILES
+    # The kernel's file need not name it.
+    assert named >= SAMPLING_PARAMETER_FILES - {"worker_svc/sampling/adjust.py"}
+    assert all((ROOT / path).is_file() for path in SAMPLING_PARAMETER_FILES)
