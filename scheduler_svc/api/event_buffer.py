@@ -18,8 +18,6 @@ class EventBuffer:
 
     def __init__(self) -> None:
         self._events: list[Event | TokenColumns] = []
-        # Tokens in the columns of `_events`.
-        self._num_tokens = 0
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
 
@@ -34,7 +32,6 @@ class EventBuffer:
         if not self._events:
             self._filled.set()
         self._events.append((request_ids, token_ids))
-        self._num_tokens += len(token_ids)
 
     def wake(self) -> None:
         """Makes :meth:`take` return, even without events."""
@@ -45,12 +42,15 @@ class EventBuffer:
         await self._filled.wait()
         self._filled.clear()
         events, self._events = self._events, []
-        self._num_tokens = 0
         self._taken.set()
         return events
 
     async def has_room(self) -> None:
         """Waits while the client is far behind in reading its events."""
-        while len(self._events) + self._num_tokens > _MAX_BUFFERED:
+        while sum(map(_num_tokens, self._events)) > _MAX_BUFFERED:
             self._taken.clear()
             await self._taken.wait()
+
+
+def _num_tokens(event: Event | TokenColumns) -> int:
+    return len(event[1]) if isinstance(event, tuple) else 1

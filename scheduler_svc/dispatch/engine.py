@@ -231,7 +231,8 @@ class Engine:
 
         Call it whenever there may be room; it costs next to nothing if there is none.
         """
-        self._abort_failed()
+        if self._live.failed:
+            self._abort_failed()
         if self._retry_skipped:
             self._retry_skipped = False
             self._placer.clear_claims()

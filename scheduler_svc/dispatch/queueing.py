@@ -25,8 +25,8 @@ class LiveRequests:
     def __init__(self) -> None:
         self._by_id: dict[str, Request] = {}
         self._groups: dict[str, SequenceGroup] = {}
-        # Groups in which a sequence failed. Their other sequences are aborted before the next decision.
-        self._failed: list[SequenceGroup] = []
+        self.failed: list[SequenceGroup] = []
+        """Groups in which a sequence failed. Their other sequences are aborted before the next decision."""
         self._empty: asyncio.Event | None = None
 
     def __len__(self) -> int:
@@ -59,15 +59,13 @@ class LiveRequests:
             group.members.remove(request)
             if (group.failed or not group.members) and self._groups.get(group.request_id) is group:
                 del self._groups[group.request_id]
-                self._failed.append(group)
+                self.failed.append(group)
         if not self._by_id and self._empty is not None:
             self._empty.set()
 
     def take_failed(self) -> list[Request]:
         """Returns the live sequences of groups that have failed since the last call."""
-        if not self._failed:
-            return []
-        failed, self._failed = self._failed, []
+        failed, self.failed = self.failed, []
         return [request for group in failed for request in group.members]
 
     async def drained(self, timeout_s: float) -> bool:

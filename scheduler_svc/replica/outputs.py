@@ -105,14 +105,14 @@ class Outputs:
             return
         # The common case, which runs once per token of all requests. Each request computes one token and gets
         # one, so its `num_uncomputed` stays 1.
-        decoding.advanced()
-        ending: dict[str, Event] = {}
+        ending: dict[str, Event] | None = None
         for request, token in zip(requests, tokens, strict=True):
             token_ids = request.token_ids
             token_ids.append(token)
             if token in request.stop_ids or len(token_ids) >= request.end:
                 reason = request.stop.reason(token, request.num_output_tokens)
                 if reason is not None:
+                    ending = ending or {}
                     stop_token_id = token if reason is FinishReason.STOP else None
                     ending[request.request_id] = Event(
                         request.request_id, (token,), (), reason, stop_token_id

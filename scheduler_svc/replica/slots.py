@@ -68,9 +68,9 @@ class DecodeBatch:
         """The position that the step computes for each, in the same order."""
         self.sinks: list[tuple[Sink, list[str], list[int] | None]] = []
         """The sinks of the requests; with each its requests' ids and their rows, None for all rows."""
-        # Results since the last `prepare` in each of which every row got its one token; None if a result was
-        # applied row by row, so that positions must be read from the requests.
-        self._num_advanced: int | None = 0
+        # The number of the step that `positions` is for. None if a result did not give every row one token:
+        # positions must then be read from the requests.
+        self._positions_step: int | None = None
         self._changed = False
         # Number of each request's present stay, by request id; stale entries elsewhere have another number.
         self._stays: dict[str, int] = {}
@@ -106,14 +106,9 @@ class DecodeBatch:
         if not self.members:
             self.stalled_since = None
 
-    def advanced(self) -> None:
-        """Notes a result that gave every row one token."""
-        if self._num_advanced is not None:
-            self._num_advanced += 1
-
     def applied_row_by_row(self) -> None:
         """Notes a result with first tokens, or without exactly one token for each row."""
-        self._num_advanced = None
+        self._positions_step = None
         self.has_first_tokens = any(request.can_fork for request in self.members.values())
 
     def count_step(self, count: int, bucket: int) -> None:
@@ -167,12 +162,13 @@ class DecodeBatch:
             self.rows = tuple(self.members.values())
             self.slots = tuple([request.slot for request in self.rows if request.slot is not None])
             self.sinks = self._by_sink()
-            self._num_advanced = None
-        if self._num_advanced is None:
+            self._positions_step = None
+        if self._positions_step is None:
             self.positions = tuple([len(request.token_ids) - 1 for request in self.rows])
-        elif advanced := self._num_advanced:
+        else:
+            advanced = self._steps - self._positions_step
             self.positions = tuple([position + advanced for position in self.positions])
-        self._num_advanced = 0
+        self._positions_step = self._steps
         return self.rows
 
     def undisturbed(self, longest: int) -> int:
