@@ -1,7 +1,6 @@
 """The step loop of one worker: sends plans and delivers their results, over one Execute stream."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import cast
 
@@ -59,6 +58,9 @@ class StepLoop:
             Internal: a result does not belong to its plan.
         """
         call = self._stub.Execute()
+        # grpc.aio keeps a Future for every question about a call's status until the call ends. One callback
+        # serves all idle periods.
+        call.add_done_callback(lambda _: self._work.set())
         try:
             while True:
                 await self._step(call, scheduler)
@@ -122,19 +124,12 @@ class StepLoop:
 
     async def _idle(self, call: "_Call") -> None:
         """Waits for work, or for the worker to end the stream."""
-        work = asyncio.ensure_future(self._work.wait())
-        ended = asyncio.ensure_future(call.code())
-        try:
-            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                raise Unavailable(
-                    f"the worker ended its stream: {await call.details() or ended.result().name}"
-                )
-        finally:
-            for task in (work, ended):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        if not call.done():
+            await self._work.wait()
+        if call.done():
+            raise Unavailable(
+                f"the worker ended its stream: {await call.details() or (await call.code()).name}"
+            )
 
     def _hangs(self, step: int) -> Unavailable:
         return Unavailable(

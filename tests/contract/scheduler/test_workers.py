@@ -1,6 +1,7 @@
 """Workers that join, fail, hang, send invalid data and leave, over real gRPC."""
 
 import asyncio
+import gc
 
 import grpc.aio
 import pytest
@@ -179,3 +180,33 @@ async def test_a_worker_with_invalid_answers_may_register_again() -> None:
             error = await failure(scheduler.registry.Register(registration(port)))
             assert isinstance(error, Internal)
             assert "a pool needs at least 2 blocks" in error.message
+
+
+def num_futures() -> int:
+    """Counts the Futures that are alive."""
+    gc.collect()
+    return sum(issubclass(type(one), asyncio.Future) for one in gc.get_objects())
+
+
+async def test_idle_periods_leave_no_futures() -> None:
+    """A worker that idles again and again costs the same memory after every period."""
+    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker()):
+
+        async def idle(periods: int) -> None:
+            for _ in range(periods):
+                await tokens_of(scheduler, generate_request(max_tokens=1))
+
+        await idle(5)
+        before = num_futures()
+        await idle(50)
+        assert num_futures() - before < 10
+
+
+async def test_an_idle_worker_that_ends_its_stream_is_lost() -> None:
+    """The scheduler notices at once, although it has nothing to send."""
+    async with run_scheduler() as scheduler:
+        worker = FakeWorker()
+        async with run_worker(worker) as port:
+            call = await register(scheduler, port)
+            await tokens_of(scheduler, generate_request())
+        assert "the worker ended its stream" in (await failure(call)).message
