@@ -201,7 +201,7 @@ class KvCache:
                 tokens = group.copied_tokens(hit_tokens)
                 self._queue_copy(group_id, source, table.blocks[first_new], tokens, sequence)
         sequence.tables = [table for table, _ in taken]
-        sequence.num_computed = sequence.num_cached = hit_tokens
+        sequence.num_computed = sequence.num_cached = sequence.num_indexed = hit_tokens
         sequence.cache_epoch = self.prefixes.epoch
         self.stats.queried_tokens += known
         self.stats.hit_tokens += hit_tokens
@@ -265,6 +265,7 @@ class KvCache:
         child.tables = tables
         child.num_computed = num_tokens
         child.num_cached = parent.num_cached
+        child.num_indexed = min(parent.num_indexed, num_tokens)
         child.cache_epoch = parent.cache_epoch
         return True
 
@@ -274,7 +275,7 @@ class KvCache:
         for group, table in zip(self.groups, sequence.tables, strict=bool(sequence.tables)):
             group.release(table)
         sequence.tables = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_indexed = 0
         self.on_release()
 
     def settle_copies(self, copies: Sequence[PendingCopy], *, done: bool = True) -> None:

@@ -115,6 +115,7 @@ class PrefixIndex:
         if first == last:
             return
         self._index(sequence, first, last)
+        sequence.num_indexed = last * size
         if self._keep is not None and whole_chunk:
             self._keep_windows(self._keep, sequence, last)
 
@@ -126,8 +127,8 @@ class PrefixIndex:
             return  # admitted before a reset, or forked into blocks that are not copied yet
         size = self._layout.hash_block_size
         end = sequence.num_computed // size
-        start = max(0, sequence.num_computed - self._layout.block_size) // size
-        self._index(sequence, start, end)
+        self._index(sequence, sequence.num_indexed // size, end)
+        sequence.num_indexed = end * size
 
     def index_window(self, copy: PendingCopy) -> None:
         """Makes a kept window findable, once its copy was run."""

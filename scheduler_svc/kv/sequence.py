@@ -92,6 +92,8 @@ class SequenceKv:
     computed."""
     tables: list[Table] = field(default_factory=list)
     """One block table per KV group; empty while the request waits."""
+    num_indexed: int = 0
+    """Leading tokens that are in the prefix cache or were offered to it."""
     num_cached: int = 0
     """Leading tokens that the last admission found in the prefix cache."""
     hash_chain: HashChain | None = None

@@ -18,9 +18,14 @@ class Interleave:
         # The first chunk may start at once.
         self._decodes_since_chunk = decode_steps_per_chunk
 
+    @property
+    def prefill_due(self) -> bool:
+        """Whether enough decode steps have run since the last chunk."""
+        return self._decodes_since_chunk >= self._ratio
+
     def choose(self, *, prefill: bool, decode: bool) -> StepKind | None:
         """Returns the kind of the next step, given which kinds of work exist."""
-        if prefill and (not decode or self._decodes_since_chunk >= self._ratio):
+        if prefill and (not decode or self.prefill_due):
             self._decodes_since_chunk = 0
             return "prefill"
         if decode:

@@ -164,6 +164,10 @@ class StepsInFlight:
         """Whether the latest plan leases several steps."""
         return bool(self._steps) and self._steps[-1].lease > 1
 
+    def is_behind(self, step: InFlight) -> bool:
+        """Whether a later plan than ``step`` was sent."""
+        return bool(self._steps) and self._steps[-1] is not step
+
     def send(self, step: InFlight) -> None:
         """Adds a plan that is sent now."""
         self._steps.append(step)

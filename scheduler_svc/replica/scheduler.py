@@ -228,12 +228,18 @@ class ReplicaScheduler:
         """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
 
         Returns:
-            A plan without work. The worker takes it up after its current step, which is then the last of the
-            lease.
+            A plan with the chunk if it is a chunk's turn, else without work. The worker takes it up after its
+            current step, which is then the last of the lease.
         """
         if not self._in_flight.leasing:
             return None
-        if not (self._slots.prefilling or self._plan.releases or self._plan.admits):
+        prefilling = self._slots.prefilling
+        if prefilling and self._interleave.prefill_due:
+            requests = (prefilling[0],)
+            if (chunk := self._plan_chunk(requests[0])) is not None:
+                self._interleave.choose(prefill=True, decode=True)
+                return self._send(chunk, requests)
+        if not (prefilling or self._plan.releases or self._plan.admits):
             return None
         return self._send(None, ())
 
@@ -269,10 +275,10 @@ class ReplicaScheduler:
         return Decode(self._decoding.slots, self._decoding.positions, bucket, lease)
 
     def _lease(self) -> int:
-        """Returns how many decode steps may run in a row without anything else to do."""
+        """Returns how many decode steps may run in a row, with blocks reserved for all of them."""
         if self._max_lease == 1 or self._slots.prefilling or self.num_deferred:
             return 1
-        return self._decoding.undisturbed(self._max_lease)
+        return self._decoding.reserve(self._max_lease, self._grow_ahead)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Grows a running request's tables, preempting others if needed; False if it was preempted itself."""
@@ -292,6 +298,14 @@ class ReplicaScheduler:
         self._plan.grow(request, grown)
         return True
 
+    def _grow_ahead(self, request: Request, num_tokens: int) -> bool:
+        """Grows a request's tables before they are full; False if no block is free."""
+        grown = self.kv.grow(request.kv, num_tokens)
+        if grown is None:
+            return False
+        self._plan.grow(request, grown)
+        return True
+
     # ---- results ----
 
     def update(self, result: StepResult) -> None:
@@ -306,7 +320,8 @@ class ReplicaScheduler:
             work = step.plan.work
             assert isinstance(work, Decode)
             self._decoding.count_step(len(step.requests), work.bucket)
-            self._interleave.decoded()
+            if not self._in_flight.is_behind(step):
+                self._interleave.decoded()  # else a chunk may be on its way already, and this step is before it
         self._outputs.apply(step, result)
         if self.idle:
             self._owner.released()  # no other release will follow, and pins may have to go

@@ -80,6 +80,8 @@ class DecodeBatch:
         # Decode steps planned so far, and the requests that need room before each of them, with their stay.
         self._steps = 0
         self._calendar: dict[int, list[tuple[Request, int]]] = {}
+        # Requests that got room ahead of such a step; it fills a block, which can be found from then on.
+        self._filled: dict[int, list[tuple[Request, int]]] = {}
 
     def add(self, request: Request) -> None:
         """Adds a request that has a slot."""
@@ -151,6 +153,10 @@ class DecodeBatch:
             for request, stay in joining:
                 if self._stays.get(request.request_id) == stay:
                     self._enter(request, stay)
+        for step in [step for step in self._filled if step <= self._steps]:
+            for request, stay in self._filled.pop(step):
+                if self._stays.get(request.request_id) == stay:
+                    self._prefixes.index_decoded(request.kv)
         for request, stay in self._calendar.pop(self._steps, ()):
             if self._stays.get(request.request_id) != stay:
                 continue  # it left, and may be back with another table
@@ -171,13 +177,28 @@ class DecodeBatch:
         self._positions_step = self._steps
         return self.rows
 
-    def undisturbed(self, longest: int) -> int:
-        """Returns how many steps, at most ``longest``, can run without a new block or a reached limit."""
-        for step in range(1, longest):
-            if self._steps + step in self._calendar:
-                longest = step
-                break
-        return min(longest, *[request.end - len(request.token_ids) for request in self.rows])
+    def reserve(self, longest: int, grow: Callable[[Request, int], bool]) -> int:
+        """Makes room for further steps in a row, which a lease allows, as long as there are free blocks.
+
+        Args:
+            longest: most steps, the one that :meth:`prepare` made room for included.
+            grow: called for each request that needs a block; returns False if no block is free.
+
+        Returns:
+            The number of steps that can run without a block, or until a request reaches its limit.
+        """
+        longest = min(longest, *[request.end - len(request.token_ids) for request in self.rows])
+        for step in range(self._steps + 1, self._steps + longest):
+            due = self._calendar.pop(step, ())
+            for index, (request, stay) in enumerate(due):
+                if self._stays.get(request.request_id) != stay:
+                    continue
+                if not grow(request, self._kv.capacity(request.kv, request.end) + 1):
+                    self._calendar[step] = list(due[index:])
+                    return step - self._steps
+                self._filled.setdefault(step, []).append((request, stay))
+                self._enter(request, stay)
+        return longest
 
     def _by_sink(self) -> list[tuple[Sink, list[str], list[int] | None]]:
         """Returns `sinks` for the present rows."""

@@ -323,6 +323,8 @@ class Rig:
     """Reading of the clock."""
     max_lease: int = 1
     """Decode steps that a plan may allow."""
+    interrupts: list[StepPlan] = field(default_factory=list)
+    """Plans that ended a lease."""
     meanwhile: Callable[[], None] = lambda: None
     """Called while each step runs."""
 
@@ -375,6 +377,7 @@ class Rig:
             last = newer is not None or index + 1 == lease or bool(result.outputs)
             self.scheduler.update(replace(result, last=last))
             if newer is not None:
+                self.interrupts.append(newer)
                 self.scheduler.update(self.device.run(newer))
             if last:
                 return index + 1

@@ -3,8 +3,15 @@
 import pytest
 
 from protos.errors import Internal
-from protos.steps import Decode, StepPlan, StepResult
-from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from protos.steps import Decode, Prefill, StepPlan, StepResult
+from tests.support.scheduler.factories import (
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_request,
+    make_rig,
+    make_submission,
+)
 
 BLOCK = 8
 
@@ -13,16 +20,97 @@ def leasing() -> Rig:
     return make_rig(make_geometry(max_model_len=64, block_size=BLOCK, max_num_seqs=4), max_lease=32)
 
 
+def prompt_of(row: int, length: int) -> list[int]:
+    return [3 + (row * 31 + position * 7) % 90 for position in range(length)]
+
+
 def leases(plans: list[StepPlan]) -> list[int]:
     return [plan.work.lease for plan in plans if isinstance(plan.work, Decode)]
 
 
-def test_a_lease_ends_where_a_block_or_the_request_does() -> None:
-    """After one prompt token, the first block has room for 7 inputs, the second for 8."""
+def test_a_lease_ends_where_the_request_does() -> None:
+    """One prompt token and 19 inputs need three blocks; all are reserved with the first decode step."""
     rig = leasing()
     sink = rig.submit(make_submission([5], max_tokens=20))
-    assert leases(rig.run()) == [7, 8, 4]
+    plans = rig.run()
+    assert leases(plans) == [19]
+    assert sum(len(growth.block_ids) for plan in plans for growth in plan.grow) == 2
     assert sink.tokens == expected_tokens([5], 20)
+
+
+def test_a_lease_ends_where_no_block_is_free_for_a_request() -> None:
+    """Blocks are reserved ahead only while there are free ones: no request is preempted for it."""
+    rig = make_rig(
+        make_geometry(max_model_len=64, block_size=BLOCK, max_num_seqs=4), num_blocks=1 + 5, max_lease=32
+    )
+    sinks = [
+        rig.submit(make_submission([5 + index], request_id=str(index), max_tokens=18)) for index in (0, 1)
+    ]
+    plans = rig.run()
+    # Six blocks are needed in the end. With five, both requests share what is free, and one waits at the end.
+    assert max(leases(plans)) > BLOCK
+    assert [sink.tokens for sink in sinks] == [expected_tokens([5 + index], 18) for index in (0, 1)]
+    assert rig.scheduler.stats.preemptions["memory"] == 1
+
+
+def test_a_lease_does_not_unpin_a_prefix() -> None:
+    """A pinned prefix keeps its blocks while a lease could use them."""
+    rig = make_rig(
+        make_geometry(max_model_len=64, block_size=BLOCK, max_num_seqs=4, chunk=BLOCK),
+        num_blocks=1 + 4,
+        max_lease=32,
+    )
+    prefix = tuple(range(5, 5 + 2 * BLOCK + 1))
+    rig.submit(make_submission(prefix, request_id="prefix", max_tokens=1))
+    rig.run()
+    rig.engine.prefixes.pin("pin", "replica-0", make_request(prefix))
+    assert rig.engine.pinned.count("replica-0") == 1
+    rig.submit(make_submission([5], max_tokens=16))
+    assert leases(rig.run())[0] == 15
+    assert rig.engine.pinned.count("replica-0") == 1
+
+
+@pytest.mark.parametrize("num_rows", [8, 32, 64, 128])
+def test_rows_that_need_blocks_at_different_steps_share_long_leases(num_rows: int) -> None:
+    """The mean lease is nearly as long as the setting allows, however many rows there are."""
+    block, longest, steps = 128, 32, 640
+    rig = make_rig(
+        make_geometry(
+            max_model_len=2048, block_size=block, chunk=block, max_num_seqs=num_rows, buckets=(num_rows,)
+        ),
+        num_blocks=1 + num_rows * 16, max_lease=longest,
+    )  # fmt: skip
+    for row in range(num_rows):
+        rig.submit(
+            make_submission(prompt_of(row, 1 + row * block // num_rows), request_id=str(row), max_tokens=1000)
+        )
+    while rig.scheduler.prefill_backlog or rig.scheduler.num_running < num_rows:
+        rig.step()
+    plans = [rig.scheduler.step()]
+    decoded = 0
+    while decoded < steps:
+        plan = plans[-1]
+        assert plan is not None
+        assert isinstance(plan.work, Decode)
+        for index in range(plan.work.lease):
+            last = index + 1 == plan.work.lease
+            rig.scheduler.update(StepResult(plan.step, (7,) * num_rows, last=last))
+        decoded += plan.work.lease
+        plans.append(rig.scheduler.step())
+    assert decoded / (len(plans) - 1) > 31
+
+
+def test_a_block_that_fills_during_a_lease_can_be_found() -> None:
+    """A lease that ran past the block's last token ends; another request then hits the block."""
+    rig = make_rig(
+        make_geometry(max_model_len=64, block_size=BLOCK, chunk=BLOCK, max_num_seqs=4),
+        cache_generated=True, max_lease=12,
+    )  # fmt: skip
+    rig.submit(make_submission([5], request_id="runs", max_tokens=40))
+    for _ in range(4):
+        rig.step()
+    known = [5, *expected_tokens([5], 40)][: 3 * BLOCK]
+    assert rig.scheduler.cached_tokens(make_request([*known, 9])) == 3 * BLOCK
 
 
 def test_the_setting_limits_a_lease() -> None:
@@ -64,6 +152,44 @@ def test_a_new_request_ends_a_lease() -> None:
     rig.run()
     assert first.tokens == expected_tokens([5], 20)
     assert rig.sinks["b"].tokens == expected_tokens([6, 7], 4)
+
+
+def test_the_plan_that_ends_a_lease_carries_the_chunk() -> None:
+    """A new request's first chunk follows the running step at once, and a decode step follows the chunk."""
+    rig = leasing()
+    rig.submit(make_submission([5], request_id="a", max_tokens=30))
+    rig.step()
+    lease = rig.scheduler.step()
+    assert lease is not None
+    rig.submit(make_submission(range(3, 15), request_id="b", max_tokens=4))
+    ended_by = rig.scheduler.interrupt()
+    assert ended_by is not None
+    assert isinstance(ended_by.work, Prefill)
+    assert ended_by.work.num_tokens == rig.geometry.chunk
+    assert rig.scheduler.interrupt() is None
+    rig.scheduler.update(rig.device.run(lease))
+    rig.scheduler.update(rig.device.run(ended_by))
+    assert [type(plan.work) for plan in (rig.step(), rig.step()) if plan is not None] == [Decode, Prefill]
+    rig.run()
+    assert rig.sinks["a"].tokens == expected_tokens([5], 30)
+    assert rig.sinks["b"].tokens == expected_tokens(range(3, 15), 4)
+
+
+def test_decode_steps_between_chunks_are_counted_across_a_lease() -> None:
+    """With two decode steps for each chunk, a lease that has run one step is ended without a chunk."""
+    rig = make_rig(make_geometry(max_model_len=64, block_size=BLOCK), max_lease=32, decode_steps_per_chunk=2)
+    rig.submit(make_submission([5], request_id="a", max_tokens=30))
+    rig.step()
+    lease = rig.scheduler.step()
+    assert lease is not None
+    rig.submit(make_submission(range(3, 15), request_id="b", max_tokens=4))
+    ended_by = rig.scheduler.interrupt()
+    assert ended_by is not None
+    assert ended_by.work is None
+    rig.scheduler.update(rig.device.run(lease))
+    rig.scheduler.update(rig.device.run(ended_by))
+    plans = [rig.step() for _ in range(2)]
+    assert [type(plan.work) for plan in plans if plan is not None] == [Decode, Prefill]
 
 
 def test_a_stop_token_ends_a_lease_and_frees_the_slot() -> None:
