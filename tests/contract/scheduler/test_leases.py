@@ -25,7 +25,7 @@ from tests.support.scheduler.running_scheduler import (
 
 pytestmark = pytest.mark.contract
 
-# With one prompt token and blocks of eight, the first decode step starts a lease of seven.
+# With one prompt token, the first decode step starts a lease that lasts until the request ends.
 SHORT = [5]
 
 
@@ -62,17 +62,17 @@ async def test_leased_steps_reach_the_client_one_by_one() -> None:
 
 
 async def test_a_new_request_ends_a_running_lease() -> None:
-    """A new request ends the lease after the current step; its chunk is the next work."""
+    """A new request ends the lease after the current step; the plan that does so has its chunk."""
     worker = worker_with(hold_at_step=4)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
         await lease_begins(worker)
         second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
         plan = await next_plan(worker)
-        assert plan.work is None
-        assert [new.token_ids for new in plan.admit] == [(6, 7)]
         worker.gate.set()
-        assert isinstance((await next_plan(worker)).work, Prefill)
+        assert isinstance(plan.work, Prefill)
+        assert [new.token_ids for new in plan.admit] == [(6, 7)]
+        assert isinstance((await next_plan(worker)).work, Decode)
         assert await first == expected_tokens(SHORT, 20)
         assert await second == expected_tokens([6, 7], 4)
 
@@ -158,7 +158,7 @@ async def test_losing_a_worker_cancels_the_plan_that_ends_its_lease(
     writing, ended = asyncio.Event(), asyncio.Event()
 
     async def stuck_write(loop: StepLoop, call: Any, plan: StepPlan) -> None:
-        if plan.work is not None or writing.is_set():
+        if (6, 7) not in [new.token_ids for new in plan.admit] or writing.is_set():
             await write(loop, call, plan)
             return
         writing.set()

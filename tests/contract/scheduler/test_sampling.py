@@ -202,7 +202,7 @@ async def test_aborting_one_sequence_lets_the_others_finish(
     abort = inference_pb2.AbortRequest(request_id="a", sequence=1)
     await call.write(inference_pb2.ConnectRequest(abort=abort))
     await call.done_writing()
-    while not events[-1].finish_reason:
+    while not any(event.finish_reason for event in events):
         events += (await call.read()).events
     worker.gate.set()
     while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
