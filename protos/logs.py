@@ -4,10 +4,11 @@
 services it travels in the messages, because one stream carries many requests.
 """
 
+import contextlib
 import logging
 import sys
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 
@@ -15,14 +16,35 @@ LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
+class _UnfailingStream:
+    """Writes to a stream, and drops what cannot be written: a full disk must not cost a request."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes `text`, or drops it."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream if it can be written."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat = "json") -> None:
     """Sends the logs of this process to standard error, and warnings of libraries that use ``logging``.
+
+    Lines that cannot be written, such as to a full disk, are dropped.
 
     Args:
         service: "gateway", "scheduler" or "worker"; every line has it.
         level: least severe level to write.
         log_format: "json" for machines, "console" for people.
     """
+    stream = _UnfailingStream(sys.stderr)
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -37,11 +59,11 @@ def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat =
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", stream)),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processor=renderer))
     logging.basicConfig(
         handlers=[handler], level=max(logging.WARNING, getattr(logging, level.upper())), force=True

@@ -100,7 +100,7 @@ class Launcher:
                 (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
                 self._workers,
             )
-        self._supervisor = Supervisor(self._stages, say)
+        self._supervisor = Supervisor(self._stages, say, max_log_bytes=settings.max_log_mb << 20)
 
     async def run(self) -> int:
         """Serves until a signal.

@@ -77,6 +77,8 @@ class LogTail:
         """Yields the complete lines that were added since the last call."""
         try:
             with self._path.open("rb") as log:
+                if log.seek(0, 2) < self._offset:  # it was rotated
+                    self._offset, self._incomplete = 0, b""
                 log.seek(self._offset)
                 added = log.read()
         except FileNotFoundError:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,25 @@ class Child:
             self.kill()
             await self.wait()
             return False
+
+    def rotate_log(self, limit_bytes: int) -> None:
+        """Moves the content of a log above ``limit_bytes`` to one older log, which it replaces.
+
+        The process keeps writing to the same file, which it opened for appending. If the disk is full, the
+        content is dropped.
+        """
+        log = self.spec.log
+        try:
+            if log.stat().st_size <= limit_bytes:
+                return
+        except FileNotFoundError:
+            return
+        older = log.with_suffix(".log.1")
+        try:
+            shutil.copyfile(log, older)
+        except OSError:
+            older.unlink(missing_ok=True)
+        os.truncate(log, 0)
 
     def kill(self) -> None:
         """Kills the process and its group at once."""

@@ -25,7 +25,7 @@ class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.ADDRESSES: ("scheduler_port",),
-        Group.LAUNCHER: ("workers", "run_dir"),
+        Group.LAUNCHER: ("workers", "run_dir", "max_log_mb"),
     }
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler_address": "the launcher knows where its scheduler listens",
@@ -43,3 +43,5 @@ class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     """Number of replicas; each is one worker."""
     run_dir: Path = Path("run")
     """Folder for pid files and logs."""
+    max_log_mb: int = Field(64, ge=1, le=65536)
+    """MiB above which a service's log is moved to one older file, `.log.1`, and starts anew."""

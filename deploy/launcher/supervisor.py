@@ -51,6 +51,8 @@ class Supervisor:
         *,
         policy: RestartPolicy | None = None,
         grace_s: float = 10.0,
+        max_log_bytes: int = 64 << 20,
+        look_every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the children; `run` starts them.
@@ -60,8 +62,12 @@ class Supervisor:
             report: receives messages for the user.
             policy: when to restart a child.
             grace_s: seconds that each stage has to exit before it is killed.
+            max_log_bytes: size above which a log is rotated.
+            look_every_s: seconds between two looks at the sizes of logs.
             clock: monotonic seconds.
         """
+        self._max_log_bytes = max_log_bytes
+        self._look_every_s = look_every_s
         self._stages = [[Child(spec) for spec in stage] for stage in stages]
         self._report = report
         self._policy = policy or RestartPolicy()
@@ -82,6 +88,7 @@ class Supervisor:
         """
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(self._rotate_logs())
                 for stage in self._stages:
                     for child in stage:
                         group.create_task(self._keep_running(child))
@@ -93,6 +100,13 @@ class Supervisor:
         for stage in self._stages:
             for child in stage:
                 child.kill()
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            for stage in self._stages:
+                for child in stage:
+                    await asyncio.to_thread(child.rotate_log, self._max_log_bytes)
+            await asyncio.sleep(self._look_every_s)
 
     async def _keep_running(self, child: Child) -> None:
         deaths = 0

@@ -56,3 +56,13 @@ def test_progress_becomes_readable_text() -> None:
     assert parsed(event="ready", phase_seconds={"load": 1.26}) == (here, "ready (load 1.3 s)")
     assert parsed(event="registered") is None
     assert progress("noise") is None
+
+
+def test_a_tail_starts_anew_when_the_log_was_rotated(tmp_path: Path) -> None:
+    """Lines after the rotation are not lost."""
+    log = tmp_path / "worker-0.log"
+    log.write_text("one\ntwo\n")
+    tail = LogTail(log)
+    assert list(tail.new_lines()) == ["one", "two"]
+    log.write_text("three\n")
+    assert list(tail.new_lines()) == ["three"]

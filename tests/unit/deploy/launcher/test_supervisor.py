@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.launcher.process import ChildSpec, describe_exit
+from deploy.launcher.process import Child, ChildSpec, describe_exit
 from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
@@ -206,3 +206,26 @@ def test_the_delay_doubles_up_to_a_limit() -> None:
     """Each consecutive death doubles the delay until it reaches the longest."""
     policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=4)
     assert [policy.delay_s(n) for n in range(1, 7)] == [0.5, 1, 2, 4, 4, 4]
+
+
+async def test_a_long_log_is_rotated_while_the_service_runs(tmp_path: Path) -> None:
+    """The content moves to one older file, and the process keeps writing to the log."""
+    code = "import sys, time\nwhile True:\n print('x' * 99, flush=True)\n time.sleep(0.001)"
+    talks = spec(tmp_path, "talks", code)
+    older = tmp_path / "talks.log.1"
+    async with supervised(Supervisor([[talks]], Reports(), max_log_bytes=1000, look_every_s=0.01)):
+        await until(older.exists)
+        first = older.stat().st_mtime_ns
+        await until(lambda: older.stat().st_mtime_ns > first)
+    assert set(older.read_bytes()) == set(b"x\n")
+    assert not (tmp_path / "talks.log").read_bytes().startswith(b"\0")
+
+
+async def test_a_log_that_cannot_be_copied_is_emptied(tmp_path: Path) -> None:
+    """On a full disk an older log is worth less than the room for the next lines."""
+    child = Child(spec(tmp_path, "talks", FOREVER))
+    child.spec.log.write_bytes(b"x" * 2000)
+    (tmp_path / "talks.log.1").symlink_to("/dev/full")
+    child.rotate_log(1000)
+    assert child.spec.log.stat().st_size == 0
+    assert not (tmp_path / "talks.log.1").is_symlink()
