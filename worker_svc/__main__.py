@@ -9,12 +9,13 @@ from protos.errors import ConfigurationRefused
 from protos.logs import configure
 from protos.settings import load
 from worker_svc.api.model_thread import MODEL_THREAD
+from worker_svc.api.watchdog import EXIT_CODE, WorkerFailed
 from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns 0 after a clean stop and 2 for a bad setting."""
+    """Runs the command. Returns 0 after a clean stop, 1 if the worker cannot go on, 2 for a bad setting."""
     try:
         settings = load(Settings, argv)
         configure("worker", level=settings.log_level, log_format=settings.log_format)
@@ -29,8 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationRefused as error:
         print(f"triptych worker: {error.message}", file=sys.stderr)
         code = 2
-    if any(thread.name == MODEL_THREAD for thread in threading.enumerate()):
-        # The thread is importing or loading. A normal exit would destroy torch while the thread uses it.
+    except WorkerFailed as error:
+        print(f"triptych worker: {error}", file=sys.stderr)
+        code = EXIT_CODE
+    # A broken device may block a normal exit, too.
+    if code == EXIT_CODE or any(thread.name == MODEL_THREAD for thread in threading.enumerate()):
+        # If the thread still runs, a normal exit would destroy torch while the thread uses it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

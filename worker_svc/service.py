@@ -11,6 +11,7 @@ from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.registration import stay_registered
 from worker_svc.api.servicer import WorkerServicer
+from worker_svc.api.watchdog import FailedSteps, Watchdog, WorkerFailed
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
 
@@ -23,12 +24,16 @@ async def serve(settings: Settings) -> None:
     Raises:
         ConfigurationRefused: if the address cannot be bound, the model cannot be served, or the scheduler
             refuses the worker.
+        WorkerFailed: if too many steps failed in a row.
     """
     log = get_logger()
+    loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        loop.add_signal_handler(name, stop.set)
+    failed: asyncio.Future[None] = loop.create_future()
     worker, thread, worker_id = Worker(settings), ModelThread(), uuid.uuid4().hex
+    watchdog = _watch(thread, settings)
     prepared = thread.submit(worker.prepare)
     health = _Health(thread, settings.stall_timeout_s)
     servicer = WorkerServicer(
@@ -37,40 +42,55 @@ async def serve(settings: Settings) -> None:
         prepared=prepared,
         worker_id=worker_id,
         model=settings.model,
-        on_ready=health.set_configured,
+        on_configured=health.set_configured,
+        failed_steps=FailedSteps(
+            settings.max_failed_steps, lambda reason: loop.call_soon_threadsafe(_fail, failed, reason)
+        ),
+        step_limit_s=settings.step_limit_s,
+        configure_limit_s=settings.configure_hang_timeout_s,
     )
     server = Server((SERVICE,), lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc))
     health.server = server
     port = await server.start(settings.host, settings.port)
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
-    tasks = [asyncio.create_task(health.watch())]
-    stopped: asyncio.Future[Any] = asyncio.create_task(stop.wait())
+    tasks = [
+        asyncio.create_task(health.watch()),
+        asyncio.create_task(_register(settings, prepared, worker_id=worker_id, port=port)),
+    ]
+    ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
-        await asyncio.wait((prepared, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if prepared.done():
-            prepared.result()  # raises if the model cannot be served
-            if settings.scheduler_address:
-                registration = asyncio.create_task(
-                    stay_registered(
-                        settings.scheduler_address,
-                        worker_id=worker_id,
-                        host=settings.advertise_host,
-                        port=port,
-                    )
-                )
-                tasks.append(registration)
-                await asyncio.wait((registration, stopped), return_when=asyncio.FIRST_COMPLETED)
-                if registration.done():
-                    registration.result()  # it ends only by raising
-        await stopped
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in done:
+            end.result()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop(grace_s=0.5)
         await thread.close(wait_s=0.5)
+        watchdog.close()
         worker.close()
         log.info("stopped")
+
+
+async def _register(settings: Settings, prepared: asyncio.Future[None], *, worker_id: str, port: int) -> None:
+    """Keeps a prepared worker registered. Ends only by raising."""
+    await asyncio.shield(prepared)  # raises if the model cannot be served
+    if settings.scheduler_address:
+        await stay_registered(
+            settings.scheduler_address, worker_id=worker_id, host=settings.advertise_host, port=port
+        )
+    await asyncio.Event().wait()
+
+
+def _watch(thread: ModelThread, settings: Settings) -> Watchdog:
+    limits = (settings.step_limit_s, settings.configure_hang_timeout_s)
+    return Watchdog(thread, longest_s=max(limits) if all(limits) else 0.0)
+
+
+def _fail(failed: asyncio.Future[None], reason: WorkerFailed) -> None:
+    if not failed.done():
+        failed.set_exception(reason)
 
 
 class _Health:
@@ -80,22 +100,24 @@ class _Health:
         self._thread = thread
         self._stall_timeout_s = stall_timeout_s
         self._is_configured = False
+        self._is_stalled = False
         self.server: Server
 
-    async def set_configured(self) -> None:
-        """Reports SERVING."""
-        self._is_configured = True
-        await self.server.set_serving(True)
+    async def set_configured(self, configured: bool) -> None:
+        """Reports SERVING if the worker is configured, and NOT_SERVING while it is not."""
+        self._is_configured = configured
+        await self._report()
 
     async def watch(self) -> None:
         """Reports NOT_SERVING while a step takes longer than the stall timeout."""
-        stalled = False
         while True:
             await asyncio.sleep(min(1.0, self._stall_timeout_s / 4))
-            now_stalled = self._is_configured and self._thread.busy_s > self._stall_timeout_s
-            if now_stalled != stalled:
-                stalled = now_stalled
-                get_logger().error(
-                    "stalled" if stalled else "stall_ended", busy_s=round(self._thread.busy_s, 1)
-                )
-                await self.server.set_serving(not stalled)
+            busy_s = self._thread.busy_s
+            stalled = self._is_configured and busy_s > self._stall_timeout_s
+            if stalled != self._is_stalled:
+                self._is_stalled = stalled
+                get_logger().error("stalled" if stalled else "stall_ended", busy_s=round(busy_s, 1))
+                await self._report()
+
+    async def _report(self) -> None:
+        await self.server.set_serving(self._is_configured and not self._is_stalled)

@@ -65,7 +65,12 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "jump_ahead_tokens",
         ),
         Group.ADDRESSES: ("host", "port", "scheduler_address", "advertise_host"),
-        Group.TIMEOUTS: ("stall_timeout_s",),
+        Group.TIMEOUTS: (
+            "stall_timeout_s",
+            "hang_timeout_s",
+            "configure_hang_timeout_s",
+            "max_failed_steps",
+        ),
         Group.LOGGING: ("log_level", "log_format"),
     }
 
@@ -169,6 +174,14 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     from."""
     stall_timeout_s: float = Field(60.0, gt=0, le=86_400)
     """Report NOT_SERVING while a step has been running for longer, seconds."""
+    hang_timeout_s: float = Field(180.0, ge=0, le=86_400)
+    """End the process when a step takes longer, so that its supervisor restarts it, seconds. The default is
+    longer than a scheduler waits for a step. 0: never."""
+    configure_hang_timeout_s: float = Field(3600.0, ge=0, le=86_400)
+    """End the process when loading, compiling and warming up report no progress for longer, seconds. With
+    --no-enable-warm-up it holds for steps too, which then make graphs. 0: never."""
+    max_failed_steps: int = Field(5, ge=0, le=1000)
+    """End the process when this many steps in a row fail, so that its supervisor restarts it. 0: never."""
     log_level: LogLevel = "info"
     """Least severe level that is logged."""
     log_format: LogFormat = "json"
@@ -194,6 +207,16 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self
+
+    @property
+    def step_limit_s(self) -> float:
+        """How long a step may take before the process counts as hung, seconds; 0 for any time."""
+        limits = (
+            (self.hang_timeout_s,)
+            if self.enable_warm_up
+            else (self.hang_timeout_s, self.configure_hang_timeout_s)
+        )
+        return max(limits) if all(limits) else 0.0
 
     def level_for(self, default: int) -> int:
         """Returns the optimization level, 0 to 3; `default` is the device's."""

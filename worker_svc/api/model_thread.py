@@ -5,13 +5,36 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-_Task = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 MODEL_THREAD = "model"
 """The thread's name."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running function, as of its start or its last progress."""
+
+    what: str
+    """The function's kind, in a word for people."""
+    limit_s: float
+    """How long it may run without progress before the process counts as hung, seconds; 0: any time."""
+    since: float
+    """The monotonic time of its start or its last progress."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: Callable[[], Any]
+    future: "asyncio.Future[Any]"
+    what: str
+    limit_s: float
+
+    def running(self) -> Running:
+        return Running(self.what, self.limit_s, time.monotonic())
 
 
 class ModelThread:
@@ -25,27 +48,41 @@ class ModelThread:
         """Starts the thread. Requires a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._busy_since: float | None = None
+        self._task: _Task | None = None
+        self._running: Running | None = None
         self._thread = threading.Thread(target=self._run, name=MODEL_THREAD, daemon=True)
         self._thread.start()
 
     @property
+    def running(self) -> Running | None:
+        """The running function; `None` if none runs. Another object after each progress."""
+        return self._running
+
+    @property
     def busy_s(self) -> float:
         """Seconds since the running function started or last reported progress; 0 if none runs."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        running = self._running
+        return 0.0 if running is None else time.monotonic() - running.since
 
     def progressed(self) -> None:
         """Reports progress; a long-running function on this thread calls it after each of its steps."""
-        self._busy_since = time.monotonic()
+        if self._task is not None:
+            self._running = self._task.running()
 
-    def submit(self, function: Callable[[], R]) -> "asyncio.Future[R]":
+    def submit(
+        self, function: Callable[[], R], *, what: str = "call", limit_s: float = 0.0
+    ) -> "asyncio.Future[R]":
         """Queues a function and returns a future for its result or exception.
 
         Cancelling the future does not stop the function.
+
+        Args:
+            function: runs on this thread.
+            what: its kind, for messages.
+            limit_s: see `Running`.
         """
         future: asyncio.Future[R] = self._loop.create_future()
-        self._tasks.put((function, future))
+        self._tasks.put(_Task(function, future, what, limit_s))
         return future
 
     async def close(self, wait_s: float) -> None:
@@ -55,16 +92,15 @@ class ModelThread:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            function, future = task
-            self._busy_since = time.monotonic()
+            self._task, self._running = task, task.running()
             result, error = None, None
             try:
-                result = function()
+                result = task.function()
             except BaseException as raised:  # noqa: BLE001 - any exception goes to the caller
                 error = raised
-            self._busy_since = None
+            self._task, self._running = None, None
             try:
-                self._loop.call_soon_threadsafe(_settle, future, result, error)
+                self._loop.call_soon_threadsafe(_settle, task.future, result, error)
             except RuntimeError:
                 return  # the loop is closed, so the process is ending
 

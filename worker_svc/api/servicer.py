@@ -12,6 +12,7 @@ from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
 from worker_svc.api.leases import PlanStream, as_triptych_error, elapsed_us, run_plan
 from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
 from worker_svc.model_files import loader
@@ -30,7 +31,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         prepared: asyncio.Future[None],
         worker_id: str,
         model: str,
-        on_ready: Callable[[], Coroutine[Any, Any, None]],
+        on_configured: Callable[[bool], Coroutine[Any, Any, None]],
+        failed_steps: FailedSteps,
+        step_limit_s: float = 0.0,
+        configure_limit_s: float = 0.0,
     ) -> None:
         """Serves `worker`.
 
@@ -40,14 +44,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             prepared: done once the worker is prepared.
             worker_id: identifies this process to the scheduler.
             model: the `--model` setting.
-            on_ready: awaited each time the worker is configured.
+            on_configured: awaited with whether the worker is configured, each time that changes.
+            failed_steps: counts the steps' results.
+            step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
+            configure_limit_s: how long a configuration may go without progress before it does.
         """
         self._worker = worker
         self._thread = thread
         self._prepared = prepared
         self._worker_id = worker_id
         self._model = model
-        self._on_ready = on_ready
+        self._on_configured = on_configured
+        self._failed_steps = failed_steps
+        self._step_limit_s = step_limit_s
+        self._configure_limit_s = configure_limit_s
         self._ready: Ready | None = None
         self._executing = False
         self._log = get_logger()
@@ -79,29 +89,47 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
         def progress(phase: Phase, done: int, total: int, message: str) -> None:
             event = convert.progress_to_proto(phase, done, total, message)
+            self._thread.progressed()
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        configuring = self._thread.submit(lambda: self._configure(geometry, progress))
+        configuring = self._thread.submit(
+            lambda: self._configure(geometry, progress, loop),
+            what="configuration (--configure-hang-timeout-s)",
+            limit_s=self._configure_limit_s,
+        )
         configuring.add_done_callback(lambda _: events.put_nowait(None))
         while (event := await events.get()) is not None:
             yield event
         try:
-            self._ready = configuring.result()
+            ready = configuring.result()
         except Exception as error:  # noqa: BLE001 - the scheduler gets any error and may try again
             await self._refuse_configuration(error, context)
-        await self._on_ready()
-        yield convert.ready_to_proto(self._ready)
+        await self._set_ready(ready)
+        yield convert.ready_to_proto(ready)
 
-    def _configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+    def _configure(
+        self,
+        geometry: Geometry | PoolGeometry,
+        progress: PhaseProgress,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Ready:
         """Configures the worker. Runs on the model thread, after the steps of earlier streams."""
-        if self._executing and not self._worker.is_configured_as(geometry):
-            raise Unavailable("the worker executes another configuration; end its Execute stream first")
+        if not self._worker.is_configured_as(geometry):
+            if self._executing:
+                raise Unavailable("the worker executes another configuration; end its Execute stream first")
+            # Said before the call's end, which a scheduler that hangs up does not wait for.
+            asyncio.run_coroutine_threadsafe(self._set_ready(None), loop)
         return self._worker.configure(geometry, progress)
+
+    async def _set_ready(self, ready: Ready | None) -> None:
+        """Notes whether the worker can execute; `None` if it cannot."""
+        self._ready = ready
+        await self._on_configured(ready is not None)
 
     async def _refuse_configuration(self, error: Exception, context: Context) -> NoReturn:
         if isinstance(error, Unavailable):
             await abort(context, error)  # the running configuration stays
-        self._ready = None
+        await self._set_ready(None)
         if isinstance(error, TriptychError):
             self._log.error("configuration_refused", reason=error.message)
         else:
@@ -163,18 +191,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._executing = False
             plans.close()
             # Queued after a step that may still run, and before the plans of a new stream.
-            self._thread.submit(self._worker.reset)
+            self._thread.submit(self._worker.reset, what="reset", limit_s=self._step_limit_s)
 
     def _submit(
         self, plan: worker_pb2.StepPlan, plans: PlanStream, emit: Callable[[worker_pb2.StepResult], None]
     ) -> None:
         """Queues a plan on the model thread."""
+
+        def emit_and_count(result: worker_pb2.StepResult) -> None:
+            emit(result)
+            self._failed_steps.note(plan, result)
+
         self._thread.submit(
             lambda: run_plan(
                 self._worker,
                 plan,
                 is_superseded=lambda: plans.is_superseded(plan.step),
-                emit=emit,
+                emit=emit_and_count,
                 on_progress=self._thread.progressed,
-            )
+            ),
+            what="step (--hang-timeout-s)",
+            limit_s=self._step_limit_s,
         )

@@ -1,7 +1,9 @@
 """The worker's gRPC service on a real server, with a fake worker behind it."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc.aio
@@ -15,14 +17,13 @@ from protos.errors import (
     Unsupported,
     from_rpc_error,
 )
-from protos.steps import Decode, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import open_channel
+from tests.support.worker.fake_worker import FakeWorker
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
-from worker_svc.execution.worker import Ready, Worker
-from worker_svc.phases import PhaseProgress
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.api.watchdog import FailedSteps, WorkerFailed
+from worker_svc.execution.worker import Worker
 
 pytestmark = pytest.mark.contract
 
@@ -31,34 +32,12 @@ SIZES = worker_pb2.ConfigureRequest(
 )
 
 
-class FakeWorker:
-    """Accepts every configuration unless `error` is set; decodes a slot's position as its token."""
+@dataclass
+class Reports:
+    """What the service said about the worker."""
 
-    grammars = None
-
-    def __init__(self) -> None:
-        self.geometry: Geometry | PoolGeometry | None = None
-        self.error: Exception | None = None
-        self.resets = 0
-
-    def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
-        return geometry == self.geometry
-
-    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
-        if self.error is not None:
-            raise self.error
-        progress("load", 1, 2, "a file")
-        self.geometry = geometry
-        return Ready(geometry, (64,), {"load": 0.5})
-
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        assert isinstance(plan.work, Decode)
-        return [
-            SlotOutput(slot, (at,)) for slot, at in zip(plan.work.slots, plan.work.positions, strict=True)
-        ]
-
-    def reset(self) -> None:
-        self.resets += 1
+    configured: list[bool] = field(default_factory=list)
+    failures: list[WorkerFailed] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -67,11 +46,17 @@ def worker() -> FakeWorker:
 
 
 @pytest.fixture
-async def stub(worker: FakeWorker) -> AsyncIterator[Any]:
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+async def stub(worker: FakeWorker, reports: Reports) -> AsyncIterator[Any]:
     """A client of the service."""
     thread = ModelThread()
 
-    async def on_ready() -> None: ...
+    async def on_configured(configured: bool) -> None:
+        reports.configured.append(configured)
 
     servicer = WorkerServicer(
         cast("Worker", worker),
@@ -79,7 +64,8 @@ async def stub(worker: FakeWorker) -> AsyncIterator[Any]:
         prepared=thread.submit(lambda: None),
         worker_id="w",
         model="m",
-        on_ready=on_ready,
+        on_configured=on_configured,
+        failed_steps=FailedSteps(3, reports.failures.append),
     )
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
@@ -95,6 +81,14 @@ async def configure(
     stub: Any, request: worker_pb2.ConfigureRequest = SIZES
 ) -> list[worker_pb2.ConfigureEvent]:
     return [event async for event in stub.Configure(request)]
+
+
+def other_sizes() -> worker_pb2.ConfigureRequest:
+    """A request for another configuration than `SIZES`."""
+    other = worker_pb2.ConfigureRequest()
+    other.CopyFrom(SIZES)
+    other.max_model_len = 64
+    return other
 
 
 async def refusal(call: Any) -> TriptychError:
@@ -148,9 +142,7 @@ async def test_another_configuration_waits_for_the_end_of_the_stream(stub: Any, 
     steps = stub.Execute()
     await steps.write(decode(1))
     assert list((await steps.read()).token_ids) == [3]
-    other = worker_pb2.ConfigureRequest()
-    other.CopyFrom(SIZES)
-    other.max_model_len = 64
+    other = other_sizes()
     refused = await refusal(configure(stub, other))
     assert isinstance(refused, Unavailable)
     assert "end its Execute stream first" in refused.message
@@ -173,3 +165,62 @@ async def test_grammars_are_refused_by_models_without_them(stub: Any) -> None:
     )
     assert isinstance(refused, Unsupported)
     assert refused.param == "structured_output"
+
+
+async def test_a_failed_reconfiguration_is_reported(stub: Any, worker: FakeWorker, reports: Reports) -> None:
+    """A worker whose reconfiguration starts or fails is not configured; a repeated one changes nothing."""
+    await configure(stub)
+    await configure(stub)
+    assert reports.configured == [False, True, True]
+    reports.configured.clear()
+    worker.error = ConfigurationRefused("lower --kv-memory")
+    await refusal(configure(stub, other_sizes()))
+    assert reports.configured[-1] is False
+    assert True not in reports.configured
+
+
+async def test_an_abandoned_reconfiguration_is_reported(
+    stub: Any, worker: FakeWorker, reports: Reports
+) -> None:
+    """A scheduler that hangs up in the middle leaves a worker that is not configured."""
+    await configure(stub)
+    reports.configured.clear()
+    worker.gate = threading.Event()
+    call = stub.Configure(other_sizes())
+    assert (await call.read()).progress.message == "a file"
+    call.cancel()
+    worker.gate.set()
+    assert reports.configured == [False]
+    refused = await refusal(stub.Execute().read())
+    assert (type(refused), refused.message) == (Unavailable, "the worker is not configured yet")
+
+
+async def test_failed_steps_in_a_row_end_the_worker(stub: Any, worker: FakeWorker, reports: Reports) -> None:
+    """A step that works starts the count anew, one that only frees a slot does not."""
+    await configure(stub)
+    steps = stub.Execute()
+
+    async def run(plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        await steps.write(plan)
+        return cast("worker_pb2.StepResult", await steps.read())
+
+    worker.step_error = RuntimeError("the device is gone\nand more")
+    for step in (1, 2):
+        assert (await run(decode(step))).HasField("error")
+    worker.step_error = None
+    await run(decode(3))
+    worker.step_error = RuntimeError("the device is gone\nand more")
+    for step in (4, 5):
+        await run(decode(step))
+    worker.step_error = None
+    await run(worker_pb2.StepPlan(step=6, release=[0]))
+    assert not reports.failures
+    worker.step_error = RuntimeError("the device is gone\nand more")
+    result = await run(decode(7))
+    assert result.error.message == "the step failed: RuntimeError: the device is gone"
+    (failure,) = reports.failures
+    assert str(failure) == (
+        "3 steps failed in a row, the last with: the step failed: RuntimeError: the device is gone;"
+        " the worker ends, so that its supervisor starts another (--max-failed-steps)"
+    )
+    await steps.done_writing()

@@ -89,3 +89,18 @@ def test_vllms_cache_root_holds_a_folder_for_npus(monkeypatch: pytest.MonkeyPatc
     assert settings().cache_folder("rbln") == Path("/c/rbln")
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
     assert settings().cache_folder("rbln") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit_s"),
+    [
+        ((), 180),
+        (("--no-enable-warm-up",), 3600),
+        (("--no-enable-warm-up", "--hang-timeout-s", "4000"), 4000),
+        (("--hang-timeout-s", "0"), 0),
+        (("--no-enable-warm-up", "--configure-hang-timeout-s", "0"), 0),
+    ],
+)
+def test_steps_that_make_graphs_have_time_for_it(flags: tuple[str, ...], limit_s: float) -> None:
+    """Without warm-up, a step may take as long as a configuration; 0 stands for any time."""
+    assert settings(*flags).step_limit_s == limit_s

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from worker_svc.api.model_thread import MODEL_THREAD, ModelThread
+from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
 
 
 async def test_functions_run_in_order_on_one_thread() -> None:
@@ -89,4 +89,24 @@ async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
     future.cancel()
     let_go.set()
     assert await thread.submit(lambda: "next") == "next"
+    await thread.close(1)
+
+
+async def test_progress_shows_as_another_state() -> None:
+    """What runs is named, with its limit, and changes with each progress."""
+    thread = ModelThread()
+    seen: list[Running | None] = []
+
+    def steps() -> None:
+        seen.append(thread.running)
+        thread.progressed()
+        seen.append(thread.running)
+
+    await thread.submit(steps, what="step", limit_s=3.0)
+    first, second = seen
+    assert first is not None
+    assert second is not None
+    assert (first.what, first.limit_s) == (second.what, second.limit_s) == ("step", 3.0)
+    assert first is not second
+    assert thread.running is None
     await thread.close(1)

@@ -1,0 +1,159 @@
+"""Workers that end themselves: the real command in a real process, with a fake device that fails."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from protos.wire import open_channel
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
+
+SIZES = worker_pb2.ConfigureRequest(
+    max_model_len=32, max_num_seqs=1, chunk=8, block_size=8, decode_buckets=[1], num_blocks=[5]
+)
+DECODE = worker_pb2.StepPlan(step=1, decode=worker_pb2.Decode(slots=[0], positions=[3], bucket=1))
+
+
+class Process:
+    """A worker process and a channel to it."""
+
+    process: asyncio.subprocess.Process
+    channel: grpc.aio.Channel
+    stub: Any
+
+    async def end(self) -> tuple[int, list[str]]:
+        """Waits for the end; returns the exit code and the lines of the log."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(20):
+            log = (await self.process.stderr.read()).decode().splitlines()
+            return await self.process.wait(), log
+
+    async def configure(self) -> None:
+        assert [event async for event in self.stub.Configure(SIZES)][-1].HasField("ready")
+
+
+@contextlib.asynccontextmanager
+async def started(kind: str, *flags: str) -> AsyncIterator[Process]:
+    """Starts `failing_process`."""
+    running = Process()
+    running.process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.worker.failing_process", kind,
+        "--model", "fake", "--port", "0", "--scheduler-address", "", *flags,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert running.process.stderr is not None
+        while (entry := json.loads(await running.process.stderr.readline()))["event"] != "listening":
+            pass
+        async with open_channel(f"127.0.0.1:{entry['port']}") as running.channel:
+            running.stub = worker_pb2_grpc.WorkerStub(running.channel)
+            yield running
+    finally:
+        if running.process.returncode is None:
+            running.process.kill()
+        await running.process.wait()
+
+
+async def test_a_hung_step_ends_the_process() -> None:
+    """The exit code is 1, the last line says why, and the log says where the thread was."""
+    async with started("hang", "--hang-timeout-s", "0.5") as worker:
+        await worker.configure()
+        steps = worker.stub.Execute()
+        await steps.write(DECODE)
+        code, log = await worker.end()
+        assert code == 1
+        assert log[-1].startswith("triptych worker: the model thread made no progress for 0.")
+        assert log[-1].endswith(
+            " s in a step (--hang-timeout-s); the worker ends, so that its supervisor starts another"
+        )
+        (hung,) = [json.loads(line) for line in log[:-1] if '"hung"' in line]
+        assert "failing_process.py" in hung["stack"]
+
+
+async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:
+    """No Python code can run, and the process ends nevertheless."""
+    async with started("native", "--hang-timeout-s", "0.5", "--configure-hang-timeout-s", "0.5") as worker:
+        await worker.configure()
+        steps = worker.stub.Execute()
+        await steps.write(DECODE)
+        code, log = await worker.end()
+        assert code == 1
+        assert any("failing_process.py" in line for line in log)
+
+
+async def test_a_hung_configuration_ends_the_process() -> None:
+    """A configuration has a limit of its own."""
+    async with started("configuration", "--configure-hang-timeout-s", "0.5") as worker:
+        call = worker.stub.Configure(SIZES)
+        code, log = await worker.end()
+        assert code == 1
+        assert "in a configuration (--configure-hang-timeout-s)" in log[-1]
+        call.cancel()
+
+
+async def test_a_long_configuration_with_progress_is_no_hang() -> None:
+    """Only the time since the last progress counts: 3 s of work pass a limit of 1 s."""
+    async with started("slow", "--configure-hang-timeout-s", "1", "--hang-timeout-s", "1") as worker:
+        await worker.configure()
+        steps = worker.stub.Execute()
+        await steps.write(DECODE)
+        assert list((await steps.read()).token_ids) == [3]
+
+
+async def test_a_frozen_process_goes_on() -> None:
+    """The time of a freeze does not count: 2 s of it pass a limit of 1.5 s."""
+    async with started("slow", "--configure-hang-timeout-s", "1.5") as worker:
+        events = aiter(worker.stub.Configure(SIZES))
+        await anext(events)
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(2)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        assert [event async for event in events][-1].HasField("ready")
+
+
+async def test_a_broken_device_ends_the_process() -> None:
+    """Every step's error is answered; then the exit code is 1, and the last line says why."""
+    async with started("broken", "--max-failed-steps", "3") as worker:
+        await worker.configure()
+        steps = worker.stub.Execute()
+        for _ in range(3):
+            await steps.write(DECODE)
+            assert (await steps.read()).error.message == "the step failed: RuntimeError: the device is gone"
+        code, log = await worker.end()
+        assert code == 1
+        assert log[-1] == (
+            "triptych worker: 3 steps failed in a row, the last with: the step failed: RuntimeError: the"
+            " device is gone; the worker ends, so that its supervisor starts another (--max-failed-steps)"
+        )
+
+
+async def test_health_follows_the_configuration() -> None:
+    """A worker serves once it is configured, and not any more once a reconfiguration has failed."""
+    states = health_pb2.HealthCheckResponse
+    async with started("fine") as worker:
+        health: Any = health_pb2_grpc.HealthStub(worker.channel)
+
+        async def status() -> int:
+            return int((await health.Check(health_pb2.HealthCheckRequest())).status)
+
+        assert await status() == states.NOT_SERVING
+        await worker.configure()
+        assert await status() == states.SERVING
+        bad = worker_pb2.ConfigureRequest()
+        bad.CopyFrom(SIZES)
+        bad.max_model_len = 13
+        with pytest.raises(grpc.aio.AioRpcError, match="--max-model-len 13"):
+            await worker.stub.Configure(bad).read()
+        assert await status() == states.NOT_SERVING
+        await worker.configure()
+        assert await status() == states.SERVING

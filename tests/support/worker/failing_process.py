@@ -1,0 +1,54 @@
+"""A worker process whose device fails: `python -m tests.support.worker.failing_process KIND FLAGS`.
+
+It is the worker's command with a fake in place of the model. Its first configuration succeeds.
+"""
+
+import ctypes
+import sys
+import threading
+import time
+
+from protos.errors import ConfigurationRefused
+from protos.steps import SlotOutput, StepPlan
+from tests.support.worker.fake_worker import FakeWorker
+from worker_svc import __main__, service
+from worker_svc.execution.worker import Ready
+from worker_svc.phases import PhaseProgress
+from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
+
+KIND = sys.argv.pop(1)
+NATIVE_SLEEP_S = 120
+REFUSED_LEN = 13
+
+
+class FailingWorker(FakeWorker):
+    """Steps fail in the way of `KIND`; "slow" configures in ten parts of 0.3 s instead."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        del settings
+
+    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+        for part in range(10 if KIND == "slow" else 0):
+            progress("compile", part, 10, "a graph")
+            time.sleep(0.3)
+        if isinstance(geometry, Geometry) and geometry.max_model_len == REFUSED_LEN:
+            raise ConfigurationRefused(f"--max-model-len {REFUSED_LEN} is refused")
+        if KIND == "configuration":
+            threading.Event().wait()
+        return super().configure(geometry, progress)
+
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+        if KIND == "hang":
+            threading.Event().wait()
+        if KIND == "native":  # keeps the interpreter's lock
+            ctypes.PyDLL(None).sleep(NATIVE_SLEEP_S)
+        if KIND == "broken":
+            raise RuntimeError("the device is gone")
+        return super().execute(plan)
+
+
+if __name__ == "__main__":
+    vars(service)["Worker"] = FailingWorker
+    sys.exit(__main__.main())

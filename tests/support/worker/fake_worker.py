@@ -1,0 +1,55 @@
+"""A fake of `execution.worker.Worker`: no model, no device."""
+
+import threading
+
+from protos.steps import Decode, SlotOutput, StepPlan
+from worker_svc.execution.worker import Ready
+from worker_svc.phases import PhaseProgress
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
+
+
+class FakeWorker:
+    """Accepts every configuration unless `error` is set; decodes a slot's position as its token."""
+
+    grammars = None
+
+    def __init__(self) -> None:
+        self.geometry: Geometry | PoolGeometry | None = None
+        self.error: Exception | None = None
+        """Fails configurations."""
+        self.step_error: Exception | None = None
+        """Fails steps that have work."""
+        self.gate: threading.Event | None = None
+        """If set, a configuration waits for it after its first progress."""
+        self.resets = 0
+
+    def prepare(self) -> None:
+        """Has nothing to prepare."""
+
+    def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
+        return geometry == self.geometry
+
+    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+        if self.error is not None:
+            raise self.error
+        progress("load", 1, 2, "a file")
+        if self.gate is not None:
+            self.gate.wait()
+        self.geometry = geometry
+        return Ready(geometry, (64,), {"load": 0.5})
+
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+        if plan.work is None:
+            return []
+        if self.step_error is not None:
+            raise self.step_error
+        assert isinstance(plan.work, Decode)
+        return [
+            SlotOutput(slot, (at,)) for slot, at in zip(plan.work.slots, plan.work.positions, strict=True)
+        ]
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def close(self) -> None:
+        """Has nothing to close."""

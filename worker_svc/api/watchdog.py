@@ -1,0 +1,137 @@
+"""Ends a worker that cannot work: its model thread hangs, or its steps fail one after the other.
+
+Such a process helps nobody, and only a new one can help: its supervisor starts it.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from protos.logs import get_logger
+from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
+
+if TYPE_CHECKING:
+    from protos.triptych.v1 import worker_pb2
+
+EXIT_CODE = 1
+"""The exit code of a worker that ended itself. 2 would mean a bad setting."""
+_LONGEST_INTERVAL_S = 1.0
+# A log that nobody reads, such as a full pipe, must not keep a hung process alive.
+_REPORT_S = 2.0
+
+
+class WorkerFailed(Exception):  # noqa: N818 - a state, not an error
+    """The worker cannot go on and ends. The text is one line for people."""
+
+
+class FailedSteps:
+    """Counts failed steps in a row."""
+
+    def __init__(self, limit: int, on_limit: Callable[[WorkerFailed], object]) -> None:
+        """Starts at 0.
+
+        Args:
+            limit: how many failed steps in a row are too many; 0 for any number.
+            on_limit: called with the reason at the limit and at each failed step above it.
+        """
+        self._limit = limit
+        self._on_limit = on_limit
+        self._count = 0
+
+    def note(self, plan: "worker_pb2.StepPlan", result: "worker_pb2.StepResult") -> None:
+        """Counts a step's result. Call it on one thread."""
+        if result.HasField("error"):
+            self._count += 1
+            if self._limit and self._count >= self._limit:
+                self._on_limit(
+                    WorkerFailed(
+                        f"{self._count} steps failed in a row, the last with: {result.error.message};"
+                        " the worker ends, so that its supervisor starts another (--max-failed-steps)"
+                    )
+                )
+        elif plan.WhichOneof("work") is not None:
+            # A plan that only releases slots does not touch the device and proves nothing.
+            self._count = 0
+
+
+class Watchdog:
+    """Ends the process when the model thread makes no progress for longer than its function may.
+
+    It is a thread of its own, because the event loop may hang as well. It adds up the time between its own
+    looks, so a freeze of the whole process that is shorter than the limit does not count. If the model thread
+    hangs in native code that holds the interpreter's lock, no Python code runs any more; a timer of the
+    interpreter, which needs no lock, then ends the process.
+    """
+
+    def __init__(
+        self, thread: ModelThread, *, longest_s: float, give_up: Callable[[str], None] | None = None
+    ) -> None:
+        """Starts watching.
+
+        Args:
+            thread: the model thread.
+            longest_s: the longest limit of a function, for the timer while no function runs; 0 for no timer.
+            give_up: called once with the reason. Default: ends the process.
+        """
+        self._thread = thread
+        self._longest_s = longest_s
+        self._give_up = give_up or end_process
+        self._closed = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._watching.start()
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._closed.set()
+        self._watching.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        seen: Running | None = None
+        silent_s, interval_s, looked = 0.0, 0.0, time.monotonic()
+        while not self._closed.wait(interval_s):
+            now, running = time.monotonic(), self._thread.running
+            # A longer time than asked for means that this process did not run.
+            silent_s = silent_s + min(now - looked, 2 * interval_s) if running is seen else 0.0
+            seen, looked = running, now
+            limit_s = running.limit_s if running else self._longest_s
+            if running and limit_s and silent_s > limit_s:
+                self._give_up(
+                    f"the model thread made no progress for {silent_s:.3g} s in a {running.what};"
+                    " the worker ends, so that its supervisor starts another"
+                )
+                return
+            interval_s = min(_LONGEST_INTERVAL_S, limit_s / 4) if limit_s else _LONGEST_INTERVAL_S
+            if limit_s:
+                faulthandler.dump_traceback_later(limit_s + 2 * _LONGEST_INTERVAL_S, exit=True)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def end_process(reason: str) -> None:
+    """Logs the reason and where the model thread is, prints the reason as one line, and exits at once."""
+
+    def report() -> None:
+        get_logger().error("hung", reason=reason, stack=_stack_of(MODEL_THREAD))
+        sys.stderr.write(f"triptych worker: {reason}\n")
+        sys.stderr.flush()
+
+    reporting = threading.Thread(target=report, daemon=True)
+    reporting.start()
+    reporting.join(_REPORT_S)
+    # A normal exit would wait for the device.
+    os._exit(EXIT_CODE)
+
+
+def _stack_of(name: str) -> str:
+    """Returns where the thread with this name is; empty if there is none."""
+    frames = sys._current_frames()  # noqa: SLF001 - the documented way to see another thread's stack
+    for thread in threading.enumerate():
+        if thread.name == name and thread.ident in frames:
+            return "".join(traceback.format_stack(frames[thread.ident]))
+    return ""
