@@ -1,7 +1,9 @@
 """Keeps the worker registered with its scheduler."""
 
 import asyncio
+import math
 import random
+import time
 
 import grpc.aio
 
@@ -12,6 +14,9 @@ from protos.wire import SCHEMA_REVISION, open_channel
 
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
+
+# A registration that ends sooner counts as failed, even if the worker served for a moment.
+_LASTING_S = 1.0
 
 # Errors that a retry with the same settings cannot fix.
 _FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
@@ -38,10 +43,12 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
     async with open_channel(scheduler) as channel:
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         while True:
+            served_since = math.inf
             try:
                 # wait_for_ready waits for a scheduler that is not up yet, with the channel's backoff.
                 async for event in stub.Register(request, wait_for_ready=True):
-                    delay_s, last_reason = _FIRST_DELAY_S, ""
+                    if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
+                        served_since, last_reason = time.monotonic(), ""
                     log.info("registered", state=_state(event.state), message=event.message)
                 reason = "the scheduler ended the registration"
             except grpc.aio.AioRpcError as error:
@@ -51,6 +58,8 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
                         f"the scheduler at {scheduler} refuses this worker: {failure.message}"
                     ) from error
                 reason = failure.message
+            if time.monotonic() - served_since >= _LASTING_S:
+                delay_s = _FIRST_DELAY_S
             if reason != last_reason:  # log a reason once, not at every retry
                 log.warning("not_registered", reason=reason, retry="until it succeeds")
                 last_reason = reason

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from protos.errors import Unavailable, abort
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION
+from worker_svc.api import registration
 from worker_svc.api.registration import stay_registered
 
 
@@ -20,6 +22,8 @@ class FakeRegistry(registry_pb2_grpc.WorkerRegistryServicer):
     def __init__(self) -> None:
         self.requests: asyncio.Queue[registry_pb2.RegisterRequest] = asyncio.Queue()
         self.refusals = 0
+        self.failures = 0
+        """Registrations that are accepted and then fail."""
         self.end = asyncio.Event()
 
     async def Register(
@@ -30,6 +34,9 @@ class FakeRegistry(registry_pb2_grpc.WorkerRegistryServicer):
             self.refusals -= 1
             await abort(context, Unavailable("not yet"))
         yield registry_pb2.RegisterEvent(state=registry_pb2.RegisterEvent.STATE_ACCEPTED)
+        if self.failures:
+            self.failures -= 1
+            await abort(context, Unavailable("the worker cannot be configured"))
         await self.end.wait()
 
 
@@ -75,6 +82,25 @@ async def test_an_ended_or_refused_registration_is_repeated() -> None:
             assert (await registry.requests.get()).worker_id == "w1"
         registry.end.set()
         assert (await registry.requests.get()).worker_id == "w1"
+    await server.stop(0)
+
+
+@pytest.mark.timeout(30)
+async def test_a_registration_that_fails_later_does_not_reset_the_delay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The delays double from one failed registration to the next, although each of them was accepted."""
+    monkeypatch.setattr(registration, "_FIRST_DELAY_S", 0.05)
+    registry = FakeRegistry()
+    registry.failures = 3
+    server, port = await serve(registry)
+    async with registered(port):
+        await registry.requests.get()
+        started = time.monotonic()
+        for _ in range(3):
+            await registry.requests.get()
+        took_s = time.monotonic() - started
+    assert took_s > 0.8 * (0.05 + 0.1 + 0.2)
     await server.stop(0)
 
 
