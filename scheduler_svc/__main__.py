@@ -29,7 +29,11 @@ async def serve(settings: Settings) -> None:
     log = get_logger()
     deployment = Deployment(settings)
     inference = InferenceServicer(deployment)
-    registry = RegistryServicer(deployment, step_timeout_s=settings.step_timeout_s)
+    registry = RegistryServicer(
+        deployment,
+        step_timeout_s=settings.step_timeout_s,
+        detach_after_failed_steps=settings.detach_after_failed_steps,
+    )
 
     def register(server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)

@@ -51,7 +51,7 @@ class Settings(ServiceSettings):
         Group.EMBEDDINGS: ("pool_batch_sizes", "pool_prompt_lens"),
         Group.QUEUE: ("order", "ageing_s", "tenant_weights", "max_waiting_requests", "max_waiting_tokens"),
         Group.ADDRESSES: ("host", "port"),
-        Group.TIMEOUTS: ("step_timeout_s", "replica_wait_s", "drain_s"),
+        Group.TIMEOUTS: ("step_timeout_s", "detach_after_failed_steps", "replica_wait_s", "drain_s"),
         Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
     }
 
@@ -130,7 +130,10 @@ class Settings(ServiceSettings):
     max_waiting_tokens: int = Field(1_000_000, ge=1)
     """Prompt tokens of all requests that may wait for a slot."""
     step_timeout_s: float = Field(120.0, gt=0)
-    """Seconds after which a worker that has not finished a step counts as lost."""
+    """Seconds after which a worker that has not finished a step counts as lost. Once the usual time of such
+    steps is known, the limit is 20 times that, but 5 s or more."""
+    detach_after_failed_steps: int = Field(3, ge=1, le=1000)
+    """Steps that a worker may fail in a row before it loses its registration for a while."""
     replica_wait_s: float = Field(120.0, ge=0)
     """Seconds that accepted requests wait for a worker when none is left."""
     state_dir: Path | None = None

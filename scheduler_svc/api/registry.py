@@ -11,6 +11,10 @@ from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.driver import WorkerAddress, WorkerDriver
+from scheduler_svc.workers.failed_steps import FailedSteps
+
+# Workers with failed steps that are remembered; a restarted process is another worker.
+_REMEMBERED = 256
 
 _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
@@ -54,13 +58,21 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     A stream ends with its worker, and the end of a stream means that the worker is lost.
     """
 
-    def __init__(self, deployment: Deployment, *, step_timeout_s: float) -> None:
+    def __init__(
+        self, deployment: Deployment, *, step_timeout_s: float, detach_after_failed_steps: int
+    ) -> None:
         """Adds workers to `deployment`.
 
-        A worker that takes longer than `step_timeout_s` for a step counts as lost.
+        Args:
+            deployment: the deployment.
+            step_timeout_s: a worker that takes longer for a step counts as lost.
+            detach_after_failed_steps: a worker that fails that many steps in a row loses its registration.
         """
         self._deployment = deployment
         self._step_timeout_s = step_timeout_s
+        self._detach_after_failed_steps = detach_after_failed_steps
+        # Workers whose last step failed.
+        self._failed_steps: dict[str, FailedSteps] = {}
         self._active: set[str] = set()
         self._log = get_logger()
 
@@ -72,11 +84,16 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             address = address_of(request, context.peer())
             if address.replica_id in self._active:
                 raise Unavailable(f"replica {address.replica_id} is still registered; retry")
+            failed_steps = self._failed_steps.get(address.worker_id)
+            failed_steps = failed_steps or FailedSteps(self._detach_after_failed_steps)
+            failed_steps.check()
         except TriptychError as error:
             self._log.warning("worker_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
         self._active.add(address.replica_id)
-        driver = WorkerDriver(address, self._deployment, step_timeout_s=self._step_timeout_s)
+        driver = WorkerDriver(
+            address, self._deployment, step_timeout_s=self._step_timeout_s, failed_steps=failed_steps
+        )
         running = asyncio.create_task(driver.run(), name=f"replica {address.replica_id}")
         ready = asyncio.create_task(driver.ready.wait())
         try:
@@ -97,6 +114,15 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
                 task.cancel()
             await asyncio.gather(running, ready, return_exceptions=True)
             self._active.discard(address.replica_id)
+            self._remember(address.worker_id, failed_steps)
+
+    def _remember(self, worker_id: str, failed_steps: FailedSteps) -> None:
+        """Keeps the count of a worker whose last step failed, for its next registration."""
+        self._failed_steps.pop(worker_id, None)
+        if failed_steps.failing:
+            self._failed_steps[worker_id] = failed_steps
+        if len(self._failed_steps) > _REMEMBERED:
+            del self._failed_steps[next(iter(self._failed_steps))]
 
 
 def _event(state: registry_pb2.RegisterEvent.State.ValueType, message: str) -> registry_pb2.RegisterEvent:

@@ -25,6 +25,8 @@ class AttachedReplica:
     """
     withdraw: CompileRequest = lambda _: None
     """Cancels compiling a grammar; the driver then sends no answer."""
+    failing: Callable[[], bool] = lambda: False
+    """Whether the worker's last step failed; it then looks empty, because its requests fail at once."""
 
 
 class Placer:
@@ -129,6 +131,7 @@ class Placer:
             # Keep the sequences of one request together while there are slots: they share blocks.
             free.sort(
                 key=lambda item: (
+                    item[1].failing(),
                     not item[1].scheduler.shares_prompt(request),
                     self._policy.cost(request, item[1].scheduler),
                 )

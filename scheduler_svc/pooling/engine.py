@@ -65,6 +65,8 @@ class PoolReplica:
     scheduler: PoolScheduler
     wake: Callable[[], None]
     """Tells the replica's driver that there is work."""
+    failing: Callable[[], bool] = lambda: False
+    """Whether the worker's last step failed."""
 
 
 class PoolEngine:
@@ -274,11 +276,17 @@ class PoolEngine:
         return len(requests)
 
     def _wake_one(self, but: str = "") -> None:
-        """Wakes a free replica; after taking its batch, it wakes the next one if requests still wait."""
-        for replica_id, replica in self.replicas.items():
-            if replica.scheduler.idle and replica_id != but:
-                replica.wake()
-                return
+        """Wakes a free replica; after taking its batch, it wakes the next one if requests still wait.
+
+        A failing replica is the last choice. It is free soon after each batch, which it fails.
+        """
+        free = [
+            replica
+            for replica_id, replica in self.replicas.items()
+            if replica.scheduler.idle and replica_id != but
+        ]
+        if free:
+            min(free, key=lambda replica: replica.failing()).wake()
 
     def _end(self, request: Request, event: Event) -> None:
         request.state = RequestState.FINISHED

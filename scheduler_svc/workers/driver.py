@@ -1,6 +1,7 @@
 """The driver of one worker: dials back, configures it, and runs its step loop until it is lost or leaves."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc.aio
@@ -11,7 +12,8 @@ from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
 from scheduler_svc.convert.model import WorkerDescription, description_from_proto
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
+from scheduler_svc.workers.engine_protocol import ReplicaSetup, StepScheduler, WorkerLink
+from scheduler_svc.workers.failed_steps import FailedSteps
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
 from scheduler_svc.workers.model_files import FileReceiver
 from scheduler_svc.workers.step_loop import StepLoop
@@ -35,20 +37,39 @@ class WorkerAddress:
     """Host and port to dial."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Configured:
+    """A worker that is configured."""
+
+    description: WorkerDescription
+    setup: ReplicaSetup
+    ready: worker_pb2.ConfigureReady
+    files: Mapping[str, bytes]
+
+
 class WorkerDriver:
     """Drives one worker from its registration to its end."""
 
-    def __init__(self, address: WorkerAddress, deployment: Deployment, *, step_timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: WorkerAddress,
+        deployment: Deployment,
+        *,
+        step_timeout_s: float,
+        failed_steps: FailedSteps,
+    ) -> None:
         """Prepares to dial `address`.
 
         Args:
             address: the worker.
             deployment: the deployment that the worker joins.
             step_timeout_s: a worker that takes longer for one step counts as lost.
+            failed_steps: counts the worker's failed steps.
         """
         self.address = address
         self._deployment = deployment
         self._step_timeout_s = step_timeout_s
+        self._failed_steps = failed_steps
         self._log = get_logger(replica=address.replica_id, worker=address.worker_id, target=address.target)
         self.ready = asyncio.Event()
         """Set once the worker receives steps."""
@@ -64,13 +85,21 @@ class WorkerDriver:
             self._deployment.starting[self.address.replica_id] = "dialling"
             compiler = GrammarCompiler(stub, self._log)
             loop = StepLoop(
-                stub, self._deployment.dispatch, step_timeout_s=self._step_timeout_s, log=self._log
+                stub,
+                self._deployment.dispatch,
+                step_timeout_s=self._step_timeout_s,
+                failed_steps=self._failed_steps,
+                log=self._log,
+            )
+            link = WorkerLink(
+                loop.wake, compiler.compile, compiler.withdraw, lambda: self._failed_steps.failing
             )
             try:
-                link = WorkerLink(loop.wake, compiler.compile, compiler.withdraw)
-                scheduler = await self._start(stub, link)
-                self.ready.set()
-                await loop.run(scheduler)
+                configured = await self._start(stub)
+                async with loop.stream() as call:
+                    scheduler = self._attach(configured, link)
+                    self.ready.set()
+                    await loop.run(call, scheduler)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             except TriptychError:
@@ -85,8 +114,8 @@ class WorkerDriver:
                 if requeued:
                     self._log.warning("requests_requeued", count=requeued)
 
-    async def _start(self, stub: "worker_pb2_grpc.WorkerAsyncStub", link: WorkerLink) -> StepScheduler:
-        """Configures the worker and attaches it to the deployment."""
+    async def _start(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> _Configured:
+        """Configures the worker."""
         description = await self._describe(stub)
         setup = self._deployment.set_up(self.address.replica_id, description)
         self._log.info(
@@ -98,15 +127,19 @@ class WorkerDriver:
             worker_pb2.GetModelFilesRequest(), timeout=MODEL_FILES_TIMEOUT_S
         ):
             files.add(chunk.name, chunk.data, last=chunk.last)
-        num_blocks = tuple(ready.num_blocks)
+        return _Configured(description, setup, ready, files.files())
+
+    def _attach(self, worker: _Configured, link: WorkerLink) -> StepScheduler:
+        """Attaches the worker to the deployment."""
+        num_blocks = tuple(worker.ready.num_blocks)
         scheduler = self._deployment.attach(
-            self.address.replica_id, description, setup, num_blocks, files.files(), link
+            self.address.replica_id, worker.description, worker.setup, num_blocks, worker.files, link
         )
         self._log.info(
             "ready",
             num_blocks=list(num_blocks),
-            graphs=len(ready.graphs),
-            phase_seconds=dict(ready.phase_seconds),
+            graphs=len(worker.ready.graphs),
+            phase_seconds=dict(worker.ready.phase_seconds),
         )
         return scheduler
 

@@ -122,6 +122,8 @@ class WorkerLink:
     """Compiles a grammar, then calls the function with None or with the reason why it cannot be compiled."""
     withdraw_grammar: Callable[[Grammar], None]
     """Cancels compiling a grammar; its function is then not called."""
+    failing: Callable[[], bool]
+    """Whether the worker's last step failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,9 @@ class GeneratingReplicas:
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
 
-        self.engine.attach(replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar))
+        self.engine.attach(
+            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing)
+        )
         return scheduler
 
     def _make_cache(

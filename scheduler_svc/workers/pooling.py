@@ -69,7 +69,7 @@ class PoolingReplicas:
         pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size)
         self.engine.serve(pooled, shapes)
         scheduler = self.engine.make_scheduler(replica_id, pooled)
-        self.engine.attach(replica_id, PoolReplica(scheduler, link.wake))
+        self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))
         return scheduler
 
 

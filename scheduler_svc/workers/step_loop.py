@@ -1,7 +1,9 @@
 """The step loop of one worker: sends plans and delivers their results, over one Execute stream."""
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 import grpc.aio
@@ -9,11 +11,16 @@ from structlog.typing import FilteringBoundLogger
 
 from protos.errors import Unavailable
 from protos.step_messages import plan_to_proto, result_from_proto
-from protos.steps import StepPlan, StepResult
+from protos.steps import StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.workers.engine_protocol import StepScheduler
+from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.step_budget import Deadline, StepBudgets, UsualTime
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
+
+# The first plan of a stream, which changes nothing. The scheduler's own plans begin at 1.
+_GREETING = StepPlan(0)
 
 
 class StepLoop:
@@ -25,6 +32,7 @@ class StepLoop:
         dispatch: Callable[[], None],
         *,
         step_timeout_s: float,
+        failed_steps: FailedSteps,
         log: FilteringBoundLogger,
     ) -> None:
         """Prepares to drive the worker behind `stub`.
@@ -33,12 +41,20 @@ class StepLoop:
             stub: the worker.
             dispatch: gives waiting requests to replicas that have room.
             step_timeout_s: a worker that takes longer for one step counts as lost.
+            failed_steps: counts the worker's failed steps.
             log: names the worker.
         """
         self._stub = stub
         self._dispatch = dispatch
         self._step_timeout_s = step_timeout_s
+        self._failed_steps = failed_steps
         self._log = log
+        self._budgets = StepBudgets(step_timeout_s)
+        self._deadline: Deadline
+        # The plans without their last result, each with the usual time of its steps.
+        self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
+        # Set when a step is overdue, just before the call is cancelled.
+        self._overdue: Unavailable | None = None
         self._work = asyncio.Event()
         # Ends a lease early; set while results are outstanding.
         self._interrupt: Callable[[], None] | None = None
@@ -50,21 +66,52 @@ class StepLoop:
         if self._interrupt is not None:
             self._interrupt()
 
-    async def run(self, scheduler: StepScheduler) -> None:
-        """Runs until the worker is lost.
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator["_Call"]:
+        """Opens the Execute stream for the block, which begins once the worker has answered on it.
 
         Raises:
-            Unavailable: the worker ended the stream or did not answer in time.
-            Internal: a result does not belong to its plan.
+            Unavailable: the worker refused the stream, or did not answer.
         """
         call = self._stub.Execute()
+        try:
+            try:
+                async with asyncio.timeout(self._step_timeout_s):
+                    await self._write(call, _GREETING)
+                    answer = await call.read()
+            except TimeoutError:
+                raise Unavailable(
+                    f"the worker did not accept the Execute stream within {self._step_timeout_s:g} s"
+                ) from None
+            if answer is grpc.aio.EOF:
+                raise await _end_of(call)
+            if (error := result_from_proto(cast("worker_pb2.StepResult", answer)).error) is not None:
+                raise error
+            yield call
+        finally:
+            call.cancel()
+
+    async def run(self, call: "_Call", scheduler: StepScheduler) -> None:
+        """Runs on an accepted stream until the worker is lost.
+
+        Raises:
+            Unavailable: the worker ended the stream, did not answer in time or failed too many steps.
+            Internal: a result does not belong to its plan.
+        """
         # grpc.aio keeps a Future for every question about a call's status until the call ends. One callback
         # serves all idle periods.
         call.add_done_callback(lambda _: self._work.set())
+        self._deadline = Deadline(lambda: self._give_up(call))
         try:
             while True:
                 await self._step(call, scheduler)
+        except asyncio.CancelledError:
+            # A cancelled call raises the same as a cancelled task.
+            if self._overdue is None:
+                raise
+            raise self._overdue from None
         finally:
+            self._deadline.close()
             call.cancel()
             if self._interrupting is not None:
                 self._interrupting.cancel()
@@ -78,15 +125,18 @@ class StepLoop:
             self._work.clear()
             await self._idle(call)
             return
+        usual = self._budgets.of(plan.work)
+        self._sent.append((plan, usual))
+        self._deadline.set(usual.budget_s)
         await self._write(call, plan)
         self._interrupt = lambda: self._cut_short(call, scheduler)
         self._interrupt()  # work may have arrived while the plan was being written
         try:
-            scheduler.update(await self._read(call, plan.step))
+            await self._deliver(call, scheduler)
             while scheduler.has_pending:
                 self._dispatch()
                 self.wake()
-                scheduler.update(await self._read(call, plan.step))
+                await self._deliver(call, scheduler)
         finally:
             self._interrupt = None
         if self._interrupting is not None:
@@ -96,42 +146,50 @@ class StepLoop:
     def _cut_short(self, call: "_Call", scheduler: StepScheduler) -> None:
         plan = scheduler.interrupt()
         if plan is not None:
+            self._sent.append((plan, self._budgets.of(plan.work)))
             self._interrupting = asyncio.ensure_future(self._write(call, plan))
 
     async def _write(self, call: "_Call", plan: StepPlan) -> None:
-        try:
-            async with asyncio.timeout(self._step_timeout_s):
-                await call.write(plan_to_proto(plan))
-        except TimeoutError:
-            raise self._hangs(plan.step) from None
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            pass  # the call has ended; reading from it gives the reason
+        # A write fails if the call has ended; reading from it gives the reason.
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await call.write(plan_to_proto(plan))
 
-    async def _read(self, call: "_Call", step: int) -> StepResult:
-        """Returns the next result; `step` is the plan that started this run of results."""
-        try:
-            async with asyncio.timeout(self._step_timeout_s):
-                answer = await call.read()
-        except TimeoutError:
-            raise self._hangs(step) from None
+    async def _deliver(self, call: "_Call", scheduler: StepScheduler) -> None:
+        """Waits for the next result and delivers it."""
+        plan, usual = self._sent[0]
+        self._deadline.set(usual.budget_s)
+        answer = await call.read()
+        seconds = self._deadline.answered()
         if answer is grpc.aio.EOF:
-            code, details = await call.code(), await call.details()
-            raise Unavailable(f"the worker ended its stream: {details or code.name}")
+            raise await _end_of(call)
         result = result_from_proto(cast("worker_pb2.StepResult", answer))
+        # A result may have lain here for a while, so the time of the worker counts, too.
+        usual.observe(max(seconds, result.execute_us * 1e-6))
+        if result.last:
+            self._sent.popleft()
         if result.error is not None:
             self._log.error("step_failed", step=result.step, error=result.error.message)
-        return result
+        scheduler.update(result)
+        if result.error is not None:
+            self._failed_steps.failed(result.error.message)
+        elif plan.work is not None:
+            self._failed_steps.succeeded()
 
     async def _idle(self, call: "_Call") -> None:
         """Waits for work, or for the worker to end the stream."""
         if not call.done():
             await self._work.wait()
         if call.done():
-            raise Unavailable(
-                f"the worker ended its stream: {await call.details() or (await call.code()).name}"
-            )
+            raise await _end_of(call)
 
-    def _hangs(self, step: int) -> Unavailable:
-        return Unavailable(
-            f"step {step} was not answered within {self._step_timeout_s:g} s; the worker hangs"
+    def _give_up(self, call: "_Call") -> None:
+        """Ends the call of a worker that hangs."""
+        plan, usual = self._sent[0]
+        self._overdue = Unavailable(
+            f"step {plan.step} was not answered within {usual.budget_s:g} s; the worker hangs"
         )
+        call.cancel()
+
+
+async def _end_of(call: "_Call") -> Unavailable:
+    return Unavailable(f"the worker ended its stream: {await call.details() or (await call.code()).name}")

@@ -409,7 +409,9 @@ class StepPlan(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Number of the plan on this stream, from 1."""
+    """Number of the plan on this stream, from 1. An empty plan with the number 0 comes first: its result shows
+    that the worker has accepted the stream.
+    """
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots to free; the same plan may admit requests to them again."""

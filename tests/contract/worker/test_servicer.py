@@ -136,6 +136,17 @@ async def test_a_failed_configuration_can_be_repeated(
     assert len(await configure(stub)) == 2
 
 
+async def test_the_empty_plan_0_is_answered(stub: Any) -> None:
+    """The scheduler's greeting shows that the stream was accepted, and the plans after it begin at 1."""
+    await configure(stub)
+    steps = stub.Execute()
+    await steps.write(worker_pb2.StepPlan())
+    result = await steps.read()
+    assert (result.step, result.last, result.HasField("error")) == (0, True, False)
+    await steps.write(decode(1))
+    assert list((await steps.read()).token_ids) == [3]
+
+
 async def test_another_configuration_waits_for_the_end_of_the_stream(stub: Any, worker: FakeWorker) -> None:
     """While a stream is open, other sizes are refused and the configuration in use continues."""
     await configure(stub)

@@ -59,6 +59,9 @@ class FakePoolWorker(FakeWorker):
         shapes = {(shape.batch, shape.query_len) for shape in self.configured.pool_shapes}
         slots: dict[int, worker_pb2.SlotRequest] = {}
         async for plan in request_iterator:
+            if plan.step == 0:
+                yield worker_pb2.StepResult(last=True)
+                continue
             for slot in plan.release:
                 del slots[slot]
             for request in plan.admit:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from protos.errors import TriptychError, abort
+from protos.errors import Internal, TriptychError, abort
 from protos.step_messages import plan_from_proto
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -26,6 +26,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     hold_at_step: int | None = None
     """Closes the gate before this step, counted over all plans."""
     refuse_configure: TriptychError | None = None
+    refuse_execute: TriptychError | None = None
+    silent: bool = False
+    """Accepts the Execute stream and answers nothing."""
+    fail_from_step: int | None = None
+    """Answers this step and all later ones with an error, until it is None again."""
     schema_revision: int = SCHEMA_REVISION
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
     window: int = 0
@@ -93,6 +98,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
+        if self.refuse_execute is not None:
+            await abort(context, self.refuse_execute)
         assert self.configured is not None
         geometry = Geometry(
             self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
@@ -104,6 +111,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
         try:
             while (plan := await plans.get()) is not None:
+                if self.silent:
+                    continue
+                if plan.step == 0:
+                    yield worker_pb2.StepResult(last=True)
+                    continue
                 lease = plan.work.lease if isinstance(plan.work, Decode) else 1
                 for index in range(lease):
                     self.steps += 1
@@ -112,6 +124,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     await self.gate.wait()
                     if self.steps == self.die_at_step:
                         return
+                    if self.fail_from_step is not None and self.steps >= self.fail_from_step:
+                        error = Internal("the device failed").to_proto()
+                        yield worker_pb2.StepResult(step=plan.step, lease_index=index, last=True, error=error)
+                        break
                     result = self.device.run(plan)
                     # Like a real worker, look for a newer plan after each step.
                     last = index + 1 == lease or not plans.empty()
@@ -131,6 +147,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             async for message in messages:
                 plan = plan_from_proto(message)
                 plans.put_nowait(plan)
-                self.plans.put_nowait(plan)
+                if plan.step > 0:
+                    self.plans.put_nowait(plan)
         finally:
             plans.put_nowait(None)

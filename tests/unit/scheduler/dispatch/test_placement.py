@@ -1,5 +1,6 @@
 """Several replicas on one engine: placement of requests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -39,12 +40,13 @@ class Second:
 
 
 def add_replica(
-    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None
-) -> Second:
+    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None,
+    failing: Callable[[], bool] = lambda: False,
+) -> Second:  # fmt: skip
     geometry = geometry or rig.geometry
     kv = KvCache(geometry, (FULL,), [num_blocks], model="m")
     scheduler = ReplicaScheduler(geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
-    rig.engine.attach(name, AttachedReplica(scheduler, lambda: None))
+    rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, failing=failing))
     return Second(scheduler, SimulatedDevice(geometry))
 
 
@@ -72,6 +74,21 @@ def test_requests_spread_over_replicas() -> None:
     run(rig, second)
     for index in range(8):
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6], 8)
+
+
+def test_a_failing_replica_is_the_last_choice() -> None:
+    """An empty replica whose last step failed gets requests only when no other replica has a slot."""
+    rig = make_rig()
+    failing = True
+    second = add_replica(rig, failing=lambda: failing)
+    for index in range(5):
+        rig.submit(make_submission([5 + index, 6], request_id=f"r{index}"))
+    assert (rig.scheduler.num_running, second.scheduler.num_running) == (4, 1)
+    run(rig, second)
+    failing = False
+    for index in range(2):
+        rig.submit(make_submission([5 + index, 6], request_id=f"s{index}"))
+    assert (rig.scheduler.num_running, second.scheduler.num_running) == (1, 1)
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:

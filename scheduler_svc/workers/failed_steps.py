@@ -1,0 +1,67 @@
+"""Failed steps of one worker, in a row and across its registrations."""
+
+from collections.abc import Callable
+from time import monotonic
+
+from protos.errors import Unavailable
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class FailedSteps:
+    """Counts the steps that a worker failed in a row.
+
+    A worker with a broken device fails its steps in no time, so it always looks empty. After too many failed
+    steps it is detached, and after one more each time it is back. Its pauses double until a step succeeds.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float] | None = None) -> None:
+        """Starts without failures.
+
+        Args:
+            limit: failed steps in a row that cost the worker its registration.
+            clock: monotonic seconds.
+        """
+        self._limit = limit
+        self._clock = clock or monotonic
+        self._last_s = 0.0
+        self.in_a_row = 0
+        """Steps that failed since the last one that succeeded."""
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last step failed."""
+        return self.in_a_row > 0
+
+    def succeeded(self) -> None:
+        """Notes a step that ran."""
+        self.in_a_row = 0
+
+    def failed(self, reason: str) -> None:
+        """Notes a failed step.
+
+        Raises:
+            Unavailable: too many steps failed in a row.
+        """
+        self.in_a_row += 1
+        self._last_s = self._clock()
+        if self.in_a_row >= self._limit:
+            raise Unavailable(f"{self.in_a_row} steps failed in a row, the last with: {reason}")
+
+    def check(self) -> None:
+        """Checks that the worker may register now.
+
+        Raises:
+            Unavailable: the worker has failed too many steps and its pause is not over.
+        """
+        excess = self.in_a_row - self._limit
+        if excess < 0:
+            return
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(excess, 10))
+        left_s = self._last_s + pause_s - self._clock()
+        if left_s > 0:
+            raise Unavailable(
+                f"the worker's last {self.in_a_row} steps failed; it may register again after a pause of {pause_s:g} s",
+                retry_after_ms=round(left_s * 1000),
+            )

@@ -1,0 +1,130 @@
+"""How long a step may take before its worker counts as hung, and the timer that notices."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from protos.steps import Decode, Pool, Prefill, Work
+
+SHORTEST_BUDGET_S = 5.0
+"""No step has less time: a process may stand still for that long, for example while its machine swaps."""
+
+TIMES_USUAL = 20
+"""A step may take this many times its usual time."""
+
+# A first step may include the compilation of its graph, and a second one its capture.
+_KNOWN_AFTER = 4
+
+# Results of which the usual time is the median.
+_REMEMBERED = 9
+
+# A timer that fires later than this shows that this process stood still itself.
+_STOOD_STILL_S = 1.0
+
+
+class UsualTime:
+    """The usual time of one kind of step."""
+
+    def __init__(self, longest_s: float) -> None:
+        """Knows nothing yet; no step may take longer than `longest_s` seconds."""
+        self._longest_s = longest_s
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self.budget_s = longest_s
+        """Seconds that the next step of this kind may take."""
+
+    def observe(self, seconds: float) -> None:
+        """Notes the time that a step took."""
+        known = self._seconds
+        known.append(seconds)
+        if len(known) >= _KNOWN_AFTER:
+            usual = sorted(known)[len(known) // 2]
+            self.budget_s = min(self._longest_s, max(SHORTEST_BUDGET_S, TIMES_USUAL * usual))
+
+
+class StepBudgets:
+    """Learns how long the steps of one worker usually take.
+
+    Steps are of one kind if they run the same graph over about as much context, within a factor of two. Until
+    the usual time of a kind is known, its steps may take the longest time, because a device may compile a
+    graph at its first step.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        """Knows nothing yet; no step may take longer than `longest_s` seconds."""
+        self._longest_s = longest_s
+        self._usual: dict[Hashable, UsualTime] = {}
+
+    def of(self, work: Work | None) -> UsualTime:
+        """Returns the usual time of steps like this one."""
+        kind = _kind_of(work)
+        usual = self._usual.get(kind)
+        if usual is None:
+            usual = self._usual[kind] = UsualTime(self._longest_s)
+        return usual
+
+
+def _kind_of(work: Work | None) -> Hashable:
+    match work:
+        case Prefill(_, start, _, sample):
+            return "prefill", sample, start.bit_length()
+        case Decode(_, positions, bucket):
+            return "decode", bucket, sum(positions).bit_length()
+        case Pool(_, shape):
+            return "pool", shape
+        case None:
+            return None
+
+
+class Deadline:
+    """Calls a function when an answer is overdue.
+
+    Setting a deadline is cheap: a timer stays where it is until it fires, and then moves to the deadline.
+    Time in which this process itself stood still does not count, because answers may have arrived meanwhile.
+    """
+
+    def __init__(self, overdue: Callable[[], None]) -> None:
+        """Waits for nothing yet."""
+        self._overdue = overdue
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._budget_s = 0.0
+        self._set_s = 0.0
+        self._end_s = math.inf
+
+    def set(self, budget_s: float) -> None:
+        """Expects an answer within `budget_s` seconds from now."""
+        self._budget_s, self._set_s = budget_s, self._loop.time()
+        self._end_s = self._set_s + budget_s
+        if self._timer is None or self._timer.when() > self._end_s:
+            self._move_timer()
+
+    def answered(self) -> float:
+        """Expects no answer any more; returns the seconds since :meth:`set`."""
+        self._end_s = math.inf
+        return self._loop.time() - self._set_s
+
+    def close(self) -> None:
+        """Removes the timer."""
+        self._end_s = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _move_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._end_s, self._fire)
+
+    def _fire(self) -> None:
+        assert self._timer is not None
+        now, due = self._loop.time(), self._timer.when()
+        self._timer = None
+        if self._end_s == math.inf:
+            return
+        if now - due > _STOOD_STILL_S:
+            self._end_s = now + self._budget_s
+        if now < self._end_s:
+            self._move_timer()
+            return
+        self._overdue()

@@ -1,0 +1,137 @@
+"""Workers that hang, refuse their stream or fail every step, over real gRPC."""
+
+import asyncio
+
+import pytest
+
+from protos.errors import TriptychError, Unavailable
+from scheduler_svc.settings import Settings
+from scheduler_svc.workers import failed_steps, step_budget
+from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_pool_worker import FakePoolWorker, embedding_of, pool_request
+from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.scheduler.running_scheduler import (
+    failure,
+    generate_request,
+    joined,
+    register,
+    registration,
+    run_scheduler,
+    run_worker,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(30)]
+
+
+async def test_a_step_that_takes_far_longer_than_usual_is_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is lost long before the timeout of first steps, and its request continues elsewhere."""
+    monkeypatch.setattr(step_budget, "SHORTEST_BUDGET_S", 0.3)
+    async with run_scheduler(Settings(step_timeout_s=120)) as scheduler:
+        async with run_worker(FakeWorker(hold_at_step=14)) as port:
+            call = await register(scheduler, port)
+            answer = asyncio.create_task(tokens_of(scheduler, generate_request(max_tokens=20)))
+            error = await failure(call)
+        assert isinstance(error, Unavailable)
+        assert "the worker hangs" in error.message
+        assert len(scheduler.engine.replicas) == 0
+        async with joined(scheduler, FakeWorker(), "w2"):
+            assert await answer == expected_tokens([5, 6, 7], 20)
+
+
+async def test_a_worker_that_refuses_its_stream_is_not_attached() -> None:
+    """The scheduler never says SERVING for a worker that does not accept Execute."""
+    worker = FakeWorker(refuse_execute=Unavailable("another Execute stream is open"))
+    async with run_scheduler() as scheduler:
+        async with run_worker(worker) as port:
+            error = await failure(scheduler.registry.Register(registration(port)))
+        assert isinstance(error, Unavailable)
+        assert "another Execute stream is open" in error.message
+        assert scheduler.serving.empty()
+        async with joined(scheduler, FakeWorker()):
+            assert await scheduler.serving.get() is True
+
+
+async def test_a_worker_that_does_not_answer_on_its_stream_is_not_attached() -> None:
+    """A stream that stays silent ends the registration after step_timeout_s."""
+    async with run_scheduler(Settings(step_timeout_s=0.2)) as scheduler:
+        async with run_worker(FakeWorker(silent=True)) as port:
+            error = await failure(scheduler.registry.Register(registration(port)))
+        assert "did not accept the Execute stream within 0.2 s" in error.message
+        assert scheduler.serving.empty()
+
+
+async def test_a_worker_that_fails_every_step_does_not_fail_the_whole_queue() -> None:
+    """After three failed steps the worker is detached, and another worker runs the rest of the queue."""
+    prompts = [[5, number] for number in range(3, 15)]
+    async with run_scheduler(Settings(max_num_seqs=1)) as scheduler:
+        broken = FakeWorker(fail_from_step=1)
+        broken.gate.clear()
+        async with run_worker(broken) as port:
+            call = await register(scheduler, port)
+            answers = [
+                asyncio.create_task(tokens_of(scheduler, generate_request(prompt))) for prompt in prompts
+            ]
+            while scheduler.engine.num_running + scheduler.engine.num_waiting < len(prompts):
+                await asyncio.sleep(0)
+            broken.gate.set()
+            error = await failure(call)
+            assert isinstance(error, Unavailable)
+            assert "3 steps failed in a row, the last with: the device failed" in error.message
+        assert broken.steps == 3
+        async with joined(scheduler, FakeWorker(), "w2"):
+            results = await asyncio.gather(*answers, return_exceptions=True)
+    good = [
+        (prompt, tokens) for prompt, tokens in zip(prompts, results, strict=True) if isinstance(tokens, list)
+    ]
+    assert len(good) >= len(prompts) - 3
+    assert all(tokens == expected_tokens(prompt, 8) for prompt, tokens in good)
+
+
+async def test_a_worker_that_failed_too_many_steps_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused during its pause; later one failed step detaches it, and one good step clears it."""
+    now = 100.0
+    monkeypatch.setattr(failed_steps, "monotonic", lambda: now)
+    worker = FakeWorker(fail_from_step=1)
+    async with run_scheduler(Settings(detach_after_failed_steps=2)) as scheduler, run_worker(worker) as port:
+
+        async def lost(requests: int) -> TriptychError:
+            call = await register(scheduler, port)
+            answers = [
+                asyncio.create_task(tokens_of(scheduler, generate_request([5, number])))
+                for number in range(requests)
+            ]
+            error = await failure(call)
+            for answer in answers:
+                answer.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)
+            return error
+
+        assert "2 steps failed in a row" in (await lost(2)).message
+        refused = await failure(scheduler.registry.Register(registration(port)))
+        assert isinstance(refused, Unavailable)
+        assert refused.retry_after_ms == 1000
+        async with joined(scheduler, FakeWorker(), "w2"):
+            pass  # another worker need not wait
+        now += 1
+        assert "3 steps failed in a row" in (await lost(1)).message
+        refused = await failure(scheduler.registry.Register(registration(port)))
+        assert refused.retry_after_ms == 2000
+        now += 2
+        worker.fail_from_step = None
+        call = await register(scheduler, port)
+        assert await tokens_of(scheduler, generate_request()) == expected_tokens([5, 6, 7], 8)
+        call.cancel()
+        worker.fail_from_step = 1
+        assert "2 steps failed in a row" in (await lost(2)).message
+
+
+async def test_a_failing_pooling_worker_is_the_last_choice() -> None:
+    """After a failed batch, the next one goes to the other worker although the failing one is free, too."""
+    async with run_scheduler(Settings(pool_batch_sizes=(1,), pool_prompt_lens=(4,))) as scheduler:
+        failing, good = FakePoolWorker(fail_step=1), FakePoolWorker()
+        async with joined(scheduler, failing, "a"), joined(scheduler, good, "b"):
+            assert (await failure(scheduler.inference.Pool(pool_request()))).message == "the device failed"
+            answer = await scheduler.inference.Pool(pool_request())
+            assert list(answer.values) == embedding_of([5, 6, 7])
+    assert (failing.steps, good.steps) == (1, 1)

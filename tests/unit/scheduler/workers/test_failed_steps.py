@@ -1,0 +1,35 @@
+"""Failed steps in a row, and the pauses that they cost."""
+
+import pytest
+
+from protos.errors import Unavailable
+from scheduler_svc.workers.failed_steps import FailedSteps
+
+
+def test_only_steps_in_a_row_count() -> None:
+    """A step that succeeds clears the count."""
+    steps = FailedSteps(2)
+    for _ in range(5):
+        steps.failed("broken")
+        assert steps.failing
+        steps.check()
+        steps.succeeded()
+        assert not steps.failing
+    steps.failed("broken")
+    with pytest.raises(Unavailable, match="2 steps failed in a row, the last with: gone"):
+        steps.failed("gone")
+
+
+def test_pauses_double_up_to_a_minute() -> None:
+    """Each failed step beyond the limit doubles the pause before the next registration."""
+    now = 0.0
+    steps = FailedSteps(1, clock=lambda: now)
+    for expected_s in (1, 2, 4, 8, 16, 32, 60, 60):
+        with pytest.raises(Unavailable):
+            steps.failed("broken")
+        now += expected_s - 0.5
+        with pytest.raises(Unavailable) as caught:
+            steps.check()
+        assert caught.value.retry_after_ms == 500
+        now += 0.5
+        steps.check()

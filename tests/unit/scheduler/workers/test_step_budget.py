@@ -1,0 +1,109 @@
+"""How long a step may take, learned from earlier steps of its kind."""
+
+import asyncio
+import time
+
+import pytest
+
+from protos.steps import Decode, Pool, PoolShape, Prefill, Work
+from scheduler_svc.workers import step_budget
+from scheduler_svc.workers.step_budget import Deadline, StepBudgets
+
+LONGEST_S = 120.0
+DECODE = Decode((0, 1), (100, 50), bucket=2)
+
+
+def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -> StepBudgets:
+    """Returns budgets after ten steps that took `seconds` each."""
+    budgets = StepBudgets(longest_s)
+    for _ in range(10):
+        budgets.of(work).observe(seconds)
+    return budgets
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "budget_s"),
+    [(0.001, 5.0), (0.25, 5.0), (0.3, 6.0), (1.0, 20.0), (7.0, LONGEST_S)],
+)
+def test_a_step_may_take_a_multiple_of_its_usual_time(usual_s: float, budget_s: float) -> None:
+    """The budget is 20 times the usual time, at least 5 s and at most the configured time."""
+    assert learned(usual_s).of(DECODE).budget_s == pytest.approx(budget_s)
+
+
+def test_a_short_configured_time_holds_for_all_steps() -> None:
+    """A configured time below 5 s is the limit of known steps, too."""
+    assert learned(0.001, longest_s=2.0).of(DECODE).budget_s == 2.0
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Decode((0, 1), (100, 50), bucket=4),
+        Decode((0, 1), (1000, 500), bucket=2),
+        Prefill(0, 0, 4, sample=False),
+        Pool((0,), PoolShape(4, 1)),
+        None,
+    ],
+)
+def test_other_kinds_of_steps_are_unknown(work: Work | None) -> None:
+    """Another bucket, far more context or other work has the configured time: a graph may be compiled."""
+    assert learned(0.001).of(work).budget_s == LONGEST_S
+
+
+def test_chunks_differ_in_context_and_sampling() -> None:
+    """Chunks far into a prompt, and those that sample, are kinds of their own."""
+    budgets = learned(0.001, Prefill(0, 512, 512, sample=False))
+    assert budgets.of(Prefill(3, 600, 100, sample=False)).budget_s == 5.0
+    assert budgets.of(Prefill(0, 512, 512, sample=True)).budget_s == LONGEST_S
+    assert budgets.of(Prefill(0, 4096, 512, sample=False)).budget_s == LONGEST_S
+
+
+def test_a_compilation_is_not_the_usual_time() -> None:
+    """A first step that compiled leaves no trace, and the budget waits for several steps."""
+    usual = StepBudgets(LONGEST_S).of(DECODE)
+    for seconds in (60.0, 0.01, 0.01):
+        usual.observe(seconds)
+        assert usual.budget_s == LONGEST_S
+    usual.observe(0.01)
+    assert usual.budget_s == 5.0
+
+
+async def test_a_deadline_follows_the_last_one_set() -> None:
+    """A deadline that moves forward or backward is overdue at its last time, once."""
+    overdue: asyncio.Queue[float] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    deadline = Deadline(lambda: overdue.put_nowait(loop.time()))
+    deadline.set(100)
+    deadline.set(0.01)
+    set_s = loop.time()
+    deadline.set(0.05)
+    assert await overdue.get() - set_s >= 0.045
+    deadline.close()
+    assert overdue.empty()
+
+
+async def test_an_answered_deadline_is_never_overdue() -> None:
+    """The time of an answer is returned, and the timer that is left does nothing."""
+    overdue: list[int] = []
+    deadline = Deadline(lambda: overdue.append(1))
+    deadline.set(0.02)
+    await asyncio.sleep(0.01)
+    assert 0.009 < deadline.answered() < 10
+    await asyncio.sleep(0.05)
+    assert not overdue
+    deadline.close()
+
+
+async def test_time_in_which_the_scheduler_stood_still_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a freeze of this process a step has its whole budget again."""
+    monkeypatch.setattr(step_budget, "_STOOD_STILL_S", 0.1)
+    overdue: asyncio.Queue[float] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    deadline = Deadline(lambda: overdue.put_nowait(loop.time()))
+    deadline.set(0.2)
+    time.sleep(0.5)  # noqa: ASYNC251 - freezes the loop
+    thawed_s = loop.time()
+    assert await overdue.get() - thawed_s >= 0.15
+    deadline.close()
