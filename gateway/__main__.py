@@ -13,6 +13,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.scheduler_link.client import InferenceClient
+from gateway.scheduler_link.parking import Parking
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos import logs
@@ -83,6 +84,7 @@ def serve(settings: Settings) -> None:
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
+        parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
     )
     config = uvicorn.Config(
         create_app(settings, client),

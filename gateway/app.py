@@ -62,7 +62,7 @@ def create_app(
         else lambda _: None
     )
     watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=prepare)
-    metrics = Metrics(lambda: watcher.model_name, lambda: client.num_pending)
+    metrics = Metrics(lambda: watcher.model_name, lambda: client.num_pending, lambda: len(client.parking))
     text_worker = TextWorker()
 
     @contextlib.asynccontextmanager

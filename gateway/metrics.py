@@ -29,12 +29,15 @@ _END_TO_END: Final = (
 class Metrics:
     """One gateway's metrics, in their own registry."""
 
-    def __init__(self, model_name: Callable[[], str], num_pending: Callable[[], int]) -> None:
+    def __init__(
+        self, model_name: Callable[[], str], num_pending: Callable[[], int], num_parked: Callable[[], int]
+    ) -> None:
         """Creates the metrics.
 
         Args:
             model_name: returns the served model's name at the moment, for labels.
-            num_pending: returns how many requests are under way at the scheduler.
+            num_pending: returns how many requests have not finished, parked ones included.
+            num_parked: returns how many new requests wait for a scheduler with a ready worker.
         """
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -71,10 +74,16 @@ class Metrics:
         )
         pending = Gauge(
             "triptych:gateway_requests_in_flight",
-            "Requests under way at the scheduler.",
+            "Requests under way at the scheduler, or parked.",
             registry=self.registry,
         )
         pending.set_function(num_pending)
+        parked = Gauge(
+            "triptych:gateway_parked_requests",
+            "New requests that wait for a scheduler with a ready worker.",
+            registry=self.registry,
+        )
+        parked.set_function(num_parked)
         self._scheduler_up = Gauge(
             "triptych:gateway_scheduler_up",
             "Whether the scheduler's metrics follow.",

@@ -30,9 +30,10 @@ class Settings(ServiceSettings):
             "max_inputs",
             "model_poll_s",
             "keep_alive_s",
+            "max_parked_requests",
         ),
         Group.ADDRESSES: ("host", "port", "scheduler_address"),
-        Group.TIMEOUTS: ("resume_timeout_s", "call_timeout_s", "drain_timeout_s"),
+        Group.TIMEOUTS: ("resume_timeout_s", "park_timeout_s", "call_timeout_s", "drain_timeout_s"),
         Group.LOGGING: ("log_level", "log_format"),
     }
 
@@ -61,6 +62,24 @@ class Settings(ServiceSettings):
         float,
         Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),
     ] = 60.0
+    park_timeout_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            description="How long new requests wait for a scheduler with a ready worker before they get 503,"
+            " seconds; 0: not at all.",
+        ),
+    ] = 30.0
+    max_parked_requests: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=65536,
+            description="Most new requests that wait for a scheduler with a ready worker, each prompt counted;"
+            " the next one gets 503.",
+        ),
+    ] = 1024
     model_poll_s: Annotated[
         float, Field(gt=0, le=3600, description="How often to look up the served model, seconds.")
     ] = 5.0

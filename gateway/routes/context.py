@@ -6,10 +6,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from gateway.answers.responses import while_client_waits
 from gateway.http.middleware import note
 from gateway.metrics import Metrics
 from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.served_model import ServedModelWatcher
+from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
 from gateway.schemas.base import RequestModel, parse
 from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
@@ -45,3 +46,23 @@ async def read_body(request: Request, model: type[M]) -> M:
     body = parse(model, await request.body())
     note(request.scope, model=getattr(body, "model", None), user=getattr(body, "user", None))
     return body
+
+
+async def served_model(request: Request, name: str | None) -> ServedModel:
+    """Returns the served model; parks the request until there is one.
+
+    Args:
+        request: the HTTP request, its body read.
+        name: the model that the request names, if it names one.
+
+    Raises:
+        Unavailable: if too many requests wait already, or none was found in time.
+        UnknownModel: if another model is served.
+        ClientGone: if the client disconnected.
+    """
+    context = context_of(request)
+    watcher = context.watcher
+    if watcher.awaits_model:
+        waiting = context.client.parking.hold(watcher.found(), "no model is ready yet")
+        await while_client_waits(request.receive, waiting)
+    return watcher.served(name)

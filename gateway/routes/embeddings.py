@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.answers.responses import while_client_waits
 from gateway.http.middleware import note, tenant_of
 from gateway.routes.answer import unique_wire_id
-from gateway.routes.context import context_of, read_body
+from gateway.routes.context import context_of, read_body, served_model
 from gateway.routes.openapi import body_schema, documented
 from gateway.routes.request_builder import encode_prompts, pool_requests
 from gateway.scheduler_link.served_model import ServedModel
@@ -37,7 +37,7 @@ async def embeddings(request: Request) -> Response:
     """
     body = await read_body(request, EmbeddingRequest)
     context = context_of(request)
-    served = context.watcher.served(body.model)
+    served = await served_model(request, body.model)
     served.check_embeds()
     _check(body, served, context.settings.max_inputs)
     special = body.add_special_tokens is not False

@@ -1,7 +1,8 @@
 """The client of the scheduler: one Connect stream for all requests of this process, and unary calls.
 
 When the stream breaks, its requests are not lost. As soon as a scheduler answers again, they are sent with
-the tokens received so far, and their clients see a pause. After ``resume_timeout_s`` they fail.
+the tokens received so far, and their clients see a pause. After ``resume_timeout_s`` they fail. New requests
+wait, too, as long as ``parking`` has places and time for them.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc.aio
 
 from gateway.scheduler_link.connection import Connection
+from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import RequestGroup
 from gateway.scheduler_link.pool_calls import pool_all
 from gateway.scheduler_link.request_table import Outbox, RequestTable
@@ -40,12 +42,16 @@ _TOKENIZER_TIMEOUT_FACTOR: Final = 12
 class InferenceClient:
     """Client of ``triptych.v1.Inference`` for one event loop."""
 
+    parking: Parking
+    """The new requests that wait for a scheduler with a ready worker."""
+
     def __init__(
         self,
         address: str,
         *,
         resume_timeout_s: float = 60.0,
         call_timeout_s: float = 5.0,
+        parking: Parking | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the client; :meth:`start` connects it.
@@ -54,6 +60,7 @@ class InferenceClient:
             address: the scheduler's, ``host:port``.
             resume_timeout_s: how long running requests wait for a lost scheduler.
             call_timeout_s: deadline of unary calls.
+            parking: the places of new requests that wait for a scheduler; ``None``: as many as by default.
             clock: monotonic seconds.
         """
         self._address = address
@@ -61,7 +68,8 @@ class InferenceClient:
         self._call_timeout_s = call_timeout_s
         self._clock = clock
         self._outbox = Outbox()
-        self._table = RequestTable(self._outbox, resume_timeout_s)
+        self.parking = parking if parking is not None else Parking()
+        self._table = RequestTable(self._outbox, self.parking, resume_timeout_s)
         self._connection = Connection(address, self._outbox, self._table, clock)
         self._task: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel
@@ -89,19 +97,22 @@ class InferenceClient:
 
     @property
     def num_pending(self) -> int:
-        """Requests under way at the scheduler."""
+        """Requests that have not finished, parked ones included."""
         return len(self._table)
 
     def submit(self, requests: Sequence[inference.GenerateRequest]) -> RequestGroup:
         """Sends requests whose events one reader receives together.
 
+        While no scheduler is connected, or the scheduler has no ready worker, the requests are parked.
+
         Args:
             requests: complete, with ids unique in this process.
 
         Raises:
-            Unavailable: if no scheduler is connected.
+            Unavailable: if no scheduler is connected and there is no room for the requests to wait.
+            SchemaMismatch: if the scheduler speaks another schema.
         """
-        self._check_connected()
+        self._check_may_wait(len(requests))
         return self._table.submit(requests)
 
     def fail_all(self, error: TriptychError) -> None:
@@ -111,23 +122,35 @@ class InferenceClient:
     async def pool(self, requests: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
         """Returns the results of a pooling model, in the order of ``requests``.
 
-        A lost scheduler costs a pause.
+        A lost scheduler costs a pause. All inputs together have one place among the parked requests.
 
         Args:
             requests: complete, with ids unique in this process.
 
         Raises:
-            Unavailable: if no scheduler is connected.
+            Unavailable: if no scheduler is connected and there is no room for the request to wait.
             TriptychError: the first failure; the other requests are cancelled.
         """
-        self._check_connected()
+        self._check_may_wait(1)
         return await pool_all(
-            self._stub, requests, resume_timeout_s=self._resume_timeout_s, clock=self._clock
+            self._stub,
+            requests,
+            self.parking,
+            resume_timeout_s=self._resume_timeout_s,
+            is_new=not self._outbox.is_open,
+            clock=self._clock,
         )
 
-    def _check_connected(self) -> None:
-        if not self._outbox.is_open:
-            raise self._connection.down
+    def _check_may_wait(self, count: int) -> None:
+        """Checks that a scheduler is connected, or that `count` requests may wait for one."""
+        if self._outbox.is_open:
+            return
+        down = self._connection.down
+        if not isinstance(down, Unavailable):
+            # Each `raise` adds to an exception's traceback; this one is raised many times.
+            raise down.with_traceback(None)
+        if not self.parking.has_room(count):
+            raise self.parking.full(str(down))
 
     async def get_model(self) -> pb.ModelInfo:
         """Returns the served model.

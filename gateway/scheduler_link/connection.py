@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
+from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos import wire
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, from_rpc_error
@@ -63,6 +64,10 @@ class Connection:
         while True:
             began = self._clock()
             error = await self._session(channel, stub)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # grpc.aio loses a cancellation when the stream breaks at the same moment.
+                raise asyncio.CancelledError
             was_open = self._outbox.is_open
             self._outbox.close()
             self.down = error
@@ -75,7 +80,7 @@ class Connection:
                 self._log.error("refused by the scheduler", error=str(error))
                 self._table.fail_all(error)
             self._table.mark_all_lost()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _session(self, channel: grpc.aio.Channel, stub: "InferenceAsyncStub") -> TriptychError:

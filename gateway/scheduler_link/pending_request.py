@@ -27,6 +27,7 @@ class PendingRequest:
         "group",
         "held_events",
         "n",
+        "park_until",
         "prompt_logprobs",
         "received",
         "request",
@@ -54,11 +55,13 @@ class PendingRequest:
     accepted: bool
     """Whether a scheduler has run it: after further errors it then waits instead of failing."""
     deadline: asyncio.TimerHandle | None
-    """Runs while the request waits for a lost scheduler."""
+    """Runs while the request waits for a scheduler."""
+    park_until: float
+    """Until when it may be parked, by the event loop's clock."""
     time_left_s: float | None
     """The rest of the deadline when it stopped; ``None``: all of it."""
     retry: asyncio.TimerHandle | None
-    """Runs until the request is sent again."""
+    """Runs until the request is sent again, or until a parked request that was sent counts as accepted."""
 
     def __init__(self, request: inference.GenerateRequest, group: "RequestGroup", first_index: int) -> None:
         self.request = request
@@ -71,6 +74,7 @@ class PendingRequest:
         self.held_events = []
         self.accepted = False
         self.deadline = None
+        self.park_until = 0.0
         self.time_left_s = None
         self.retry = None
         self._first_id = request.request_id
@@ -135,12 +139,18 @@ class PendingRequest:
             self.prompt_logprobs.clear()
         self.request = resumed
 
+    def stop_retry(self) -> None:
+        """Cancels the retry."""
+        if self.retry is not None:
+            self.retry.cancel()
+            self.retry = None
+
     def stop_timers(self) -> None:
         """Cancels the deadline and the retry."""
-        for timer in (self.deadline, self.retry):
-            if timer is not None:
-                timer.cancel()
-        self.deadline = self.retry = None
+        self.stop_retry()
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
 class RequestGroup:

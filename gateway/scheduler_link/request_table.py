@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from gateway.scheduler_link.jitter import jittered
+from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
 from protos.errors import Aborted, Overloaded, TriptychError, Unavailable, from_proto
 from protos.triptych.v1 import common_pb2 as pb
@@ -50,21 +52,26 @@ class Outbox:
         return self._messages.popleft()
 
 
-# Pause before a refused running request (no replica yet) is sent again, unless the scheduler says how long.
+# Pause before a refused request (no replica yet) is sent again, unless the scheduler says how long.
 _RESUBMIT_PAUSE_S: Final = 0.5
+
+# A scheduler refuses at once. A parked request that was sent this long ago waits in the scheduler's queue.
+_ACCEPTED_AFTER_S: Final = 1.0
 
 
 class RequestTable:
     """The requests of this process that have not finished."""
 
-    def __init__(self, outbox: Outbox, resume_timeout_s: float) -> None:
+    def __init__(self, outbox: Outbox, parking: Parking, resume_timeout_s: float) -> None:
         """Creates an empty table.
 
         Args:
             outbox: takes messages for the scheduler.
+            parking: the places of new requests that wait for a scheduler with a ready worker.
             resume_timeout_s: how long an interrupted request waits for a scheduler before it fails.
         """
         self._outbox = outbox
+        self._parking = parking
         self._resume_timeout_s = resume_timeout_s
         self._pending: dict[str, PendingRequest] = {}
 
@@ -72,9 +79,16 @@ class RequestTable:
         return len(self._pending)
 
     def submit(self, requests: Sequence[inference.GenerateRequest]) -> RequestGroup:
-        """Sends ``requests``; the group that it returns receives their events."""
+        """Sends ``requests``; the group that it returns receives their events.
+
+        While no stream is open, the requests are parked; the caller has made sure that there is room.
+        """
         group = RequestGroup(requests, self.abort)
+        park_until = asyncio.get_running_loop().time() + self._parking.timeout_s
         for pending in group.requests:
+            pending.park_until = park_until
+            if not self._outbox.is_open and self._parking.enter(pending):
+                self._mark_lost(pending)
             self._send(pending)
         return group
 
@@ -87,6 +101,16 @@ class RequestTable:
         """Notes that the message with this request has been written to the stream."""
         if (pending := self._pending.get(request_id)) is not None:
             pending.on_written()
+            if pending in self._parking:
+                later = asyncio.get_running_loop().call_later
+                pending.retry = later(_ACCEPTED_AFTER_S, self._on_accepted, pending)
+
+    def _on_accepted(self, pending: PendingRequest) -> None:
+        """Frees the request's place: from now on it is as safe as a running one."""
+        pending.stop_retry()
+        pending.accepted = True
+        pending.time_left_s = None
+        self._parking.leave(pending)
 
     def _send(self, pending: PendingRequest) -> None:
         self._pending[pending.wire_id] = pending
@@ -107,6 +131,8 @@ class RequestTable:
                 continue
             if event.sequence in pending.ended:
                 continue  # this sequence alone was aborted here
+            if not pending.accepted:
+                self._on_accepted(pending)
             pending.on_event(event)
             if event.finish_reason:
                 if pending.finished:
@@ -117,14 +143,22 @@ class RequestTable:
             pending.group.put(pending.first_index + event.sequence, event)
 
     def _on_error(self, pending: PendingRequest, error: TriptychError) -> None:
-        if pending.accepted and isinstance(error, Unavailable | Overloaded):
-            # The request has run before: the scheduler is new and has no replica yet, or lost its last one.
+        if self._may_wait(pending, error):
+            # The scheduler is draining, is new and has no replica yet, or lost its last one.
             self._mark_lost(pending)
             pause = error.retry_after_ms / 1000 or _RESUBMIT_PAUSE_S
-            pending.retry = asyncio.get_running_loop().call_later(pause, self._retry, pending)
+            later = asyncio.get_running_loop().call_later
+            pending.retry = later(jittered(pause), self._retry, pending)
         else:
             self._forget(pending)
             pending.group.fail(error)
+
+    def _may_wait(self, pending: PendingRequest, error: TriptychError) -> bool:
+        """Returns whether a refused request is sent again later; a new one must find a place for that."""
+        if pending.accepted:
+            return isinstance(error, Unavailable | Overloaded)
+        in_time = asyncio.get_running_loop().time() < pending.park_until
+        return isinstance(error, Unavailable) and in_time and self._parking.enter(pending)
 
     def _retry(self, pending: PendingRequest) -> None:
         pending.retry = None
@@ -143,10 +177,8 @@ class RequestTable:
         Its id is new, because a scheduler that has not noticed the loss may still know the old one. If a
         sequence's tokens are already complete, the scheduler answers with its finish reason.
         """
-        if pending.retry is not None:
-            pending.retry.cancel()
-            pending.retry = None
-        pending.accepted = True
+        pending.stop_retry()
+        pending.accepted = pending not in self._parking
         del self._pending[pending.wire_id]
         pending.prepare_resume()
         self._send(pending)
@@ -157,13 +189,19 @@ class RequestTable:
             self._mark_lost(pending)
 
     def _mark_lost(self, pending: PendingRequest) -> None:
-        if pending.deadline is None:
-            left = self._resume_timeout_s if pending.time_left_s is None else pending.time_left_s
-            pending.deadline = asyncio.get_running_loop().call_later(left, self._give_up, pending)
+        pending.stop_retry()
+        if pending.deadline is not None:
+            return
+        loop = asyncio.get_running_loop()
+        left = self._resume_timeout_s if pending.time_left_s is None else pending.time_left_s
+        until = pending.park_until if pending in self._parking else loop.time() + left
+        pending.deadline = loop.call_at(until, self._give_up, pending)
 
     def _give_up(self, pending: PendingRequest) -> None:
         pending.group.fail(
-            Unavailable(
+            self._parking.expired()
+            if pending in self._parking
+            else Unavailable(
                 f"the request was interrupted and could not be resumed within {self._resume_timeout_s:g} s"
             )
         )
@@ -171,6 +209,7 @@ class RequestTable:
     def _forget(self, pending: PendingRequest) -> None:
         if self._pending.pop(pending.wire_id, None) is not None:
             pending.stop_timers()
+            self._parking.leave(pending)
 
     def abort(self, pending: PendingRequest, sequence: int | None = None) -> None:
         """Drops a request, or one of its sequences, and aborts it at the scheduler."""

@@ -75,6 +75,7 @@ class ServedModelWatcher:
         self._error: TriptychError = Unavailable("no replica has become ready yet")
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._looked_up = asyncio.Event()
         self._log = get_logger()
         client.on_connect(self._wake.set)
 
@@ -96,11 +97,22 @@ class ServedModelWatcher:
             UnknownModel: if another model is served.
         """
         if self._served is None:
-            raise self._error
+            # Each `raise` adds to an exception's traceback; this one is raised many times.
+            raise self._error.with_traceback(None)
         name = self._served.model.served_name
         if model is not None and model != name:
             raise UnknownModel(f"the model '{model}' is not served here; use '{name}'", param="model")
         return self._served
+
+    @property
+    def awaits_model(self) -> bool:
+        """Whether no replica has been ready yet, or no scheduler has been reached."""
+        return self._served is None and isinstance(self._error, Unavailable)
+
+    async def found(self) -> None:
+        """Waits while :attr:`awaits_model`."""
+        while self.awaits_model:
+            await self._looked_up.wait()
 
     @property
     def model_name(self) -> str:
@@ -122,9 +134,10 @@ class ServedModelWatcher:
             except Exception as error:  # noqa: BLE001 - a broken tokenizer file must not end the watch
                 self._log.exception("the served model could not be looked up")
                 self._error = internal(error)
+            self._looked_up.set()
+            self._looked_up.clear()
             # Fetching unreadable files again four times a second would not help.
-            waiting = self._served is None and isinstance(self._error, Unavailable)
-            pause = min(_FIRST_POLL_S, self._poll_s) if waiting else self._poll_s
+            pause = min(_FIRST_POLL_S, self._poll_s) if self.awaits_model else self._poll_s
             try:
                 await asyncio.wait_for(self._wake.wait(), pause)
             except TimeoutError:

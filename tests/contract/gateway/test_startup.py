@@ -31,11 +31,11 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_before_the_first_replica(scheduler: FakeScheduler) -> None:
-    """A gateway answers 503 with a reason until its model is ready, and serves from then on."""
+    """A gateway that parks no request answers 503 with a reason until its model is ready, and serves then."""
     scheduler.ready = False
     async with (
         serving(scheduler) as server,
-        running_gateway(server.port, wait=False) as gateway,
+        running_gateway(server.port, wait=False, max_parked_requests=0) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url) as http,
     ):
         for path in ("/health", "/v1/models"):

@@ -9,6 +9,6 @@ from tests.support.gateway.serving import TEXT, Stack, running_stack
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
-    """Runs until the module ends. Modules that need another model or other settings override it."""
-    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4) as stack:
+    """Runs until the module ends and parks no request. Modules that need something else override it."""
+    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4, max_parked_requests=0) as stack:
         yield stack

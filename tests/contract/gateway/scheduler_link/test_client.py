@@ -12,6 +12,8 @@ import pytest
 
 from gateway.scheduler_link import tokenizer_download
 from gateway.scheduler_link.client import InferenceClient
+from gateway.scheduler_link.connection import Connection
+from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos.errors import (
@@ -51,7 +53,10 @@ def scheduler() -> FakeScheduler:
 
 @contextlib.asynccontextmanager
 async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterator[InferenceClient]:
-    client = InferenceClient(f"127.0.0.1:{port}", resume_timeout_s=resume_timeout_s)
+    """Yields a client that is connected and parks no request."""
+    client = InferenceClient(
+        f"127.0.0.1:{port}", resume_timeout_s=resume_timeout_s, parking=Parking(max_requests=0)
+    )
     up = asyncio.Event()
     client.on_connect(up.set)
     await client.start()
@@ -140,8 +145,8 @@ async def test_a_refused_request_fails_alone_and_typed(
 
 
 async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
-    """Requests do not wait for a scheduler that is away."""
-    client = InferenceClient("127.0.0.1:1")
+    """Requests that may not be parked do not wait for a scheduler that is away."""
+    client = InferenceClient("127.0.0.1:1", parking=Parking(max_requests=0))
     await client.start()
     try:
         with pytest.raises(Unavailable):
@@ -318,7 +323,7 @@ async def test_another_schema_is_not_retried(scheduler: FakeScheduler) -> None:
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
     """A request that another client aborted does not look finished."""
-    table = RequestTable(Outbox(), resume_timeout_s=1.0)
+    table = RequestTable(Outbox(), Parking(), resume_timeout_s=1.0)
     group = table.submit([request("a")])
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
     table.deliver(inference.ConnectResponse(events=[event]))
@@ -368,3 +373,23 @@ async def test_unsafe_tokenizer_file_names_are_refused(
     async with serving(scheduler) as server, connected(server.port) as client:
         with pytest.raises(Internal, match="tokenizer file with the name"):
             await client.get_tokenizer(tmp_path)
+
+
+async def test_a_client_closes_while_its_stream_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc.aio may report the broken stream instead of the cancellation; the client closes nevertheless."""
+    began = asyncio.Event()
+
+    async def breaks(*_: object) -> TriptychError:
+        began.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return Unavailable("cancelling all calls")
+
+    monkeypatch.setattr(Connection, "_session", breaks)
+    client = InferenceClient("127.0.0.1:1")
+    await client.start()
+    await began.wait()
+    closing = asyncio.create_task(client.close())
+    done, _ = await asyncio.wait([closing], timeout=2)
+    closing.cancel()
+    assert done
