@@ -49,7 +49,14 @@ class Settings(ServiceSettings):
             "max_pinned_share",
         ),
         Group.EMBEDDINGS: ("pool_batch_sizes", "pool_prompt_lens"),
-        Group.QUEUE: ("order", "ageing_s", "tenant_weights", "max_waiting_requests", "max_waiting_tokens"),
+        Group.QUEUE: (
+            "order",
+            "ageing_s",
+            "tenant_weights",
+            "max_waiting_requests",
+            "max_waiting_tokens",
+            "max_worker_losses",
+        ),
         Group.ADDRESSES: ("host", "port"),
         Group.TIMEOUTS: ("step_timeout_s", "detach_after_failed_steps", "replica_wait_s", "drain_s"),
         Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
@@ -129,6 +136,9 @@ class Settings(ServiceSettings):
     """Requests that may wait for a slot. Further requests are refused with RESOURCE_EXHAUSTED."""
     max_waiting_tokens: int = Field(1_000_000, ge=1)
     """Prompt tokens of all requests that may wait for a slot."""
+    max_worker_losses: int = Field(2, ge=1, le=100)
+    """Workers that may be lost in a row while they run the same request. The request then fails, but only if
+    the last one ran nothing else in its step."""
     step_timeout_s: float = Field(120.0, gt=0)
     """Seconds after which a worker that has not finished a step counts as lost. Once the usual time of such
     steps is known, the limit is 20 times that, but 5 s or more."""

@@ -1,6 +1,7 @@
 """Requests under way on the Connect stream, and the groups that receive their events."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -12,6 +13,9 @@ from protos.triptych.v1 import inference_pb2 as inference
 # Leaves room for the suffix that each attempt after a lost scheduler adds.
 MAX_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES - 16
 
+# The largest age that the schema allows: a week.
+_LONGEST_AGE_MS: Final = 7 * 24 * 3600 * 1000
+
 
 class PendingRequest:
     """One request that has not finished."""
@@ -20,6 +24,8 @@ class PendingRequest:
         "_attempt",
         "_first_id",
         "_num_prompt_logprobs",
+        "_submitted_s",
+        "_worker_losses",
         "accepted",
         "deadline",
         "ended",
@@ -77,6 +83,9 @@ class PendingRequest:
         self.park_until = 0.0
         self.time_left_s = None
         self.retry = None
+        self._submitted_s = time.monotonic()
+        # Workers that each sequence may have killed, as the scheduler says.
+        self._worker_losses = [0] * self.n
         self._first_id = request.request_id
         self._attempt = 0
         asked = request.sampling.HasField("prompt_logprobs")
@@ -103,6 +112,11 @@ class PendingRequest:
         if event.finish_reason:
             self.ended.add(event.sequence)
         self.prompt_logprobs.extend(event.prompt_logprobs)
+        if event.HasField("worker_losses"):
+            self._worker_losses[event.sequence] = event.worker_losses
+        if event.HasField("prompt") and event.prompt.HasField("seed"):
+            # The rest of the answer must be sampled with the same seed, on another scheduler too.
+            self.request.sampling.seed = event.prompt.seed
         self.accepted = True
         self.time_left_s = None
         if self.deadline is not None:
@@ -121,17 +135,24 @@ class PendingRequest:
             self.deadline = None
 
     def prepare_resume(self) -> None:
-        """Replaces ``request`` with one that continues each sequence behind the tokens received."""
+        """Replaces ``request`` with one that continues each sequence behind the tokens received.
+
+        If a scheduler has accepted the request, the next one learns its age and may not refuse it for a full
+        queue.
+        """
         self._attempt += 1
         resumed = inference.GenerateRequest()
         resumed.CopyFrom(self.request)
         resumed.request_id = f"{self._first_id}.r{self._attempt}"
         resumed.ClearField("resumed")
+        if self.accepted:
+            resumed.age_ms = min(int(1000 * (time.monotonic() - self._submitted_s)), _LONGEST_AGE_MS)
         for sequence, token_ids in enumerate(self.received):
+            losses = self._worker_losses[sequence]
             if sequence in self.ended:
                 resumed.resumed.add(sequence=sequence, finished=True)
-            elif token_ids:
-                resumed.resumed.add(sequence=sequence, token_ids=token_ids)
+            elif token_ids or losses:
+                resumed.resumed.add(sequence=sequence, token_ids=token_ids, worker_losses=losses)
         if self.prompt_logprobs and len(self.prompt_logprobs) >= len(resumed.prompt_token_ids) - 1:
             resumed.sampling.ClearField("prompt_logprobs")
         else:

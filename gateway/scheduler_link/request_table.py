@@ -134,6 +134,8 @@ class RequestTable:
             if not pending.accepted:
                 self._on_accepted(pending)
             pending.on_event(event)
+            if not event.token_ids and event.HasField("worker_losses"):
+                continue  # for the next scheduler, not for the client
             if event.finish_reason:
                 if pending.finished:
                     self._forget(pending)

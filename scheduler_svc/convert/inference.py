@@ -37,10 +37,14 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         prompt_token_ids=tuple(request.prompt_token_ids),
         sampling=Sampling(params),
         n=request.n if request.HasField("n") else 1,
-        resumed=tuple(Resumed(one.sequence, tuple(one.token_ids), one.finished) for one in request.resumed),
+        resumed=tuple(
+            Resumed(one.sequence, tuple(one.token_ids), one.finished, one.worker_losses)
+            for one in request.resumed
+        ),
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
     )
 
 
@@ -137,8 +141,10 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
         stop_token_id=event.stop_token_id,
         error=event.error.to_proto() if event.error else None,
         prompt_logprobs=event.prompt_logprobs,
+        worker_losses=event.worker_losses,
     )
     if event.first:
+        message.prompt.seed = event.seed
         message.prompt.num_tokens = event.num_prompt_tokens
         message.prompt.num_cached_tokens = event.num_cached_tokens
         message.prompt.queue_ms = event.queue_s * 1000

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 from protos.errors import (
     ContextExceeded,
+    Internal,
     InvalidArgument,
     Overloaded,
     TriptychError,
@@ -26,6 +27,7 @@ from scheduler_svc.dispatch.totals import Totals, totals_of
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.suspects import Abandoned
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
@@ -37,6 +39,7 @@ class Engine:
     def __init__(
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
         placement: PlacementPolicy | None = None, max_pinned_share: float = 0.5,
+        max_worker_losses: int = 2,
     ) -> None:  # fmt: skip
         """Starts without replicas.
 
@@ -48,9 +51,11 @@ class Engine:
             placement: ranks the replicas that have room for a request.
             max_pinned_share: share of each KV group's blocks that the pinned prefixes of a replica may hold
                 together.
+            max_worker_losses: workers that may be lost in a row while they run the same request.
         """
         self._clock = clock
         self._arrivals = itertools.count()
+        self._max_worker_losses = max_worker_losses
         self._live = LiveRequests()
         self._capacity = Capacity(max_waiting, max_waiting_tokens)
         # The head of the queue when it found no room. Dispatch stops there until something is released.
@@ -304,6 +309,8 @@ class Engine:
     def detach(self, replica_id: str) -> int:
         """Removes a replica that is lost or leaves; its requests wait again with the tokens they have.
 
+        A request that was the only one in unanswered steps fails if too many workers were lost with it.
+
         Returns:
             The number of requests that wait again.
         """
@@ -312,13 +319,27 @@ class Engine:
             return 0
         self.pinned.replica_lost(replica_id)
         self._wait_for_recompilation(self.grammars.detach(replica_id))
-        requests = replica.scheduler.abandon()
-        for request in requests:
+        abandoned = replica.scheduler.abandon()
+        for request in abandoned.requests:
             self.requeue(request)
+        self._judge(abandoned)
         replica.scheduler.kv.events.close()
         self._replicas_changed()
         self.dispatch()
-        return len(requests)
+        return len(abandoned.requests)
+
+    def _judge(self, abandoned: Abandoned) -> None:
+        """Fails the request that has killed its last worker, and tells the clients of other suspects."""
+        for request in abandoned.suspects:
+            losses = request.worker_losses
+            if request is abandoned.culprit and losses >= self._max_worker_losses:
+                message = (
+                    f"{losses} workers were lost while they ran this request, the last one while it ran nothing else; "
+                    "do not send it again unchanged"
+                )
+                self._fail(request, Internal(message))
+            else:
+                request.sink.push(Event(request.request_id, worker_losses=losses))
 
     def _replicas_changed(self) -> None:
         """Recomputes the limits, retries skipped requests and fails requests that fit no replica."""

@@ -206,16 +206,18 @@ class Capacity:
     def check(self, submission: Submission, *, num_waiting: int, waiting_tokens: int) -> None:
         """Refuses a submission that does not fit into the queue, now or ever.
 
+        Takes every request that an earlier scheduler accepted: a client waits for the rest of its answer, and
+        the requests that ran there are more than those that may wait here.
+
         Raises:
             InvalidArgument: the request has too many sequences for this deployment.
             Overloaded: the queue is full.
         """
+        if submission.was_accepted:
+            return
         sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
         count = len(sequences)
-        limit = min(MAX_SEQUENCES, self._max_waiting)
-        if not submission.resumed:
-            # A resumed request may predate a lost replica; skip the slot limit.
-            limit = min(limit, SEQUENCES_PER_SLOT * self._num_slots)
+        limit = min(MAX_SEQUENCES, self._max_waiting, SEQUENCES_PER_SLOT * self._num_slots)
         if count > limit:
             raise InvalidArgument(
                 f"n must be at most {limit} here, not {count}; send several requests", param="n"

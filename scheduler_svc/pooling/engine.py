@@ -27,7 +27,7 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
-from scheduler_svc.requests.request import Event, Request, RequestState, Sink
+from scheduler_svc.requests.request import Delivery, Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.shapes.pool_shapes import format_shapes
 
@@ -168,13 +168,15 @@ class PoolEngine:
                 f"{len(queue)} requests with {queue.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
+        now_s = self._clock()
         request = Request(
             request_id=submission.request_id,
             token_ids=list(submission.prompt_token_ids),
             num_prompt_tokens=count,
             sampling=_NO_SAMPLING,
             arrival=next(self._arrivals),
-            arrival_s=self._clock(),
+            arrival_s=now_s,
+            delivery=Delivery(accepted_s=now_s),
             sink=sink,
             stop=_NO_STOP,
             priority=submission.priority,

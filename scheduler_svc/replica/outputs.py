@@ -50,7 +50,10 @@ class Outputs:
         if result.error is not None:
             self._apply_failure(step, result.error)
         elif isinstance(work, Decode):
-            self._apply_tokens(work, step, result)
+            if step.alone:
+                self._apply_trial(work, step, result)
+            else:
+                self._apply_tokens(work, step, result)
         elif isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
         for output in result.outputs:
@@ -137,6 +140,18 @@ class Outputs:
             if (event := ending.get(request.request_id)) is not None:
                 self._send(request, event)
 
+    def _apply_trial(self, work: Decode, step: InFlight, result: StepResult) -> None:
+        """Applies the decode step that a suspect ran alone; it joins the decode batch."""
+        slot, request = work.slots[0], step.requests[0]
+        if slot in step.left:
+            return
+        self._slots.clear_suspect(request)
+        output = next((output for output in result.outputs if output.slot == slot), None)
+        if result.token_ids:
+            output = SlotOutput(slot, (result.token_ids[0],))
+        request.kv.num_uncomputed -= 1
+        self._accept(request, output, result)
+
     # ---- chunks ----
 
     def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
@@ -150,6 +165,8 @@ class Outputs:
         if output is not None and output.prompt_logprobs:
             self._send_prompt_logprobs(request, chunk.start, output.prompt_logprobs)
         self._index_chunk(request, chunk.start, chunk.start + chunk.num_tokens)
+        if request.suspect and request.kv.num_computed >= request.cleared_at:
+            self._slots.clear_suspect(request)
         if not self._slots.prefilled(request, chunk.num_tokens):
             return
         # Sequences of the same request continue from the computed prompt, as far as there is room.

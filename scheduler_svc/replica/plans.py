@@ -1,7 +1,7 @@
 """The next plan, and the plans that the worker has not answered in full."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -72,8 +72,16 @@ class PlanBuilder:
             assert request.slot is not None
             self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
 
-    def build(self, work: Prefill | Decode | None, copies: Sequence[PendingCopy]) -> tuple[StepPlan, bool]:
+    def build(
+        self, work: Prefill | Decode | None, copies: Sequence[PendingCopy], suspect: Request | None = None
+    ) -> tuple[StepPlan, bool]:
         """Returns the plan and starts the next one.
+
+        Args:
+            work: the plan's step.
+            copies: the block copies that come before it.
+            suspect: the suspect that the work is for. A suspect is admitted together with its first work, and
+                no other request in the same plan.
 
         Returns:
             The plan, and whether a request was refused that may fit into the next plan.
@@ -84,19 +92,25 @@ class PlanBuilder:
             work,
             release=tuple(self._released),
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
-            admit=tuple([_admission(request) for request, _ in self._admitted.values()])
-            if self._admitted
-            else (),
+            admit=self._take_admissions(suspect) if self._admitted else (),
             grow=tuple(self._grown),
         )
         refused, self._refused = self._refused, False
         if self._released:
             self._released = []
-        if self._admitted:
-            self._admitted.clear()
-            self._bytes = 0
         self._grown.clear()
         return plan, refused
+
+    def _take_admissions(self, suspect: Request | None) -> tuple[Admission, ...]:
+        """Returns the admissions that may be sent now; see :meth:`build`."""
+        requests = [request for request, _ in self._admitted.values()]
+        if suspect is not None:
+            requests = [request for request in requests if request is suspect]
+        else:
+            requests = [request for request in requests if not request.suspect]
+        for request in requests:
+            self._bytes -= self._admitted.pop(request.request_id)[1]
+        return tuple([_admission(request) for request in requests])
 
 
 def _num_bytes(request: Request) -> int:
@@ -136,6 +150,8 @@ class InFlight:
     """The block copies that the plan carries."""
     sent_s: float
     """Clock reading when the plan was sent."""
+    alone: bool = False
+    """Whether the work is a suspect's."""
     left: set[int] = field(default_factory=set)
     """Slots that were released since; their results are ignored."""
     num_results: int = 0
@@ -154,6 +170,10 @@ class StepsInFlight:
     def __init__(self) -> None:
         """Starts empty."""
         self._steps: deque[InFlight] = deque()
+
+    def __iter__(self) -> Iterator[InFlight]:
+        """Yields the plans in order."""
+        return iter(self._steps)
 
     def __bool__(self) -> bool:
         """Whether results are outstanding."""

@@ -19,6 +19,7 @@ from scheduler_svc.replica.plans import InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
+from scheduler_svc.replica.suspects import Abandoned, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.buckets import bucket_for
@@ -82,6 +83,8 @@ class ReplicaScheduler:
         self._max_lease = max_lease
         self._copies = kv.copies
         self._kv_events = kv.events
+        # Suspects and the decode batch take turns.
+        self._trial_due = False
         self._plan = PlanBuilder()
         self._in_flight = StepsInFlight()
         self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
@@ -112,7 +115,7 @@ class ReplicaScheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, is in flight or waits for the next plan; no block will become free."""
-        running = self._decoding.members or self._slots.prefilling
+        running = self._decoding.members or self._slots.prefilling or self._slots.trials
         return not (running or self._in_flight or self._copies)
 
     @property
@@ -193,9 +196,10 @@ class ReplicaScheduler:
         self._slots.preempt(victim, "priority")
         return True
 
-    def abandon(self) -> list[Request]:
-        """Takes all requests off a lost replica; they can be queued again with the tokens they have."""
-        return self._slots.clear()
+    def abandon(self) -> Abandoned:
+        """Takes all requests off a lost replica, and makes suspects of those in unanswered steps."""
+        suspects, culprit = accuse(self._in_flight, self._slots.requests)
+        return Abandoned(self._slots.clear(), suspects, culprit)
 
     # ---- deciding ----
 
@@ -207,17 +211,22 @@ class ReplicaScheduler:
         Returns:
             The plan, or None if there is nothing to do.
         """
-        prefilling, decoding = self._slots.prefilling, self._decoding
+        prefilling, decoding, trials = self._slots.prefilling, self._decoding, self._slots.trials
         work: Prefill | Decode | None = None
         requests: Sequence[Request] = ()
         while work is None:
-            kind = self._interleave.choose(prefill=bool(prefilling), decode=bool(decoding.members))
+            kind = self._interleave.choose(prefill=bool(prefilling), decode=bool(decoding.members or trials))
             if kind is None:
                 break
             if kind == "prefill":
                 requests = (prefilling[0],)
                 work = self._plan_chunk(requests[0])
+            elif trials and (self._trial_due or not decoding.members):
+                self._trial_due = False
+                requests = (trials[0],)
+                work = self._plan_trial(requests[0])
             else:
+                self._trial_due = True
                 requests = decoding.prepare(self._make_room)
                 work = self._plan_decode(requests)
         if work is None and not self._copies and not self._plan.releases:
@@ -234,7 +243,8 @@ class ReplicaScheduler:
         if not self._in_flight.leasing:
             return None
         prefilling = self._slots.prefilling
-        if prefilling and self._interleave.prefill_due:
+        # A suspect's chunk waits until the lease is answered: nothing else may be in question if it fails.
+        if prefilling and not prefilling[0].suspect and self._interleave.prefill_due:
             requests = (prefilling[0],)
             if (chunk := self._plan_chunk(requests[0])) is not None:
                 self._interleave.choose(prefill=True, decode=True)
@@ -246,10 +256,11 @@ class ReplicaScheduler:
     def _send(self, work: Prefill | Decode | None, requests: Sequence[Request]) -> StepPlan:
         """Returns the plan with this work and everything that comes before it."""
         copies = self._copies.take()
-        plan, refused = self._plan.build(work, copies)
+        suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
+        plan, refused = self._plan.build(work, copies, suspect)
         if refused:
             self._owner.released()  # the next plan has room again
-        self._in_flight.send(InFlight(plan, requests, copies, self._clock()))
+        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), alone=suspect is not None))
         return plan
 
     def _plan_chunk(self, request: Request) -> Prefill | None:
@@ -265,6 +276,15 @@ class ReplicaScheduler:
         self.stats.chunk_tokens.observe(end - start)
         return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
 
+    def _plan_trial(self, request: Request) -> Decode | None:
+        assert request.slot is not None
+        position = request.kv.num_computed
+        if not self._make_room(request, position + 1):
+            return None
+        bucket = bucket_for(1, self.geometry.buckets)
+        self._decoding.count_step_outside(request, bucket)
+        return Decode((request.slot,), (position,), bucket, 1)
+
     def _plan_decode(self, requests: Sequence[Request]) -> Decode | None:
         count = len(requests)
         if not count:
@@ -276,7 +296,7 @@ class ReplicaScheduler:
 
     def _lease(self) -> int:
         """Returns how many decode steps may run in a row, with blocks reserved for all of them."""
-        if self._max_lease == 1 or self._slots.prefilling or self.num_deferred:
+        if self._max_lease == 1 or self._slots.prefilling or self._slots.trials or self.num_deferred:
             return 1
         return self._decoding.reserve(self._max_lease, self._grow_ahead)
 

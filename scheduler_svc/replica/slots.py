@@ -115,15 +115,23 @@ class DecodeBatch:
 
     def count_step(self, count: int, bucket: int) -> None:
         """Counts a decode step of ``count`` rows, planned or run by a lease, and charges the tenants."""
+        self._count_rows(count, bucket)
+        self._steps += 1
+        for tenant, rows in self._tenants.items():
+            self._charge(tenant, rows)
+
+    def count_step_outside(self, request: Request, bucket: int) -> None:
+        """Counts a decode step of a request that is not in the batch."""
+        self._count_rows(1, bucket)
+        self._charge(request.tenant, 1)
+
+    def _count_rows(self, count: int, bucket: int) -> None:
         stats = self._stats.buckets.get(bucket)
         if stats is None:
             stats = self._stats.buckets[bucket] = BucketStats()
         stats.steps += 1
         stats.rows += count
-        self._steps += 1
         self._observe_batch(count)
-        for tenant, rows in self._tenants.items():
-            self._charge(tenant, rows)
 
     # ---- stalls ----
 
@@ -222,7 +230,7 @@ class DecodeBatch:
 
 
 class Slots:
-    """Slots and the requests in them. Each request is either prefilling or in the decode batch."""
+    """Slots and the requests in them. Each request prefills, is on trial, or is in the decode batch."""
 
     def __init__(
         self, max_num_seqs: int, kv: KvCache, decoding: DecodeBatch, plan: PlanBuilder, in_flight: StepsInFlight,
@@ -253,6 +261,8 @@ class Slots:
         """Requests with known tokens to compute, by rank."""
         self.prefill_backlog = 0
         """Tokens that `prefilling` still has to compute."""
+        self.trials: list[Request] = []
+        """Suspects whose next step is a decode step, which each of them runs alone."""
         self._slots: list[Request | None] = [None] * max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._priorities: Counter[int] = Counter()
@@ -290,11 +300,11 @@ class Slots:
         delivery = request.delivery
         if delivery.first_scheduled_s is None:
             delivery.first_scheduled_s = self._clock()
-            self._stats.queue_s.observe(delivery.first_scheduled_s - request.arrival_s)
+            self._stats.queue_s.observe(delivery.first_scheduled_s - delivery.accepted_s)
         self._plan.admit(request)
         self._owner.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
         if not request.num_to_prefill:
-            self._decoding.add(request)
+            self._start_decoding(request)
             return
         self._shared.start(request)
         self._prefill(request)
@@ -342,8 +352,23 @@ class Slots:
         if request.num_to_prefill:
             return False
         self.prefilling.remove(request)
-        self._decoding.add(request)
+        self._start_decoding(request)
         return True
+
+    def _start_decoding(self, request: Request) -> None:
+        if request.suspect:
+            request.state = RequestState.DECODING
+            self.trials.append(request)
+        else:
+            self._decoding.add(request)
+
+    def clear_suspect(self, request: Request) -> None:
+        """Clears a suspect: a step of its own was answered."""
+        request.worker_losses = request.cleared_at = 0
+        request.sink.push(Event(request.request_id, worker_losses=0))
+        if request in self.trials:
+            self.trials.remove(request)
+            self._decoding.add(request)
 
     def prefill_forced(self, request: Request) -> None:
         """Moves a decoding request back to prefill, for tokens that its grammar forced."""
@@ -384,6 +409,8 @@ class Slots:
             self.prefill_backlog -= request.num_to_prefill
             for waiter in self._shared.stop(request):
                 self._owner.requeue(waiter)
+        elif request in self.trials:
+            self.trials.remove(request)
         elif request.state is RequestState.DECODING:
             self._decoding.remove(request)
         request.state = RequestState.WAITING

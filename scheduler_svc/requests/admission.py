@@ -1,11 +1,20 @@
 """Admission of a client's request: checks it against the model and makes requests of it, one per sequence."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
-from scheduler_svc.requests.request import Event, Request, SequenceGroup, SequenceSink, Sink
+from scheduler_svc.requests.request import (
+    DECODING_CLEARS,
+    Delivery,
+    Event,
+    Request,
+    SequenceGroup,
+    SequenceSink,
+    Sink,
+)
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 
 
@@ -19,6 +28,8 @@ class Resumed:
     """Tokens received; generation continues behind them."""
     finished: bool = False
     """Whether the sequence is complete and must not run again."""
+    worker_losses: int = 0
+    """Workers lost in a row while they ran the sequence, as the client was told last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,13 @@ class Submission:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    age_s: float | None = None
+    """Seconds since an earlier scheduler accepted the request; None if none has."""
+
+    @property
+    def was_accepted(self) -> bool:
+        """Whether an earlier scheduler accepted the request, so that the limits of the queue do not apply."""
+        return self.age_s is not None or bool(self.resumed)
 
     @property
     def max_tokens(self) -> int | None:
@@ -149,7 +167,7 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
         return max_tokens
     cut = most_tokens - num_prompt
     received = [len(one) for one in submission.sequences.values() if len(one) < max_tokens]
-    if submission.resumed and (
+    if submission.was_accepted and (
         submission.max_tokens is not None or cut < min_tokens or cut <= max(received, default=0)
     ):
         # The request ran on a larger replica, which may come back.
@@ -194,6 +212,8 @@ def make_requests(
         first = first.changed(max_tokens=stop.max_tokens)
     others = first.changed(prompt_logprobs=None) if submission.n > 1 else first
     requests: list[Request] = []
+    losses = {one.sequence: one.worker_losses for one in submission.resumed}
+    arrival_s = now_s - (submission.age_s or 0.0)
     for sequence, received in submission.sequences.items():
         if sequence in ended:
             continue
@@ -203,8 +223,8 @@ def make_requests(
                 token_ids=[*prompt, *received],
                 num_prompt_tokens=len(prompt),
                 sampling=others if requests else first,
-                arrival=next(arrivals),
-                arrival_s=now_s,
+                arrival=_order_of_arrival(arrival_s, next(arrivals)),
+                arrival_s=arrival_s,
                 sink=sink if group is None else SequenceSink(group, sequence),
                 stop=stop,
                 priority=submission.priority,
@@ -212,11 +232,19 @@ def make_requests(
                 cache_salt=submission.cache_salt,
                 sequence=sequence,
                 group=group,
+                worker_losses=losses.get(sequence, 0),
+                cleared_at=DECODING_CLEARS if losses.get(sequence) else 0,
+                delivery=Delivery(accepted_s=now_s),
             )
         )
     if group is not None:
         group.members.extend(requests)
     return requests
+
+
+def _order_of_arrival(arrival_s: float, number: int) -> int:
+    """Returns a request's place in the order of arrival: by microsecond, then by number."""
+    return (math.floor(arrival_s * 1e6) << 40) + number
 
 
 def sequence_id(request_id: str, sequence: int) -> str:

@@ -7,14 +7,18 @@ token. See ``ReplicaScheduler.admit``.
 """
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
+
+DECODING_CLEARS: Final = sys.maxsize
+"""Value of `Request.cleared_at` that no chunk reaches: only a decode step clears the suspect."""
 
 
 class RequestState(enum.Enum):
@@ -44,7 +48,9 @@ class Event:
     stop_token_id: int | None = None
     """The token that ended the sequence, if one did."""
     first: bool = False
-    """Whether this is the request's first event; only then do the next three fields have a meaning."""
+    """Whether this is the request's first event; only then do the next four fields have a meaning."""
+    seed: int = 0
+    """The seed that the request is sampled with, given or drawn."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared."""
@@ -56,6 +62,8 @@ class Event:
     """Result of a pooling request, row-major."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
+    worker_losses: int | None = None
+    """Workers lost in a row while they ran the sequence; set when the number changes."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     """Entries of the next prompt tokens, if the client asked for them. The prompt's first token has none. All
     entries come before the first generated token, in order, each once."""
@@ -64,8 +72,8 @@ class Event:
         """Returns the same event as the first one of ``request``."""
         started = request.delivery.first_scheduled_s
         return replace(
-            self, first=True, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
-            queue_s=0.0 if started is None else started - request.arrival_s,
+            self, first=True, seed=request.sampling.params.seed, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
+            queue_s=0.0 if started is None else started - request.delivery.accepted_s,
         )  # fmt: skip
 
 
@@ -132,6 +140,8 @@ class SequenceSink:
 class Delivery:
     """The client's progress with a request: what it has received, and when."""
 
+    accepted_s: float = 0.0
+    """Clock reading when this scheduler accepted the request."""
     announced: bool = False
     """Whether the client has received an event."""
     num_prompt_logprobs: int = 0
@@ -171,7 +181,7 @@ class Request:
     arrival: int
     """Order of arrival; unique."""
     arrival_s: float
-    """Clock reading at arrival, seconds."""
+    """Clock reading at arrival, seconds. A resumed request arrived when an earlier scheduler accepted it."""
     sink: Sink
     """Receives the events."""
     stop: StopRule
@@ -197,6 +207,11 @@ class Request:
     """The replica that runs the request, or ran it last."""
     prefills_forced: bool = False
     """Whether the tokens to prefill are ones that the grammar forced behind decoded tokens."""
+    worker_losses: int = 0
+    """Workers lost in a row while they ran the request. Above 0 it is a suspect, and its steps contain no
+    other request; see ``scheduler_svc/replica/suspects.py``."""
+    cleared_at: int = 0
+    """Computed tokens with which a chunk clears the suspect; a decode step always does."""
     delivery: Delivery = field(default_factory=Delivery)
     """The client's progress."""
 
@@ -211,6 +226,11 @@ class Request:
     def num_to_prefill(self) -> int:
         """Known tokens left to prefill; a sequence that can fork runs the last one in a decode step."""
         return len(self.token_ids) - self.can_fork - self.kv.num_computed
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the request may have killed a worker."""
+        return self.worker_losses > 0
 
     @property
     def can_fork(self) -> bool:

@@ -40,6 +40,7 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
         clock=clock,
         order=make_order(settings),
         max_pinned_share=settings.max_pinned_share,
+        max_worker_losses=settings.max_worker_losses,
     )
 
 

@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client and unique among live requests; at most 128 bytes. Empty: the scheduler makes one,
     which the first event names.
@@ -73,6 +74,11 @@ class GenerateRequest(_message.Message):
     """Name of a LoRA adapter. Empty: the base model."""
     model: _builtins.str
     """The model that the client expects; another served model is NOT_FOUND. Empty: any."""
+    age_ms: _builtins.int
+    """Set if an earlier scheduler accepted the request: milliseconds since then. The limits of the queue do not
+    apply, and the request waits as if it had come at that time. Its sampling.seed is then the one in
+    PromptStats, if that has arrived.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At least one."""
@@ -98,13 +104,19 @@ class GenerateRequest(_message.Message):
         lora_name: _builtins.str = ...,
         model: _builtins.str = ...,
         resumed: _abc.Iterable[Global___ResumedSequence] | None = ...,
+        age_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
+    _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_ms) -> _WhichOneofReturnType__age_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -118,12 +130,15 @@ class ResumedSequence(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """0 .. n-1."""
     finished: _builtins.bool
     """The client has received the last event, so the sequence must not run again. At least one sequence must be
     unfinished.
     """
+    worker_losses: _builtins.int
+    """The last GenerateEvent.worker_losses of the sequence."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens received. Generation continues behind them, and they count against max_tokens and min_tokens.
@@ -136,10 +151,11 @@ class ResumedSequence(_message.Message):
         sequence: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finished: _builtins.bool = ...,
+        worker_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "sequence", b"sequence", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "sequence", b"sequence", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -160,6 +176,7 @@ class GenerateEvent(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sequence: _builtins.int
     """0 .. n-1."""
@@ -167,6 +184,10 @@ class GenerateEvent(_message.Message):
     """Set in the sequence's last event."""
     stop_token_id: _builtins.int
     """The end token or stop token that ended the sequence; unset if none did."""
+    worker_losses: _builtins.int
+    """Workers that were lost in a row while they ran the sequence. Set, in an event without tokens, whenever the
+    number changes. A client that submits the request again says it in ResumedSequence.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens, in order. Empty in an event that only ends the sequence."""
@@ -205,14 +226,20 @@ class GenerateEvent(_message.Message):
         prompt: Global___PromptStats | None = ...,
         error: _common_pb2.Error | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        worker_losses: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "prompt", b"prompt", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "prompt", b"prompt", "stop_token_id", b"stop_token_id", "worker_losses", b"worker_losses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__worker_losses: _TypeAlias = _typing.Literal["worker_losses"]  # noqa: Y015
+    _WhichOneofArgType__worker_losses: _TypeAlias = _typing.Literal["_worker_losses", b"_worker_losses"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_losses) -> _WhichOneofReturnType__worker_losses | None: ...
 
 Global___GenerateEvent: _TypeAlias = GenerateEvent  # noqa: Y015
 
@@ -223,23 +250,31 @@ class PromptStats(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
     queue_ms: _builtins.float
     """Time from arrival to the first slot, milliseconds."""
+    seed: _builtins.int
+    """The seed that the request is sampled with: the client's, or the one that the scheduler drew. A request that
+    is submitted again needs it to continue with the same samples.
+    """
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
+        seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___PromptStats: _TypeAlias = PromptStats  # noqa: Y015
 

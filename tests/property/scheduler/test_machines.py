@@ -1,5 +1,7 @@
 """Random operations on pools and schedulers, checked against naive models after every step."""
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,6 +22,7 @@ from tests.support.scheduler.factories import (
     make_rig,
     make_submission,
 )
+from tests.support.scheduler.poison import Kind, Moment
 
 pytestmark = pytest.mark.property
 
@@ -155,19 +158,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
         generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 9]), jump=st.sampled_from([0, 1, 3, 7]),
-        streams=st.integers(0, 2),
+        streams=st.integers(0, 2), losses=st.integers(1, 3),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
+        losses: int,
     ) -> None:  # fmt: skip
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
-                                 num_streams=streams)  # fmt: skip
+                                 num_streams=streams, max_worker_losses=losses)  # fmt: skip
         self.jump = self.rig.device.jump = jump
+        self.losses = losses
+        # Requests that kill the device: what it may not do for them, and from how many computed tokens on.
+        self.poison: dict[str, tuple[Kind, int]] = {}
+        self.rig.kills = self.kills
         # Expected tokens by request and sequence, up to the stop token if there is one.
         self.stops: dict[str, int | None] = {}
         self.wanted: dict[str, list[list[int]]] = {}
@@ -257,9 +265,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.step()
         self.rig.meanwhile = lambda: None
 
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), n=st.sampled_from([1, 1, 3]),
+        kind=st.sampled_from(["admit", "chunk", "decode"]), end=st.integers(0, 24), meanwhile=st.booleans(),
+    )  # fmt: skip
+    def submit_poison(
+        self, prompt: list[int], max_tokens: int, n: int, kind: Kind, end: int, meanwhile: bool
+    ) -> None:
+        self.poison[f"r{self.count + 1}"] = (kind, end)
+        if meanwhile:
+            self.submit_while_a_step_runs(prompt, max_tokens, 0, n, None)
+        else:
+            self.submit(prompt, max_tokens, "", 0, n, None)
+
+    def kills(self, moment: Moment) -> bool:
+        kind, end = self.poison.get(moment.request_id.partition("#")[0], (None, 0))
+        return moment.kind == kind and moment.end >= end
+
     @rule(in_flight=st.booleans())
     def crash(self, in_flight: bool) -> None:
-        if in_flight:
+        # Two such losses in a row of a request that runs alone look as if it were poison.
+        suspected = any(request.suspect for request in self.rig.engine._live._by_id.values())
+        if in_flight and self.losses > 1 and not suspected:
             self.rig.scheduler.step()
         self.rig.replace_replica()
         self.rig.device.jump = self.jump
@@ -298,9 +325,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}
             assert sum(event.first for event in events) <= 1
+            failed = any(event.error is not None for event in events)
+            assert not failed or name in self.poison, "only requests that kill workers fail"
             for sequence, wanted in enumerate(sequences):
                 mine = [event for event in events if event.sequence == sequence]
                 tokens = [token for event in mine for token in event.token_ids]
+                if failed:
+                    assert tokens == wanted[: len(tokens)]
+                    assert sum(event.error is not None for event in events) == 1
+                    continue
                 if (name, sequence) in self.aborted:
                     assert tokens == wanted[: len(tokens)]
                     assert mine[-1].finish_reason is FinishReason.ABORT
@@ -313,6 +346,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert sum(event.finish_reason is not None for event in mine) == 1
         for group in self.rig.scheduler.kv.groups:
             assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
+        killed = Counter(self.rig.killers)
+        assert not killed or max(killed.values()) <= max(2, self.losses), "the second loss is its own already"
         self.check_that_nothing_is_left()
 
     def check_that_nothing_is_left(self) -> None:
@@ -320,6 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, engine = self.rig.scheduler, self.rig.engine
         assert scheduler.prefill_backlog == 0
         assert scheduler.num_running == scheduler.num_deferred == 0
+        assert not scheduler._slots.trials
         decoding = scheduler._decoding
         assert not scheduler._shared._computing
         assert not decoding._tenants

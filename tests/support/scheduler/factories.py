@@ -23,6 +23,7 @@ from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.sampling_params import sampling_params
+from tests.support.scheduler.poison import DeviceLostError, Kind, Moment, nothing_kills
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)
@@ -102,7 +103,7 @@ def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:
 def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
     cache_salt: str = "", resumed: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: Sampling | None = None,
-    resumed_sequences: Sequence[Resumed] = (), **fields: Any,
+    resumed_sequences: Sequence[Resumed] = (), age_s: float | None = None, **fields: Any,
 ) -> Submission:  # fmt: skip
     """Returns a valid request; ``fields`` are those of its sampling parameters."""
     if resumed:
@@ -110,7 +111,7 @@ def make_submission(
     sampling = (sampling or make_sampling(**fields)).changed(max_tokens=max_tokens)
     return Submission(
         request_id=request_id, prompt_token_ids=tuple(prompt), priority=priority, tenant=tenant, sampling=sampling,
-        cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences),
+        cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences), age_s=age_s,
     )  # fmt: skip
 
 
@@ -168,6 +169,8 @@ class SimulatedDevice:
     jump: int = 0
     """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
     passes: int = 0
+    kills: Callable[[Moment], bool] = nothing_kills
+    """Whether the device dies instead of doing this."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot in plan.release:
@@ -179,6 +182,7 @@ class SimulatedDevice:
                 self.memory[copy.group_id, copy.source_block]
             )
         for admission in plan.admit:
+            self._survive("admit", admission, admission.num_computed_tokens)
             self._admit(admission)
         for growth in plan.grow:
             self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
@@ -191,6 +195,7 @@ class SimulatedDevice:
                 assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
                 assert 1 <= num_tokens <= self.geometry.chunk
                 self.shapes.add(("prefill", self.geometry.chunk))
+                self._survive("chunk", state.admission, start + num_tokens)
                 self.prefilled += num_tokens
                 self._compute(state, start + num_tokens)
                 assert sample == (state.computed == len(state.tokens))
@@ -203,6 +208,7 @@ class SimulatedDevice:
                 for slot, position in zip(slots, positions, strict=True):
                     state = self.slots[slot]
                     assert position == state.computed == len(state.tokens) - 1
+                    self._survive("decode", state.admission, position + 1)
                     self._compute(state, position + 1)
                 self.passes += 1
                 return self._result(plan.step, slots)
@@ -210,6 +216,10 @@ class SimulatedDevice:
                 return StepResult(plan.step)
             case Pool():
                 raise AssertionError("this device generates")
+
+    def _survive(self, kind: Kind, admission: Admission, end: int) -> None:
+        if self.kills(Moment(kind, admission.request_id, end)):
+            raise DeviceLostError(admission.request_id)
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
@@ -325,6 +335,10 @@ class Rig:
     """Decode steps that a plan may allow."""
     interrupts: list[StepPlan] = field(default_factory=list)
     """Plans that ended a lease."""
+    kills: Callable[[Moment], bool] = nothing_kills
+    """Whether the device dies instead of doing this; the next one starts at once."""
+    killers: list[str] = field(default_factory=list)
+    """The sequences that killed a device, in order."""
     meanwhile: Callable[[], None] = lambda: None
     """Called while each step runs."""
 
@@ -335,7 +349,8 @@ class Rig:
         """Attaches an empty replica."""
         blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
         kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
-        self.device = SimulatedDevice(self.geometry, self.groups)
+        # `kills` may be set later.
+        self.device = SimulatedDevice(self.geometry, self.groups, kills=lambda one: self.kills(one))  # noqa: PLW0108
         self.scheduler = ReplicaScheduler(
             self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
             max_lease=self.max_lease,
@@ -358,8 +373,15 @@ class Rig:
     def step(self) -> StepPlan | None:
         self.engine.dispatch()
         plan = self.scheduler.step()
-        if plan is not None:
+        if plan is None:
+            return None
+        jump = self.device.jump
+        try:
             self.answer(plan)
+        except DeviceLostError as killer:
+            self.killers.append(str(killer))
+            self.replace_replica()
+            self.device.jump = jump
         return plan
 
     def answer(self, plan: StepPlan) -> int:
@@ -397,7 +419,7 @@ def make_rig(
     geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
-    num_streams: int = 0,
+    num_streams: int = 0, max_worker_losses: int = 2,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated)
     rig = Rig(
@@ -409,6 +431,7 @@ def make_rig(
         max_waiting_tokens=max_waiting_tokens,
         clock=lambda: rig.now,
         order=order or PriorityFairOrder(),
+        max_worker_losses=max_worker_losses,
     )
     rig.engine.model = ModelLimits(rig.geometry.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
     rig.start()

@@ -104,6 +104,32 @@ def test_a_resumed_request_continues() -> None:
     assert list(pending.request.resumed) == [inference.ResumedSequence(token_ids=[1, 2, 3])]
 
 
+def test_a_resumed_request_repeats_what_the_scheduler_said() -> None:
+    """The seed that the scheduler drew, and the workers that each sequence may have killed."""
+    pending = make(n=2)[0].requests[0]
+    pending.on_event(inference.GenerateEvent(prompt=inference.PromptStats(seed=2**64 - 1), token_ids=[5]))
+    for sequence, losses in ((0, 1), (1, 1), (1, 2), (0, 0)):
+        pending.on_event(inference.GenerateEvent(sequence=sequence, worker_losses=losses))
+    for _ in range(2):
+        pending.prepare_resume()
+        assert pending.request.sampling.seed == 2**64 - 1
+        assert list(pending.request.resumed) == [
+            inference.ResumedSequence(token_ids=[5]),
+            inference.ResumedSequence(sequence=1, worker_losses=2),
+        ]
+
+
+def test_a_resumed_request_has_an_age_once_a_scheduler_has_accepted_it() -> None:
+    """A request that no scheduler has seen is a new one."""
+    pending = make()[0].requests[0]
+    pending.prepare_resume()
+    assert not pending.request.HasField("age_ms")
+    pending.accepted = True
+    pending.prepare_resume()
+    assert pending.request.HasField("age_ms")
+    assert not pending.request.sampling.HasField("seed")
+
+
 def test_a_resumed_request_describes_each_sequence() -> None:
     """One sequence has finished, one continues, one has not begun.
 
