@@ -362,6 +362,12 @@ class Slots:
         else:
             self._decoding.add(request)
 
+    def _stop_decoding(self, request: Request) -> None:
+        if request in self.trials:
+            self.trials.remove(request)
+        else:
+            self._decoding.remove(request)
+
     def clear_suspect(self, request: Request) -> None:
         """Clears a suspect: a step of its own was answered."""
         request.worker_losses = request.cleared_at = 0
@@ -372,7 +378,7 @@ class Slots:
 
     def prefill_forced(self, request: Request) -> None:
         """Moves a decoding request back to prefill, for tokens that its grammar forced."""
-        self._decoding.remove(request)
+        self._stop_decoding(request)
         request.prefills_forced = True
         self._prefill(request)
 
@@ -409,10 +415,8 @@ class Slots:
             self.prefill_backlog -= request.num_to_prefill
             for waiter in self._shared.stop(request):
                 self._owner.requeue(waiter)
-        elif request in self.trials:
-            self.trials.remove(request)
         elif request.state is RequestState.DECODING:
-            self._decoding.remove(request)
+            self._stop_decoding(request)
         request.state = RequestState.WAITING
         self._priorities[request.priority] -= 1
         if not self._priorities[request.priority]:

@@ -181,7 +181,7 @@ class Request:
     arrival: int
     """Order of arrival; unique."""
     arrival_s: float
-    """Clock reading at arrival, seconds. A resumed request arrived when an earlier scheduler accepted it."""
+    """Clock reading at arrival, seconds. A resumed request keeps its age."""
     sink: Sink
     """Receives the events."""
     stop: StopRule

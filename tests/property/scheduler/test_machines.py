@@ -272,7 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_poison(
         self, prompt: list[int], max_tokens: int, n: int, kind: Kind, end: int, meanwhile: bool
     ) -> None:
-        self.poison[f"r{self.count + 1}"] = (kind, end)
+        # An admission computes nothing: it would kill again only where the prefix cache has as much again.
+        self.poison[f"r{self.count + 1}"] = (kind, 0 if kind == "admit" else end)
         if meanwhile:
             self.submit_while_a_step_runs(prompt, max_tokens, 0, n, None)
         else:

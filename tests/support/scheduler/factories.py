@@ -207,7 +207,13 @@ class SimulatedDevice:
                 self.shapes.add(("decode", bucket))
                 for slot, position in zip(slots, positions, strict=True):
                     state = self.slots[slot]
-                    assert position == state.computed == len(state.tokens) - 1
+                    assert position == state.computed == len(state.tokens) - 1, (
+                        slot,
+                        position,
+                        state.computed,
+                        len(state.tokens),
+                        plan,
+                    )
                     self._survive("decode", state.admission, position + 1)
                     self._compute(state, position + 1)
                 self.passes += 1

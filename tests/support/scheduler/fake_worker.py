@@ -1,7 +1,7 @@
 """A worker on a simulated device that speaks the Worker service over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from protos.errors import Internal, TriptychError, abort
@@ -12,6 +12,7 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.convert.configuration import groups_from_proto
 from scheduler_svc.shapes.geometry import Geometry
 from tests.support.scheduler.factories import EOS, SimulatedDevice, next_leased
+from tests.support.scheduler.poison import DeviceLostError, Moment, nothing_kills
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
 
@@ -23,6 +24,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     num_blocks: int = 65
     die_at_step: int | None = None
     """Ends the Execute stream instead of answering this step."""
+    kills: Callable[[Moment], bool] = nothing_kills
+    """Whether the Execute stream ends instead of doing this."""
     hold_at_step: int | None = None
     """Closes the gate before this step, counted over all plans."""
     refuse_configure: TriptychError | None = None
@@ -106,7 +109,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.configured.block_size, tuple(self.configured.decode_buckets),
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
-        self.device = SimulatedDevice(geometry, groups)
+        self.device = SimulatedDevice(geometry, groups, kills=self.kills)
         plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
         try:
@@ -137,6 +140,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     if last:
                         break
                     plan = next_leased(plan)
+        except DeviceLostError:
+            return
         finally:
             reading.cancel()
 

@@ -1,6 +1,7 @@
 """Requests that kill workers: they fail alone, and requests beside them lose nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -176,7 +177,7 @@ def test_suspects_delay_the_others_by_one_step_each() -> None:
     while len(rig.scheduler._decoding.members) < 6:
         rig.step()
     lose_replica(rig)
-    other = rig.submit(make_submission([50], request_id="other", max_tokens=20))
+    other = rig.submit(make_submission([50], request_id="other", max_tokens=20, priority=-1))
     while not other.tokens:
         rig.step()
     gap = longest = 0
@@ -229,6 +230,39 @@ def test_a_suspect_may_be_aborted() -> None:
     assert rig.run() is not None
     assert [sink.events[-1].finish_reason for sink in sinks] == [FinishReason.ABORT] * 2
     assert rig.scheduler.num_running == 0
+
+
+def test_a_suspect_is_not_computed_in_a_plan_that_ends_a_lease() -> None:
+    """The lease is answered first; otherwise its requests were in unanswered steps too."""
+    rig = make_rig(max_lease=8)
+    rig.submit(make_submission(request_id="innocent"))
+    while not rig.scheduler._decoding.members:
+        rig.step()
+    lease = rig.scheduler.step()
+    assert lease is not None
+    part = Resumed(0, (), worker_losses=1)
+    rig.submit(make_submission([7] * 10, request_id="suspect", resumed_sequences=(part,)))
+    plan = rig.scheduler.interrupt()
+    assert plan is not None
+    assert (plan.work, plan.admit) == (None, ())
+    rig.scheduler.update(replace(rig.device.run(lease), last=True))
+    rig.scheduler.update(rig.device.run(plan))
+    assert losses(rig, "innocent", "suspect") == [0, 1]
+    rig.run()
+    assert rig.sinks["suspect"].tokens == expected_tokens([7] * 10, 8)
+
+
+def test_a_request_is_not_blamed_for_one_that_ended_meanwhile() -> None:
+    """A request that was aborted while its step ran may have been the reason."""
+    rig = make_rig(max_worker_losses=1)
+    sinks = [rig.submit(make_submission([20 + n], request_id=f"r{n}")) for n in range(2)]
+    while len(rig.scheduler._decoding.members) < 2:
+        rig.step()
+    assert rig.scheduler.step() is not None
+    assert rig.engine.abort("r1")
+    rig.replace_replica()
+    rig.run()
+    assert sinks[0].tokens == expected_tokens([20], 8)
 
 
 def test_a_client_learns_of_losses_and_when_they_no_longer_count() -> None:
