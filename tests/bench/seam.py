@@ -15,6 +15,7 @@ plan) and the device's idle share: the part of the time in which no step ran.
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import statistics
@@ -40,7 +41,6 @@ _SHORTEST_PROMPT: Final = 32
 # Prompt lengths of neighbouring rows differ by this, so that blocks fall due apart. Rows that start one after
 # the other must not catch up with it: it is more than the steps between their starts.
 _STAGGER: Final = 38
-_WARM_UP_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Round:
-    """One measurement of a batch, (b) and then (a)."""
+    """One measurement of a batch: (b) between two halves of (a)."""
 
     batch: int
     """Rows."""
@@ -156,14 +156,16 @@ async def measure(
         worker_flags += ["--null-step-ms", str(model.null_step_ms)]
     measured = []
     async with processes(scheduler_flags, worker_flags, environment()) as address:
-        for batch in model.batches:
-            await decode_together(address, prompts(batch, dice), _needed(batch, _WARM_UP_TOKENS))
-            step_in_process(worker, [_SHORTEST_PROMPT] * batch, _WARM_UP_TOKENS)
-        for _ in range(rounds):
-            for batch in model.batches:
-                window = await decode_together(address, prompts(batch, dice), _needed(batch, steps))
-                inside = step_in_process(worker, window.lengths, window.tokens // batch)
-                measured.append(Round(batch, window, inside))
+        # A first, short run of each batch warms up, and gives the lengths at which all rows decode.
+        lengths = {
+            batch: (await decode_together(address, prompts(batch, dice), _needed(batch, BLOCK // 4))).lengths
+            for batch in model.batches
+        }
+        for batch in model.batches * rounds:
+            before = step_in_process(worker, lengths[batch], steps // 2)
+            window = await decode_together(address, prompts(batch, dice), _needed(batch, steps))
+            after = step_in_process(worker, lengths[batch], steps // 2)
+            measured.append(Round(batch, window, (before + after) / 2))
     worker.close()
     return measured, read_steps(file)
 
@@ -197,6 +199,16 @@ def idle_share(steps: Iterable["RanStep"], window: Window) -> float:
     return 1 - busy / window.seconds
 
 
+def median_gaps(steps: Iterable["RanStep"], window: Window) -> tuple[float, float]:
+    """Returns the seconds between two decode steps of one plan, and of two plans; 0 where there are none."""
+    inside = [step for step in steps if step.rows and window.start <= step.start < window.end]
+    gaps: dict[bool, list[float]] = {True: [], False: []}
+    for earlier, later in itertools.pairwise(inside):
+        gaps[earlier.plan == later.plan].append(max(0.0, later.start - earlier.end))
+    same, other = (statistics.median(gaps[same] or [0.0]) for same in (True, False))
+    return same, other
+
+
 def summary(rounds: Sequence[Round], steps: Sequence["RanStep"]) -> dict[str, float]:
     """Returns the figures of one batch: medians of its rounds."""
 
@@ -209,6 +221,8 @@ def summary(rounds: Sequence[Round], steps: Sequence["RanStep"]) -> dict[str, fl
         "ratio": median(one.ratio for one in rounds),
         "lease_steps": median(mean_lease(steps, one.window) for one in rounds),
         "idle": median(idle_share(steps, one.window) for one in rounds),
+        "gap_in_lease_us": median(1e6 * median_gaps(steps, one.window)[0] for one in rounds),
+        "gap_between_us": median(1e6 * median_gaps(steps, one.window)[1] for one in rounds),
     }
 
 
@@ -235,11 +249,14 @@ def main() -> None:
             rounds, ran = asyncio.run(measure(model, steps, count, Path(scratch)))
         for batch in model.batches:
             figures[f"{model.name}_b{batch}"] = summary([one for one in rounds if one.batch == batch], ran)
-    print(f"{'':12}{'in-process':>14}{'served':>14}{'ratio':>8}{'lease':>8}{'idle':>8}")
+    print(
+        f"{'':12}{'in-process':>14}{'served':>14}{'ratio':>8}{'lease':>8}{'idle':>8}{'gaps inside, between':>24}"
+    )
     for name, row in figures.items():
         print(
             f"{name:12}{row['in_process_tok_s']:8,.0f} tok/s{row['served_tok_s']:8,.0f} tok/s{row['ratio']:8.3f}"
-            f"{row['lease_steps']:8.1f}{row['idle']:8.3f}"
+            f"{row['lease_steps']:8.1f}{row['idle']:8.3f}{row['gap_in_lease_us']:10,.0f} µs"
+            f"{row['gap_between_us']:8,.0f} µs"
         )
     report("seam", {"by_batch": figures}, {name: row["ratio"] for name, row in figures.items()})
 

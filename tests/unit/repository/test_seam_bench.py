@@ -9,7 +9,7 @@ import pytest
 from protos.errors import Internal, TriptychError
 from protos.steps import Decode, Prefill, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
-from tests.bench.seam import BLOCK, Round, idle_share, mean_lease, prompts, summary
+from tests.bench.seam import BLOCK, Round, idle_share, mean_lease, median_gaps, prompts, summary
 from tests.bench.support.measured_worker import TOKEN, NullEngine, NullWorker, RanStep, read_steps
 from tests.bench.support.seam_client import BatchProgress, Window
 from worker_svc.settings import Settings
@@ -75,6 +75,12 @@ def test_the_idle_share_is_the_time_without_a_step() -> None:
 def test_the_mean_lease_is_decode_steps_per_plan() -> None:
     """Only decode steps that begin in the window count."""
     assert mean_lease(STEPS, Window(0.0, 10.0, (), 0)) == pytest.approx(5 / 3)
+
+
+def test_gaps_are_measured_inside_a_plan_and_between_plans() -> None:
+    """Steps that overlap have no gap; a window without plans behind one another has none either."""
+    assert median_gaps(STEPS, Window(0.0, 10.0, (), 0)) == pytest.approx((0.5, 1.5))
+    assert median_gaps(STEPS, Window(0.0, 3.0, (), 0)) == (0, 0)
 
 
 def test_a_ratio_compares_tokens_per_second() -> None:
