@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +185,9 @@ def environment() -> dict[str, str]:
 
 
 def mean_lease(steps: Iterable["RanStep"], window: Window) -> float:
-    """Returns the decode steps per plan among the steps that began in a window."""
-    plans = [step.plan for step in steps if step.rows and window.start <= step.start < window.end]
-    return len(plans) / len(set(plans))
+    """Returns the decode steps per plan in a window, without its last plan, which a row's end cuts short."""
+    lengths = Counter(step.plan for step in steps if step.rows and window.start <= step.start < window.end)
+    return statistics.mean(list(lengths.values())[:-1] or lengths.values())
 
 
 def idle_share(steps: Iterable["RanStep"], window: Window) -> float:
@@ -237,12 +238,12 @@ def main() -> None:
     clean = environment()
     os.environ.clear()
     os.environ.update(clean)
-    runs = [(null_model(), *((1000, 2) if arguments.quick else (4000, 5)))]
+    runs = [(null_model(), *((1000, 2) if arguments.quick else (2000, 5)))]
     if not arguments.null_only:
         from worker_svc.model_files.demo_models import fetch
 
         smollm2 = Model("smollm2", str(fetch("smollm2", None)), (1, 8, 32), 1024)
-        runs.insert(0, (smollm2, *((96, 1) if arguments.quick else (256, 5))))
+        runs.insert(0, (smollm2, *((96, 1) if arguments.quick else (128, 5))))
     figures: dict[str, dict[str, float]] = {}
     for model, steps, count in runs:
         with tempfile.TemporaryDirectory() as scratch:

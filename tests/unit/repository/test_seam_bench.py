@@ -73,8 +73,9 @@ def test_the_idle_share_is_the_time_without_a_step() -> None:
 
 
 def test_the_mean_lease_is_decode_steps_per_plan() -> None:
-    """Only decode steps that begin in the window count."""
-    assert mean_lease(STEPS, Window(0.0, 10.0, (), 0)) == pytest.approx(5 / 3)
+    """Only decode steps that begin in the window count, and its last plan only if there is no other."""
+    assert mean_lease(STEPS, Window(0.0, 10.0, (), 0)) == 2
+    assert mean_lease(STEPS, Window(0.0, 3.2, (), 0)) == 2
 
 
 def test_gaps_are_measured_inside_a_plan_and_between_plans() -> None:
