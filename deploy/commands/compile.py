@@ -52,21 +52,34 @@ def _compile(settings: CompileSettings) -> str:
     """Compiles, and returns the result for people."""
     # After the settings are read: importing torch takes seconds.
     from worker_svc.execution.worker import Worker
+    from worker_svc.graphs.compile_cache import MANIFEST
 
     worker_settings = load(WorkerSettings, worker_flags(settings, 0, 0))
     if not worker_settings.enable_warm_up:
         raise ConfigurationRefused("graphs are compiled during warm-up; remove --no-enable-warm-up")
-    if worker_settings.cache_folder("any") is None:
+    if not worker_settings.compile_cache:
         raise ConfigurationRefused("the compile cache is off, so no code would be kept; set --compile-cache")
     worker = Worker(worker_settings)
     worker.prepare()
+    _check_writable(worker_settings, worker.device.name)
     request = _configuration(settings, worker)
     if request is None:
         return "pooling models are not compiled; there is nothing to do"
     seconds = _run(worker, request)
     if worker.code_folder is None:
         return "nothing to keep: at this level graphs use the device's own kernels (-O 2 generates code)"
+    if not (worker.code_folder / MANIFEST).is_file():
+        raise ConfigurationRefused("the code could not be kept (see above); change --compile-cache-dir")
     return f"{worker.num_compiled} pieces compiled in {seconds:.1f} s; kept in {worker.code_folder}"
+
+
+def _check_writable(settings: WorkerSettings, device: str) -> None:
+    """Refuses a compile cache that cannot be written: a worker could do without, this command cannot."""
+    from worker_svc.graphs.compile_cache import CompileCache
+
+    folder = settings.cache_folder(device)
+    assert folder is not None
+    CompileCache(folder).begin({}).discard()
 
 
 def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest | None":

@@ -4,7 +4,8 @@ An entry's key is a hash of everything that its code depends on. Compilers use t
 cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
 complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed process
 never leaves a partial entry, and the first of two processes that fill the same entry wins. A folder contains
-no absolute paths that matter, so it may be copied to another machine of the same kind.
+no absolute paths that matter, so it may be copied to another machine of the same kind. Compilers work on a
+copy of an entry, so an entry never changes, and a file that its manifest does not list is not ours.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -30,8 +32,13 @@ _PENDING: Final = ".filling-"
 _KEY: Final = re.compile(r"[0-9a-f]{32}")
 # Files that a compiler keeps beside its results and that differ from run to run.
 _TRANSIENT: Final = (".lock", ".tmp", ".pid")
+# A compile cache with less free space counts as full.
+_LEAST_FREE_BYTES: Final = 64 << 20
 # By variable that names a compiler's cache, the folder within an entry.
 _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TEMPORARY: Final = "triptych-code-"
+"""The start of the names of temporary folders with compiled code."""
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a state, not an error
@@ -114,17 +121,20 @@ class CompileCache:
         return manifest
 
     def verify(self, key: str) -> Manifest | None:
-        """Reads an entry's manifest and compares every file with its checksum.
+        """Reads an entry's manifest, compares every file with its checksum, and finds files that were added.
 
         Raises:
-            DamagedEntry: if a file differs; names the first.
+            DamagedEntry: if a file differs, is missing or was added; names the first.
         """
         manifest = self.read(key)
         if manifest is not None:
+            found = _files(self.root / key)
+            if added := sorted({*found} - {*manifest.files, MANIFEST}):
+                raise DamagedEntry(f"{self.root / key / added[0]} was added")
             for name, digest in manifest.files.items():
                 path = self.root / key / name
                 try:
-                    good = _sha256(path) == digest
+                    good = name in found and _sha256(path) == digest
                 except OSError:
                     good = False
                 if not good:
@@ -141,9 +151,9 @@ class CompileCache:
         return min(found, key=lambda each: len(differences(fields, each.fields)), default=None)
 
     def remove(self, key: str) -> None:
-        """Removes an entry. Renames it first, so that no process finds it half removed."""
+        """Removes an entry, if it can be. Renames it first, so that no process finds it half removed."""
         gone = self.root / f"{_PENDING}{key}-{uuid.uuid4().hex}"
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             (self.root / key).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -156,22 +166,46 @@ class CompileCache:
         """
         count = 0
         for path in self.root.glob(f"{_PENDING}*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime >= older_than:
                     shutil.rmtree(path, ignore_errors=True)
                     count += 1
         return count
 
+    def copy(self, manifest: Manifest) -> Path:
+        """Copies an entry's files to a new folder, which belongs to the caller.
+
+        The folder is in the cache, or a temporary one if the cache cannot be written.
+
+        Raises:
+            OSError: if there is no room for them.
+        """
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_PENDING, dir=self.root))
+        except OSError:
+            folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+        try:
+            for name in manifest.files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                # Contents alone: the modes of a read-only cache would keep compilers from writing.
+                shutil.copyfile(self.root / manifest.key / name, folder / name)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
     def begin(self, fields: Mapping[str, str]) -> "PendingEntry":
         """Creates a folder for a new entry with these fields.
 
         Raises:
-            ConfigurationRefused: if the cache cannot be written.
+            ConfigurationRefused: if the cache cannot be written or is full.
         """
         folder = self.root / f"{_PENDING}{key_of(fields)}-{uuid.uuid4().hex}"
         try:
             folder.mkdir(parents=True)
+            _check_free(folder)
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise ConfigurationRefused(
                 f"cannot write to the compile cache {self.root} ({error.strerror});"
                 " change --compile-cache-dir"
@@ -197,12 +231,11 @@ class PendingEntry:
         Args:
             graphs: the signatures of its graphs, in words.
             seconds: how long compiling took.
+
+        Raises:
+            OSError: if the entry cannot be written; the folder stays.
         """
-        files = {
-            path.relative_to(self.folder).as_posix(): _sha256(path)
-            for path in sorted(self.folder.rglob("*"))
-            if path.is_file() and path.suffix not in _TRANSIENT and "locks" not in path.parts
-        }
+        files = {name: _sha256(self.folder / name) for name in _files(self.folder)}
         manifest = {
             "fields": self._fields, "graphs": list(graphs), "seconds": seconds, "created": time.time(), "files": files,
         }  # fmt: skip
@@ -234,9 +267,44 @@ class PendingEntry:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def set_compiler_cache_dirs(folder: Path) -> None:
-    """Makes compilers keep their files in `folder` from now on."""
+def set_compiler_cache_dirs(folder: Path) -> dict[str, str | None]:
+    """Makes compilers keep their files in `folder` from now on; returns what `restore_variables` takes."""
+    before = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update({name: str(folder / part) for name, part in _VARIABLES.items()})
+    return before
+
+
+def restore_variables(before: Mapping[str, str | None]) -> None:
+    """Makes compilers keep their files where they did before `set_compiler_cache_dirs`."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _check_free(folder: Path) -> None:
+    """Raises OSError if there is no room for compiled code."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, _LEAST_FREE_BYTES)
+        except OSError as error:
+            if error.errno in _FULL:  # others mean a file system that cannot tell
+                raise
+
+
+def _files(folder: Path) -> list[str]:
+    """Returns the paths of the files within a folder, without those that differ from run to run.
+
+    A link counts as a file with its own name: an entry has none.
+    """
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if (path.is_symlink() or not path.is_dir())
+        and path.suffix not in _TRANSIENT
+        and "locks" not in path.relative_to(folder).parts
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -9,11 +9,14 @@ from pathlib import Path
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from worker_svc.graphs.compile_cache import (
+    TEMPORARY,
     CompileCache,
     DamagedEntry,
+    Manifest,
     PendingEntry,
     differences,
     key_of,
+    restore_variables,
     set_compiler_cache_dirs,
 )
 
@@ -26,10 +29,10 @@ class CompiledCode:
     is_warm: bool
     """Whether the cache has the code."""
     folder: Path
-    """Where the compilers' files are."""
+    """Where the compilers' files are: a private folder until the code is complete, then its entry."""
 
     def __init__(self, cache: CompileCache | None, fields: Mapping[str, str], *, required: bool) -> None:
-        """Looks for the code.
+        """Looks for the code. A cache that cannot be read or written costs what it would have saved.
 
         Args:
             cache: `None` to compile anew and keep nothing.
@@ -42,60 +45,99 @@ class CompiledCode:
         """
         self._log = get_logger()
         self._fields = dict(fields)
+        self._key = key_of(fields)
+        self._cache = cache
         self._pending: PendingEntry | None = None
+        self._temporary: Path | None = None
+        self._variables: Mapping[str, str | None] = {}
         self.is_warm = False
-        if cache is None:
-            if required:
-                raise ConfigurationRefused(
-                    "--require-precompiled needs the compile cache, but --no-compile-cache"
-                    " or VLLM_DISABLE_COMPILE_CACHE turns it off; omit one of them"
-                )
-            self.folder = Path(tempfile.mkdtemp(prefix="triptych-code-"))
-            atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
-            return
+        if cache is None and required:
+            raise ConfigurationRefused(
+                "--require-precompiled needs the compile cache, but --no-compile-cache"
+                " or VLLM_DISABLE_COMPILE_CACHE turns it off; omit one of them"
+            )
+        folder = None if cache is None else self._open(cache, required=required)
+        if folder is None:
+            folder = self._temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+        self.folder = folder
+        atexit.register(self.discard)
+
+    def _open(self, cache: CompileCache, *, required: bool) -> Path | None:
+        """Returns the folder of the code or of a new entry; `None` if the cache cannot be written."""
         cache.remove_abandoned()
-        key = key_of(fields)
-        reasons: Sequence[str] = ()
-        try:
-            self.is_warm = cache.verify(key) is not None
-        except DamagedEntry as error:
-            reasons = [f"{error}; the entry is damaged"]
-            if not required:
-                cache.remove(key)
-        if self.is_warm:
-            self.folder = cache.root / key
-            self._log.info("compiled_code_found", entry=key)
-            return
-        if not reasons:
-            nearest = cache.nearest(fields)
-            reasons = differences(fields, nearest.fields) if nearest else ["nothing is precompiled"]
+        manifest, reasons = self._find(cache, required=required)
+        if manifest is not None:
+            self.is_warm = True
+            self._log.info("compiled_code_found", entry=self._key)
+            return self._copy(cache, manifest)
         if required:
             raise ConfigurationRefused(f"not precompiled in {cache.root}: {'; '.join(reasons)}; {_REMEDY}")
         for reason in reasons:
             self._log.warning(f"[PRECOMPILED_WARN] {reason}")
-        self._pending = cache.begin(fields)
-        self.folder = self._pending.folder
-        atexit.register(self.discard)
+        try:
+            self._pending = cache.begin(self._fields)
+        except ConfigurationRefused as error:
+            self._log.warning("compiled_code_not_kept", reason=error.message)
+            return None
+        return self._pending.folder
+
+    def _find(self, cache: CompileCache, *, required: bool) -> tuple[Manifest | None, Sequence[str]]:
+        """Returns the code's entry, or the reasons why there is none."""
+        try:
+            if (manifest := cache.verify(self._key)) is not None:
+                return manifest, ()
+            nearest = cache.nearest(self._fields)
+        except DamagedEntry as error:
+            if not required:
+                cache.remove(self._key)
+            return None, [f"{error}; the entry is damaged"]
+        except OSError as error:
+            return None, [f"{cache.root} cannot be read ({error.strerror})"]
+        return None, differences(self._fields, nearest.fields) if nearest else ["nothing is precompiled"]
+
+    def _copy(self, cache: CompileCache, manifest: Manifest) -> Path:
+        """Returns the folder of the copy that compilers use, or the entry's if there is no room for one."""
+        try:
+            self._temporary = cache.copy(manifest)
+        except OSError as error:
+            self._log.warning("compiled_code_not_copied", entry=self._key, reason=str(error))
+            return cache.root / self._key
+        return self._temporary
 
     def activate(self) -> None:
         """Makes compilers read and write the folder from now on."""
-        set_compiler_cache_dirs(self.folder)
+        self._variables = set_compiler_cache_dirs(self.folder)
 
     def discard(self) -> None:
-        """Drops an entry that is not complete."""
+        """Drops an entry that is not complete, and a private folder. Compilers keep later code elsewhere."""
+        restore_variables(self._variables)
+        self._variables = {}
         if self._pending is not None:
             self._pending.discard()
             self._pending = None
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
 
     def commit(self, graphs: Sequence[str], seconds: float) -> None:
         """Completes the entry if the code was compiled anew.
+
+        Compilers keep later code where they would without us, so that an entry never changes.
 
         Args:
             graphs: the signatures of its graphs, in words.
             seconds: how long compiling took.
         """
+        if self._cache is None:
+            return
         if self._pending is not None:
-            self._pending.commit(graphs, seconds)
-            self.folder, self._pending = self._pending.folder, None
-            self.activate()
-            self._log.info("compiled_code_stored", entry=key_of(self._fields))
+            try:
+                self._pending.commit(graphs, seconds)
+            except OSError as error:
+                self._log.warning("compiled_code_not_kept", reason=str(error))
+            else:
+                self._pending, self.is_warm = None, True
+                self._log.info("compiled_code_stored", entry=self._key)
+        self.discard()
+        if self.is_warm:
+            self.folder = self._cache.root / self._key

@@ -1,9 +1,12 @@
 """The cache of compiled code: entries are complete or absent, damage is found, and copies work."""
 
+import contextlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,9 +69,11 @@ def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["changed", "truncated", "missing", "manifest", "foreign"])
+@pytest.mark.parametrize(
+    "damage", ["changed", "truncated", "missing", "added", "linked", "manifest", "foreign"]
+)
 def test_damage_is_found(tmp_path: Path, damage: str) -> None:
-    """A changed, truncated or missing file is found, and so is a broken manifest or that of another entry."""
+    """A changed, missing, added or linked file is found, and a broken manifest or that of another entry."""
     key = store(tmp_path)
     victim = tmp_path / key / "inductor" / "kernel.so"
     if damage == "changed":
@@ -77,6 +82,15 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
         victim.write_bytes(b"")
     elif damage == "missing":
         victim.unlink()
+    elif damage == "added":
+        (tmp_path / key / "inductor" / "fxgraph").mkdir()
+        (tmp_path / key / "inductor" / "fxgraph" / "pickle").write_bytes(b"code")
+    elif damage == "linked":
+        victim.rename(tmp_path / "elsewhere")
+        (tmp_path / key / "inductor").rmdir()
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "elsewhere").rename(tmp_path / "folder" / "kernel.so")
+        (tmp_path / key / "inductor").symlink_to(tmp_path / "folder")
     elif damage == "manifest":
         (tmp_path / key / MANIFEST).write_text('{"fields": ')
     else:
@@ -98,6 +112,82 @@ def test_a_damaged_entry_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixtu
     code.commit(["decode of 1 rows"], 1.0)
     assert CompiledCode(CompileCache(tmp_path), FIELDS, required=True).is_warm
     assert code.folder == tmp_path / key
+
+
+def test_a_found_entry_never_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers work on a copy, which is removed; what they make while serving goes where it went before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    key = store(tmp_path)
+    code = CompiledCode(CompileCache(tmp_path), FIELDS, required=True)
+    code.activate()
+    assert (code.folder / "inductor" / "kernel.so").read_bytes() == b"code"
+    (code.folder / "inductor" / "late.so").write_bytes(b"late")
+    copy = code.folder
+    code.commit(["decode of 1 rows"], 1.0)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "before"
+    assert "TRITON_CACHE_DIR" not in os.environ
+    assert not copy.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [key]
+    assert code.folder == tmp_path / key
+    assert CompileCache(tmp_path).verify(key) is not None
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Lets this process write no more than a few bytes to any file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_cache_that_cannot_be_written_costs_what_it_would_have_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code is compiled into a private folder, which is removed, and a warning names the setting."""
+    (tmp_path / "file").write_text("")
+    code = CompiledCode(CompileCache(tmp_path / "file" / "cache"), FIELDS, required=False)
+    code.activate()
+    (code.folder / "kernel.py").write_text("x = 1")
+    code.commit(["decode of 1 rows"], 1.0)
+    assert not code.is_warm
+    assert not code.folder.exists()
+    assert "--compile-cache-dir" in capsys.readouterr().out
+
+
+def test_a_full_disk_keeps_no_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A disk that is full at the start, or that fills up while compiling, costs a warning."""
+    cache = CompileCache(tmp_path)
+    with full_disk():
+        code = CompiledCode(cache, FIELDS, required=False)
+        assert code.folder.parent != tmp_path
+        code.commit(["decode of 1 rows"], 1.0)
+    assert "compiled_code_not_kept" in capsys.readouterr().out
+    code = CompiledCode(cache, FIELDS, required=False)
+    assert code.folder.parent == tmp_path
+    (code.folder / "kernel.py").write_text("x = 1")
+    with full_disk():
+        code.commit(["decode of 1 rows"], 1.0)
+    assert "compiled_code_not_kept" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_found_code_is_used_in_place_on_a_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without room for a copy, compilers read the entry itself."""
+    pending = CompileCache(tmp_path).begin(FIELDS)
+    (pending.folder / "kernel.py").write_text("x = " + "1" * 32)
+    pending.commit(["decode of 1 rows"], 2.5)
+    with full_disk():
+        code = CompiledCode(CompileCache(tmp_path), FIELDS, required=True)
+    assert (code.is_warm, code.folder) == (True, tmp_path / key_of(FIELDS))
+    assert "compiled_code_not_copied" in capsys.readouterr().out
+    code.discard()
+    assert code.folder.exists()
 
 
 def test_the_first_of_two_equal_entries_wins(tmp_path: Path) -> None:
