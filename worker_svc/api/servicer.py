@@ -198,16 +198,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         """Queues a plan on the model thread."""
 
-        def emit_and_count(result: worker_pb2.StepResult) -> None:
-            emit(result)
+        def count_and_emit(result: worker_pb2.StepResult) -> None:
+            # Counted first, so that the count is up to date when the scheduler reads the result.
             self._failed_steps.note(plan, result)
+            emit(result)
 
         self._thread.submit(
             lambda: run_plan(
                 self._worker,
                 plan,
                 is_superseded=lambda: plans.is_superseded(plan.step),
-                emit=emit_and_count,
+                emit=count_and_emit,
                 on_progress=self._thread.progressed,
             ),
             what="step (--hang-timeout-s)",
