@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import functools
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any, Final, cast
 
 import uvicorn
 
 from gateway.app import create_app
+from gateway.http.protocol import BoundedProtocol
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.settings import Settings
@@ -19,6 +23,9 @@ from gateway.tools import vllm_parsers
 from protos import logs
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.settings import load
+
+# Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
+_OTHER_FILES: Final = 256
 
 
 class HttpServer(uvicorn.Server):
@@ -77,6 +84,36 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
 
 
+def http_config(settings: Settings, app: Any) -> uvicorn.Config:
+    """Returns uvicorn's configuration for ``app``."""
+    protocol = functools.partial(
+        BoundedProtocol, read_timeout_s=settings.read_timeout_s, write_timeout_s=settings.write_timeout_s
+    )
+    return uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", protocol),
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        # uvicorn refuses the connection that reaches its limit.
+        limit_concurrency=settings.max_connections + 1,
+        timeout_keep_alive=settings.keep_alive_s,
+        # The drain timeout ends requests before this limit, which catches what hangs even then.
+        timeout_graceful_shutdown=int(settings.drain_timeout_s) + 5,
+    )
+
+
+def allow_files(count: int) -> None:
+    """Raises the process' limit of open files to ``count`` if the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def serve(settings: Settings) -> None:
     """Runs the gateway until a signal ends it."""
     listener = listen(settings.host, settings.port)
@@ -86,19 +123,8 @@ def serve(settings: Settings) -> None:
         call_timeout_s=settings.call_timeout_s,
         parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
     )
-    config = uvicorn.Config(
-        create_app(settings, client),
-        http="httptools",
-        loop="uvloop",
-        ws="none",
-        lifespan="on",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        timeout_keep_alive=settings.keep_alive_s,
-        # The drain timeout ends requests before this limit, which catches what hangs even then.
-        timeout_graceful_shutdown=int(settings.drain_timeout_s) + 5,
-    )
+    config = http_config(settings, create_app(settings, client))
+    allow_files(settings.max_connections + _OTHER_FILES)
     logs.get_logger().info(
         "listening", host=settings.host, port=listener.getsockname()[1], scheduler=settings.scheduler_address
     )

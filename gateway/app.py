@@ -56,12 +56,7 @@ def create_app(
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
     """
-    prepare: Callable[[TextCodec], None] = (
-        vllm_parsers.prepare
-        if vllm_parsers.uses_vllm(settings.tool_call_parser, settings.reasoning_parser)
-        else lambda _: None
-    )
-    watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=prepare)
+    watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=_preparation(settings))
     metrics = Metrics(lambda: watcher.model_name, lambda: client.num_pending, lambda: len(client.parking))
     text_worker = TextWorker()
 
@@ -93,9 +88,21 @@ def create_app(
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(
-        RequestMiddleware, metrics=metrics, max_body_bytes=settings.max_body_bytes, new_id=new_id, clock=clock
+        RequestMiddleware,
+        metrics=metrics,
+        max_body_bytes=settings.max_body_bytes,
+        read_timeout_s=settings.read_timeout_s,
+        new_id=new_id,
+        clock=clock,
     )
     return app
+
+
+def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
+    """Returns what else a tokenizer needs before it is used."""
+    if vllm_parsers.uses_vllm(settings.tool_call_parser, settings.reasoning_parser):
+        return vllm_parsers.prepare
+    return lambda _: None
 
 
 def _on_triptych_error(_: Request, error: Exception) -> Response:

@@ -31,9 +31,17 @@ class Settings(ServiceSettings):
             "model_poll_s",
             "keep_alive_s",
             "max_parked_requests",
+            "max_connections",
         ),
         Group.ADDRESSES: ("host", "port", "scheduler_address"),
-        Group.TIMEOUTS: ("resume_timeout_s", "park_timeout_s", "call_timeout_s", "drain_timeout_s"),
+        Group.TIMEOUTS: (
+            "resume_timeout_s",
+            "park_timeout_s",
+            "call_timeout_s",
+            "drain_timeout_s",
+            "read_timeout_s",
+            "write_timeout_s",
+        ),
         Group.LOGGING: ("log_level", "log_format"),
     }
 
@@ -97,6 +105,28 @@ class Settings(ServiceSettings):
     keep_alive_s: Annotated[
         int, Field(ge=1, le=3600, description="How long an idle HTTP connection is kept, seconds.")
     ] = 75
+
+    read_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="How long a client may take to send a request's headers, and again its body, seconds.",
+        ),
+    ] = 60.0
+    write_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            description="How long an answer may wait for a client that does not read it, seconds; then its"
+            " request is aborted.",
+        ),
+    ] = 60.0
+    max_connections: Annotated[
+        int,
+        Field(ge=1, le=1_000_000, description="Most HTTP connections at a time; one more request gets 503."),
+    ] = 4096
 
     tool_call_parser: Annotated[
         str,

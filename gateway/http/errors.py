@@ -4,7 +4,8 @@
 
     TriptychError (protos.errors)
     ├── InvalidArgument
-    │   └── PayloadTooLarge    the body is longer than this gateway accepts
+    │   ├── PayloadTooLarge    the body is longer than this gateway accepts
+    │   └── RequestTooSlow     the body did not arrive in time
     ├── NotFound
     │   ├── UnknownModel       the request names a model that is not served
     │   └── UnknownRoute       no such path
@@ -42,6 +43,12 @@ class PayloadTooLarge(InvalidArgument):
     http_status = 413
 
 
+class RequestTooSlow(InvalidArgument):
+    """The body did not arrive in time."""
+
+    http_status = 408
+
+
 class UnknownModel(NotFound):
     """The request names a model that is not served."""
 
@@ -73,6 +80,7 @@ TABLE: Final[dict[type[TriptychError], Row]] = {
     Unsupported: Row("invalid_request_error", "unsupported_parameter"),
     ContextExceeded: Row("invalid_request_error", "context_length_exceeded"),
     PayloadTooLarge: Row("invalid_request_error", "payload_too_large"),
+    RequestTooSlow: Row("invalid_request_error", "request_timeout"),
     NotFound: Row("invalid_request_error", "not_found"),
     UnknownModel: Row("invalid_request_error", "model_not_found"),
     WrongMethod: Row("invalid_request_error", "method_not_allowed"),
@@ -109,7 +117,7 @@ def error_response(error: TriptychError, headers: dict[str, str] | None = None) 
     headers = dict(headers or {})
     if error.retryable:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000) or DEFAULT_RETRY_AFTER_S)
-    if isinstance(error, PayloadTooLarge):
+    if isinstance(error, PayloadTooLarge | RequestTooSlow):
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"
     return Response(orjson.dumps(error_body(error)), error.http_status, headers, "application/json")

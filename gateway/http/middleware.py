@@ -1,4 +1,4 @@
-"""Middleware around every HTTP request: request id, access log, metrics, and the limit on the body."""
+"""Middleware around every HTTP request: request id, access log, metrics, and the body's limits."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import PayloadTooLarge, error_response, internal
+from gateway.http.errors import PayloadTooLarge, RequestTooSlow, error_response, internal
 from gateway.metrics import Metrics
 from protos.errors import InvalidArgument
 from protos.limits import MAX_NAME_BYTES
@@ -74,6 +74,7 @@ class RequestMiddleware:
         *,
         metrics: Metrics,
         max_body_bytes: int,
+        read_timeout_s: float,
         new_id: Callable[[], str],
         clock: Callable[[], float],
     ) -> None:
@@ -81,6 +82,7 @@ class RequestMiddleware:
         self._app = app
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._read_timeout_s = read_timeout_s
         self._new_id = new_id
         self._clock = clock
         self._log = get_logger()
@@ -134,12 +136,22 @@ class RequestMiddleware:
                         return
 
     def _limited(self, receive: Receive) -> Receive:
-        """Wraps ``receive`` to count a body that came without its length."""
-        received = 0
+        """Wraps ``receive`` to count a body that came without its length, and to bound the time it takes."""
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._read_timeout_s
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestTooSlow(
+                    f"the body did not arrive within {self._read_timeout_s:g} s; send it faster, or less"
+                ) from None
+            complete = not message.get("more_body")
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 if message.get("more_body"):

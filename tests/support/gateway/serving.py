@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from tokenizers import Tokenizer
 
-from gateway.__main__ import HttpServer, listen
+from gateway.__main__ import HttpServer, http_config, listen
 from gateway.app import create_app
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
@@ -119,10 +118,7 @@ async def running_gateway(
     app = create_app(settings, client)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    config = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="on", access_log=False, log_config=None
-    )
-    server = HttpServer(config, client, settings.drain_timeout_s)
+    server = HttpServer(http_config(settings, app), client, settings.drain_timeout_s)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(10):

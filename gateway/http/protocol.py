@@ -1,0 +1,138 @@
+"""One HTTP connection: uvicorn's protocol, with bounds on what a client may hold and for how long."""
+
+import asyncio
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import service_unavailable
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.http.errors import error_response
+from protos.errors import Unavailable
+from protos.logs import get_logger
+
+# Longest request line and headers together. httptools has no limit of its own.
+MAX_HEAD_BYTES: Final = 64 * 1024
+
+_RETRY_AFTER_MS: Final = 1000
+
+
+async def too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers 503 and closes the connection."""
+    error = Unavailable("too many connections; close idle ones or retry", retry_after_ms=_RETRY_AFTER_MS)
+    await error_response(error, {"connection": "close"})(scope, receive, send)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Closes connections whose client takes too long: to send a request's head, or to read what was written.
+
+    A slow reader is cut off only after the transport has held more unsent bytes than its high-water mark for
+    the whole time. The application then sees a disconnect and aborts the request.
+    """
+
+    def __init__(self, *args: Any, read_timeout_s: float, write_timeout_s: float, **kwargs: Any) -> None:
+        """Prepares the connection.
+
+        Args:
+            *args: uvicorn's arguments.
+            read_timeout_s: how long a client may take to send a request's head.
+            write_timeout_s: how long unsent bytes may wait for a client that reads too slowly.
+            **kwargs: uvicorn's arguments.
+        """
+        super().__init__(*args, **kwargs)
+        self._read_timeout_s = read_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+        """Starts the time for the first head."""
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops all timers."""
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses ``data``; refuses a head that grows too long."""
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        """Starts the time for a head."""
+        super().on_message_begin()
+        # The part of the head that came with the end of another request is not counted.
+        self._in_head, self._head_bytes = True, 1
+        self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        """Ends the time for the head."""
+        self._in_head = False
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """Starts the time for a slow reader."""
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self._write_timeout_s, self._on_slow_reader)
+
+    def resume_writing(self) -> None:
+        """Ends the time for a slow reader."""
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override] # as uvicorn's
+        # uvicorn's own answer at its limit is neither JSON nor has it Retry-After.
+        super()._start_asgi_task(cycle, too_many_connections if app is service_unavailable else app)  # type: ignore[arg-type] # uvicorn's and Starlette's ASGI types differ
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._read_timeout_s, self._on_late_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle: Any = self.cycle  # None until the first request, whatever its annotation says
+        return cycle is not None and not cycle.response_complete
+
+    def _on_late_head(self) -> None:
+        self._head_timer = None
+        if self._is_answering:
+            # The late head belongs to a pipelined request; the answer to the one before goes on.
+            self._start_head_timer()
+        else:
+            self._refuse(b"408 Request Timeout")
+
+    def _refuse(self, status: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._is_answering or not self._head_bytes:
+            # Nothing may be written into an answer, and a client that has sent nothing expects none.
+            self.transport.abort()
+            return
+        self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()
+
+    def _on_slow_reader(self) -> None:
+        self._write_timer = None
+        get_logger().warning("cut off a client that does not read", timeout_s=self._write_timeout_s)
+        self.transport.abort()

@@ -1,0 +1,156 @@
+"""Clients that read too slowly, send too slowly or too much, or are too many."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.http.protocol import MAX_HEAD_BYTES
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
+
+pytestmark = pytest.mark.contract
+
+
+@contextlib.asynccontextmanager
+async def stack(**changes: Any) -> AsyncIterator[tuple[FakeScheduler, Gateway]]:
+    """Runs a gateway with changed settings over a fake scheduler that never ends an answer by itself."""
+    scheduler = FakeScheduler(smollm2_folder(), [504, 505], max_model_len=10**7, eos=0)
+    async with serving(scheduler) as server, running_gateway(server.port, **changes) as gateway:
+        yield scheduler, gateway
+
+
+class Client:
+    """A client that writes and reads bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, head: str, body: str = "", length: int | None = None) -> None:
+        """Sends a request, or as much as ``body`` has of it."""
+        length = len(body) if length is None else length
+        self.writer.write(f"{head} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n{body}".encode())
+
+    async def rest(self) -> bytes:
+        """Returns all that the gateway sends until it closes the connection."""
+        async with asyncio.timeout(10):
+            return await self.reader.read()
+
+
+@contextlib.asynccontextmanager
+async def connected(gateway: Gateway) -> AsyncIterator[Client]:
+    """Opens a connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def completion(max_tokens: int, **fields: Any) -> str:
+    return json.dumps({"prompt": "x", "max_tokens": max_tokens, "stream": True, **fields})
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """Its request is aborted, so that neither unsent bytes nor unread events pile up."""
+    async with stack(write_timeout_s=0.3) as (scheduler, gateway):
+        scheduler.tokens_per_event = 1000
+        with socket.socket() as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(silent, ("127.0.0.1", gateway.port))
+            reader, writer = await asyncio.open_connection(sock=silent, limit=1)
+            Client(reader, writer).send("POST /v1/completions", completion(9_000_000))
+            await scheduler.until(lambda: len(scheduler.aborted) == 1)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        assert gateway.client.num_pending == 0
+
+
+async def test_a_client_that_reads_is_not_cut_off() -> None:
+    """A stream may take much longer than the time for a client that does not read."""
+    async with stack(write_timeout_s=0.05) as (scheduler, gateway), connected(gateway) as client:
+        scheduler.step_s = 0.02
+        client.send("POST /v1/completions", completion(20))
+        assert b"[DONE]" in await asyncio.wait_for(client.reader.readuntil(b"[DONE]"), 10)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
+async def test_a_late_head(before: bytes) -> None:
+    """A client that sends half of a request's head gets 408, on a new connection and on a used one."""
+    async with stack(read_timeout_s=0.2) as (_, gateway), connected(gateway) as client:
+        client.writer.write(before)
+        if before:
+            await client.reader.readuntil(b"}")
+        client.writer.write(b"GET /version HTTP/1.1\r\nhost:")
+        assert (await client.rest()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_connection_without_a_request() -> None:
+    """A client that sends nothing is disconnected without an answer."""
+    async with stack(read_timeout_s=0.2) as (_, gateway), connected(gateway) as client:
+        with contextlib.suppress(ConnectionError):
+            assert await client.rest() == b""
+
+
+async def test_a_late_body() -> None:
+    """A client that sends half of a body gets 408 as an OpenAI error, and the connection is closed."""
+    async with stack(read_timeout_s=0.2) as (scheduler, gateway), connected(gateway) as client:
+        client.send("POST /v1/completions", completion(5), length=1000)
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert scheduler.requests == []
+
+
+async def test_a_late_pipelined_head_does_not_cut_an_answer() -> None:
+    """The answer to the request before it goes on."""
+    async with stack(read_timeout_s=0.1) as (scheduler, gateway), connected(gateway) as client:
+        scheduler.pause_after = 3
+        client.send("POST /v1/completions", completion(9))
+        await client.reader.readuntil(b"data: ")
+        client.writer.write(b"GET /version HTTP/1.1\r\nhost:")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.4):
+                await client.reader.readuntil(b"[DONE]")
+        await scheduler.resume()
+        assert b"[DONE]" in await client.rest()
+
+
+async def test_a_long_head() -> None:
+    """Headers without an end are refused before they fill the memory."""
+    async with stack() as (_, gateway), connected(gateway) as client:
+        line = b"x-header: " + b"a" * 1000 + b"\r\n"
+        client.writer.write(
+            b"GET /version HTTP/1.1\r\nhost: x\r\n" + line * (MAX_HEAD_BYTES // len(line) + 1)
+        )
+        assert (await client.rest()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_too_many_connections() -> None:
+    """One connection too many gets 503 with Retry-After, and works once another is closed."""
+    async with stack(max_connections=2) as (_, gateway), connected(gateway) as first:
+        async with connected(gateway) as second:
+            for client in (first, second):
+                client.send("GET /version")
+                assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+            async with connected(gateway) as third:
+                third.send("GET /version")
+                head, _, body = (await third.rest()).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 1" in head
+                assert json.loads(body)["error"]["code"] == "service_unavailable"
+        async with asyncio.timeout(10):
+            while True:
+                async with connected(gateway) as third:
+                    third.send("GET /version")
+                    if (await third.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 "):
+                        break
+                await asyncio.sleep(0.02)
