@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import PayloadTooLarge, RequestTooSlow, error_response, internal
+from gateway.http.errors import ClientGone, PayloadTooLarge, RequestTooSlow, error_response, internal
 from gateway.metrics import Metrics
 from protos.errors import InvalidArgument
 from protos.limits import MAX_NAME_BYTES
@@ -151,6 +151,8 @@ class RequestMiddleware:
                 raise RequestTooSlow(
                     f"the body did not arrive within {self._read_timeout_s:g} s; send it faster, or less"
                 ) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client closed the connection before its body was complete")
             complete = not message.get("more_body")
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:

@@ -110,6 +110,22 @@ async def test_a_late_body() -> None:
         assert scheduler.requests == []
 
 
+async def test_a_client_that_leaves_within_its_body() -> None:
+    """It counts as a client that left, not as a fault of the gateway."""
+    async with stack() as (_, gateway):
+        async with connected(gateway) as client:
+            client.send("POST /v1/completions", completion(5), length=1000)
+            await client.writer.drain()
+        counted = b'http_requests_total{handler="/v1/completions",method="POST",status='
+        metrics = b""
+        async with asyncio.timeout(10):
+            while counted not in metrics:
+                async with connected(gateway) as other:
+                    other.writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                    metrics = await other.rest()
+        assert counted + b'"499"} 1.0' in metrics
+
+
 async def test_a_late_pipelined_head_does_not_cut_an_answer() -> None:
     """The answer to the request before it goes on."""
     async with stack(read_timeout_s=0.1) as (scheduler, gateway), connected(gateway) as client:
