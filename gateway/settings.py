@@ -78,7 +78,7 @@ class Settings(ServiceSettings):
             description="How long new requests wait for a scheduler with a ready worker before they get 503,"
             " seconds; 0: not at all.",
         ),
-    ] = 30.0
+    ] = 60.0
     max_parked_requests: Annotated[
         int,
         Field(

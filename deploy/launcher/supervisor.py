@@ -1,6 +1,7 @@
 """Keeps child processes running and stops them in order."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ class Supervisor:
         while True:
             for stage in self._stages:
                 for child in stage:
-                    await asyncio.to_thread(child.rotate_log, self._max_log_bytes)
+                    with contextlib.suppress(OSError):  # a log must not end the services
+                        await asyncio.to_thread(child.rotate_log, self._max_log_bytes)
             await asyncio.sleep(self._look_every_s)
 
     async def _keep_running(self, child: Child) -> None:

@@ -46,6 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        # Bytes that the client had not read when the timer was started.
+        self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """Starts the time for the first head."""
@@ -84,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Starts the time for a slow reader."""
         super().pause_writing()
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self._write_timeout_s, self._on_slow_reader)
+            self._start_write_timer()
 
     def resume_writing(self) -> None:
         """Ends the time for a slow reader."""
@@ -103,6 +105,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _start_write_timer(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self._write_timeout_s, self._on_slow_reader)
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
@@ -134,5 +140,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_slow_reader(self) -> None:
         self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._start_write_timer()  # it reads, if slowly
+            return
         get_logger().warning("cut off a client that does not read", timeout_s=self._write_timeout_s)
         self.transport.abort()

@@ -119,7 +119,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     def _remember(self, worker_id: str, failed_steps: FailedSteps) -> None:
         """Keeps the count of a worker whose last step failed, for its next registration."""
         self._failed_steps.pop(worker_id, None)
-        if failed_steps.failing:
+        if failed_steps.in_a_row:
             self._failed_steps[worker_id] = failed_steps
         if len(self._failed_steps) > _REMEMBERED:
             del self._failed_steps[next(iter(self._failed_steps))]

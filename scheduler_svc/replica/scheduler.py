@@ -246,7 +246,8 @@ class ReplicaScheduler:
         # A suspect's chunk waits until the lease is answered: nothing else may be in question if it fails.
         if prefilling and not prefilling[0].suspect and self._interleave.prefill_due:
             requests = (prefilling[0],)
-            if (chunk := self._plan_chunk(requests[0])) is not None:
+            # This may run in the middle of a dispatch, so nothing is preempted for the chunk.
+            if (chunk := self._plan_chunk(requests[0], self._grow_ahead)) is not None:
                 self._interleave.choose(prefill=True, decode=True)
                 return self._send(chunk, requests)
         if not (prefilling or self._plan.releases or self._plan.admits):
@@ -263,13 +264,15 @@ class ReplicaScheduler:
         self._in_flight.send(InFlight(plan, requests, copies, self._clock(), alone=suspect is not None))
         return plan
 
-    def _plan_chunk(self, request: Request) -> Prefill | None:
+    def _plan_chunk(
+        self, request: Request, make_room: Callable[[Request, int], bool] | None = None
+    ) -> Prefill | None:
         assert request.slot is not None
         start = request.kv.num_computed
         # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
         # them.
         end = start + min(self.geometry.chunk, request.num_to_prefill)
-        if not self._make_room(request, end):
+        if not (make_room or self._make_room)(request, end):
             return None
         self.stats.chunks += 1
         self.stats.prefill_tokens += end - start

@@ -52,7 +52,10 @@ def accuse(steps: Iterable[InFlight], running: list[Request]) -> tuple[list[Requ
                 cleared_at.setdefault(admitted, 0)
     suspects = []
     for request, reached in cleared_at.items():
-        runs_elsewhere = request.slot is not None and by_slot.get(request.slot) is not request
+        # Another replica has it: in a slot, or deferred until a prefix is computed there.
+        runs_elsewhere = (
+            request.slot is not None and by_slot.get(request.slot) is not request
+        ) or request.state is RequestState.DEFERRED
         if request.state is RequestState.FINISHED or runs_elsewhere:
             continue
         request.worker_losses += 1

@@ -31,8 +31,8 @@ class FailedSteps:
 
     @property
     def failing(self) -> bool:
-        """Whether the last step failed."""
-        return self.in_a_row > 0
+        """Whether the last step failed a short while ago; the more failed in a row, the longer that is."""
+        return self.in_a_row > 0 and self._clock() - self._last_s < _pause_s(self.in_a_row - 1)
 
     def succeeded(self) -> None:
         """Notes a step that ran."""
@@ -58,10 +58,14 @@ class FailedSteps:
         excess = self.in_a_row - self._limit
         if excess < 0:
             return
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(excess, 10))
+        pause_s = _pause_s(excess)
         left_s = self._last_s + pause_s - self._clock()
         if left_s > 0:
             raise Unavailable(
                 f"the worker's last {self.in_a_row} steps failed; it may register again after a pause of {pause_s:g} s",
                 retry_after_ms=round(left_s * 1000),
             )
+
+
+def _pause_s(times: int) -> float:
+    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(times, 10)))

@@ -5,7 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from protos.steps import Decode, Pool, Prefill, Work
+from protos.steps import Decode, Pool, Prefill, StepPlan, Work, slots_of
 
 SHORTEST_BUDGET_S = 5.0
 """No step has less time: a process may stand still for that long, for example while its machine swaps."""
@@ -18,6 +18,9 @@ _KNOWN_AFTER = 4
 
 # Results of which the usual time is the median.
 _REMEMBERED = 9
+
+# Beyond this number of kinds, all are learned anew.
+_MOST_KINDS = 4096
 
 # A timer that fires later than this shows that this process stood still itself.
 _STOOD_STILL_S = 1.0
@@ -45,21 +48,30 @@ class UsualTime:
 class StepBudgets:
     """Learns how long the steps of one worker usually take.
 
-    Steps are of one kind if they run the same graph over about as much context, within a factor of two. Until
-    the usual time of a kind is known, its steps may take the longest time, because a device may compile a
-    graph at its first step.
+    Steps are of one kind if they run the same graph over about as much context, within a factor of two, and
+    use the same sampling parameters. Until the usual time of a kind is known, its steps may take the longest
+    time, because a device may compile a graph, or a kernel for a parameter, at its first step.
     """
 
     def __init__(self, longest_s: float) -> None:
         """Knows nothing yet; no step may take longer than `longest_s` seconds."""
         self._longest_s = longest_s
         self._usual: dict[Hashable, UsualTime] = {}
+        # The sampling parameters that each slot's request sets: bit n for field n of the message.
+        self._parameters: dict[int, int] = {}
 
-    def of(self, work: Work | None) -> UsualTime:
-        """Returns the usual time of steps like this one."""
-        kind = _kind_of(work)
+    def of(self, plan: StepPlan) -> UsualTime:
+        """Returns the usual time of steps like this plan's. Must see all plans, which admit requests once."""
+        for new in plan.admit:
+            self._parameters[new.slot] = sum(1 << field.number for field, _ in new.sampling.ListFields())
+        parameters = 0
+        for slot in slots_of(plan.work):
+            parameters |= self._parameters.get(slot, 0)
+        kind = _kind_of(plan.work), parameters, bool(plan.copies)
         usual = self._usual.get(kind)
         if usual is None:
+            if len(self._usual) == _MOST_KINDS:
+                self._usual.clear()
             usual = self._usual[kind] = UsualTime(self._longest_s)
         return usual
 

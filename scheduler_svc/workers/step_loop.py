@@ -125,7 +125,7 @@ class StepLoop:
             self._work.clear()
             await self._idle(call)
             return
-        usual = self._budgets.of(plan.work)
+        usual = self._budgets.of(plan)
         self._sent.append((plan, usual))
         self._deadline.set(usual.budget_s)
         await self._write(call, plan)
@@ -146,7 +146,7 @@ class StepLoop:
     def _cut_short(self, call: "_Call", scheduler: StepScheduler) -> None:
         plan = scheduler.interrupt()
         if plan is not None:
-            self._sent.append((plan, self._budgets.of(plan.work)))
+            self._sent.append((plan, self._budgets.of(plan)))
             self._interrupting = asyncio.ensure_future(self._write(call, plan))
 
     async def _write(self, call: "_Call", plan: StepPlan) -> None:

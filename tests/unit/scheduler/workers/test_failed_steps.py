@@ -33,3 +33,16 @@ def test_pauses_double_up_to_a_minute() -> None:
         assert caught.value.retry_after_ms == 500
         now += 0.5
         steps.check()
+
+
+def test_a_worker_is_not_avoided_for_long_after_one_failed_step() -> None:
+    """A healthy worker with one bad request gets requests again; the more failed in a row, the later."""
+    now = 0.0
+    steps = FailedSteps(5, lambda: now)
+    for in_a_row, avoided_s in ((1, 1.0), (2, 2.0), (3, 4.0)):
+        steps.failed("bad")
+        assert steps.in_a_row == in_a_row
+        now += avoided_s - 0.1
+        assert steps.failing
+        now += 0.2
+        assert not steps.failing

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from protos.steps import Decode, Pool, PoolShape, Prefill, Work
+from protos.steps import Admission, Decode, Pool, PoolShape, Prefill, StepPlan, Work
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.workers import step_budget
 from scheduler_svc.workers.step_budget import Deadline, StepBudgets
 
@@ -17,7 +18,7 @@ def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -
     """Returns budgets after ten steps that took `seconds` each."""
     budgets = StepBudgets(longest_s)
     for _ in range(10):
-        budgets.of(work).observe(seconds)
+        budgets.of(StepPlan(1, work)).observe(seconds)
     return budgets
 
 
@@ -27,12 +28,12 @@ def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -
 )
 def test_a_step_may_take_a_multiple_of_its_usual_time(usual_s: float, budget_s: float) -> None:
     """The budget is 20 times the usual time, at least 5 s and at most the configured time."""
-    assert learned(usual_s).of(DECODE).budget_s == pytest.approx(budget_s)
+    assert learned(usual_s).of(StepPlan(1, DECODE)).budget_s == pytest.approx(budget_s)
 
 
 def test_a_short_configured_time_holds_for_all_steps() -> None:
     """A configured time below 5 s is the limit of known steps, too."""
-    assert learned(0.001, longest_s=2.0).of(DECODE).budget_s == 2.0
+    assert learned(0.001, longest_s=2.0).of(StepPlan(1, DECODE)).budget_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -47,20 +48,37 @@ def test_a_short_configured_time_holds_for_all_steps() -> None:
 )
 def test_other_kinds_of_steps_are_unknown(work: Work | None) -> None:
     """Another bucket, far more context or other work has the configured time: a graph may be compiled."""
-    assert learned(0.001).of(work).budget_s == LONGEST_S
+    assert learned(0.001).of(StepPlan(1, work)).budget_s == LONGEST_S
 
 
 def test_chunks_differ_in_context_and_sampling() -> None:
     """Chunks far into a prompt, and those that sample, are kinds of their own."""
     budgets = learned(0.001, Prefill(0, 512, 512, sample=False))
-    assert budgets.of(Prefill(3, 600, 100, sample=False)).budget_s == 5.0
-    assert budgets.of(Prefill(0, 512, 512, sample=True)).budget_s == LONGEST_S
-    assert budgets.of(Prefill(0, 4096, 512, sample=False)).budget_s == LONGEST_S
+    assert budgets.of(StepPlan(1, Prefill(3, 600, 100, sample=False))).budget_s == 5.0
+    assert budgets.of(StepPlan(1, Prefill(0, 512, 512, sample=True))).budget_s == LONGEST_S
+    assert budgets.of(StepPlan(1, Prefill(0, 4096, 512, sample=False))).budget_s == LONGEST_S
+
+
+def test_a_sampling_parameter_that_is_new_makes_another_kind() -> None:
+    """Its kernel may be compiled at its first step. Other requests' steps keep their budget."""
+
+    def admitting(slot: int, sampling: common_pb2.SamplingParams) -> StepPlan:
+        admission = Admission(slot, (5, 6), 0, sampling, {})
+        return StepPlan(1, Prefill(slot, 0, 2, sample=False), admit=(admission,))
+
+    budgets = StepBudgets(LONGEST_S)
+    budgets.of(admitting(0, common_pb2.SamplingParams(temperature=1)))
+    for _ in range(10):
+        budgets.of(StepPlan(2, DECODE)).observe(0.001)
+    budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5)))
+    assert budgets.of(StepPlan(3, DECODE)).budget_s == 5.0
+    budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5, top_p=0.9)))
+    assert budgets.of(StepPlan(4, DECODE)).budget_s == LONGEST_S
 
 
 def test_a_compilation_is_not_the_usual_time() -> None:
     """A first step that compiled leaves no trace, and the budget waits for several steps."""
-    usual = StepBudgets(LONGEST_S).of(DECODE)
+    usual = StepBudgets(LONGEST_S).of(StepPlan(1, DECODE))
     for seconds in (60.0, 0.01, 0.01):
         usual.observe(seconds)
         assert usual.budget_s == LONGEST_S
