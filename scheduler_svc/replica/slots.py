@@ -161,10 +161,8 @@ class DecodeBatch:
             for request, stay in joining:
                 if self._stays.get(request.request_id) == stay:
                     self._enter(request, stay)
-        for step in [step for step in self._filled if step <= self._steps]:
-            for request, stay in self._filled.pop(step):
-                if self._stays.get(request.request_id) == stay:
-                    self._prefixes.index_decoded(request.kv)
+        if self._filled:
+            self._index_filled()
         for request, stay in self._calendar.pop(self._steps, ()):
             if self._stays.get(request.request_id) != stay:
                 continue  # it left, and may be back with another table
@@ -219,6 +217,13 @@ class DecodeBatch:
             request_ids.append(request.request_id)
             rows.append(row)
         return list(sinks.values())
+
+    def _index_filled(self) -> None:
+        """Makes the blocks findable that have been filled since they were reserved."""
+        for step in [step for step in self._filled if step <= self._steps]:
+            for request, stay in self._filled.pop(step):
+                if self._stays.get(request.request_id) == stay:
+                    self._prefixes.index_decoded(request.kv)
 
     def _enter(self, request: Request, stay: int) -> None:
         """Notes in the calendar when a request with room for its next token needs room again."""
