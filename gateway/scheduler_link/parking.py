@@ -18,7 +18,7 @@ class Parking:
     timeout_s: float
     """How long a request may wait."""
 
-    def __init__(self, max_requests: int = 1024, timeout_s: float = 30.0) -> None:
+    def __init__(self, max_requests: int = 1024, timeout_s: float = 60.0) -> None:
         """Starts without requests.
 
         Args:

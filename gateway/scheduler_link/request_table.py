@@ -101,7 +101,8 @@ class RequestTable:
         """Notes that the message with this request has been written to the stream."""
         if (pending := self._pending.get(request_id)) is not None:
             pending.on_written()
-            if pending in self._parking:
+            # A refusal may come before the write returns; then the request is to be sent again.
+            if pending in self._parking and pending.retry is None:
                 later = asyncio.get_running_loop().call_later
                 pending.retry = later(_ACCEPTED_AFTER_S, self._on_accepted, pending)
 

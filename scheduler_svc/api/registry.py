@@ -117,7 +117,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             self._remember(address.worker_id, failed_steps)
 
     def _remember(self, worker_id: str, failed_steps: FailedSteps) -> None:
-        """Keeps the count of a worker whose last step failed, for its next registration."""
+        """Keeps the count of a worker that failed its last step, for its next registration."""
         self._failed_steps.pop(worker_id, None)
         if failed_steps.in_a_row:
             self._failed_steps[worker_id] = failed_steps

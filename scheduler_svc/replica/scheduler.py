@@ -220,7 +220,7 @@ class ReplicaScheduler:
                 break
             if kind == "prefill":
                 requests = (prefilling[0],)
-                work = self._plan_chunk(requests[0])
+                work = self._plan_chunk(requests[0], self._make_room)
             elif trials and (self._trial_due or not decoding.members):
                 self._trial_due = False
                 requests = (trials[0],)
@@ -247,7 +247,7 @@ class ReplicaScheduler:
         if prefilling and not prefilling[0].suspect and self._interleave.prefill_due:
             requests = (prefilling[0],)
             # This may run in the middle of a dispatch, so nothing is preempted for the chunk.
-            if (chunk := self._plan_chunk(requests[0], self._grow_ahead)) is not None:
+            if (chunk := self._plan_chunk(requests[0], self._grow)) is not None:
                 self._interleave.choose(prefill=True, decode=True)
                 return self._send(chunk, requests)
         if not (prefilling or self._plan.releases or self._plan.admits):
@@ -264,15 +264,13 @@ class ReplicaScheduler:
         self._in_flight.send(InFlight(plan, requests, copies, self._clock(), alone=suspect is not None))
         return plan
 
-    def _plan_chunk(
-        self, request: Request, make_room: Callable[[Request, int], bool] | None = None
-    ) -> Prefill | None:
+    def _plan_chunk(self, request: Request, make_room: Callable[[Request, int], bool]) -> Prefill | None:
         assert request.slot is not None
         start = request.kv.num_computed
         # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
         # them.
         end = start + min(self.geometry.chunk, request.num_to_prefill)
-        if not (make_room or self._make_room)(request, end):
+        if not make_room(request, end):
             return None
         self.stats.chunks += 1
         self.stats.prefill_tokens += end - start
@@ -301,11 +299,11 @@ class ReplicaScheduler:
         """Returns how many decode steps may run in a row, with blocks reserved for all of them."""
         if self._max_lease == 1 or self._slots.prefilling or self._slots.trials or self.num_deferred:
             return 1
-        return self._decoding.reserve(self._max_lease, self._grow_ahead)
+        return self._decoding.reserve(self._max_lease, self._grow)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Grows a running request's tables, preempting others if needed; False if it was preempted itself."""
-        while (grown := self.kv.grow(request.kv, num_tokens)) is None:
+        while not self._grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:
                 # An admitted request fits an empty replica, so kept windows or pinned prefixes are in the
@@ -318,11 +316,10 @@ class ReplicaScheduler:
             self._slots.preempt(victim, "memory")
             if victim is request:
                 return False
-        self._plan.grow(request, grown)
         return True
 
-    def _grow_ahead(self, request: Request, num_tokens: int) -> bool:
-        """Grows a request's tables before they are full; False if no block is free."""
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Grows a request's tables; False, with no block allocated, if too few are free."""
         grown = self.kv.grow(request.kv, num_tokens)
         if grown is None:
             return False

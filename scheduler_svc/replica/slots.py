@@ -208,9 +208,11 @@ class DecodeBatch:
 
     def _by_sink(self) -> list[tuple[Sink, list[str], list[int] | None]]:
         """Returns `sinks` for the present rows."""
-        only = self.rows[0].sink if self.rows else None
-        if all(request.sink is only for request in self.rows):
-            return [(self.rows[0].sink, list(self.members), None)] if only is not None else []
+        if not self.rows:
+            return []
+        first = self.rows[0].sink
+        if all(request.sink is first for request in self.rows):
+            return [(first, list(self.members), None)]
         sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
         for row, request in enumerate(self.rows):
             _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))
