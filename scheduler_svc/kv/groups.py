@@ -302,7 +302,7 @@ class PagedWindowGroup(FullGroup):
         return max(0, num_computed - self._window + 1) // self._layout.block_size
 
 
-# Measured on the traces of tests/bench/kept_windows.py.
+# Measured on the traces of tests/bench/simulations/kept_windows.py.
 _CHEAP_SHARE = 1 / 16
 
 

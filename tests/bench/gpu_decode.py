@@ -12,12 +12,7 @@ longer, by the steps that ran while other prompts were prefilled.
 
 import argparse
 import asyncio
-import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,25 +22,12 @@ from typing import Any
 import torch
 
 from protos.steps import Admission, Decode, Prefill, StepPlan
+from tests.bench.support.gpu_model import BLOCK, CHUNK, SERVED_NAME, model_folder, open_worker, serving
 from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
-from worker_svc.execution.worker import Worker
-from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
-BLOCK, MAX_LEN, CHUNK = 128, 3072, 512
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "tie_word_embeddings": True, "dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
-    "bos_token_id": 128000, "eos_token_id": 128001,
-}  # fmt: skip
+MAX_LEN = 3072
 WEIGHT_BYTES = 2 * 1_235_814_400
 KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 8 * 64
 
@@ -66,13 +48,7 @@ def bandwidth() -> float:
 
 def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], steps: int) -> dict[str, float]:
     """Returns median milliseconds per decode step, by ``b<batch>_c<context>``."""
-    worker = Worker(Settings(model=str(folder), device="cuda", load_format="dummy", kv_memory=24))
-    worker.prepare()
-    blocks = 1 + max(batches) * (MAX_LEN // BLOCK)
-    worker.configure(
-        Geometry(MAX_LEN, max(batches), CHUNK, BLOCK, tuple(batches), (blocks,)),
-        lambda phase, done, total, what: print(phase, done, total, what, file=sys.stderr),
-    )
+    worker = open_worker(folder, batches, MAX_LEN)
     times: dict[str, float] = {}
     number = 0
     for batch in batches:
@@ -106,7 +82,7 @@ async def _stream(base: str, prompt: list[int], count: int, arrivals: list[float
     import httpx
 
     body = {
-        "model": "bench", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
+        "model": SERVED_NAME, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
     }  # fmt: skip
     async with (
         httpx.AsyncClient(timeout=300) as client,
@@ -143,29 +119,7 @@ def through_services(
     folder: Path, batches: Sequence[int], contexts: Sequence[int], together: int
 ) -> dict[str, float]:
     """Returns the same as ``in_process``, measured through gateway, scheduler and worker."""
-    port, run_dir = 18000, folder / "run"
-    environment = {
-        **os.environ,
-        "TRIPTYCH_LOAD_FORMAT": "dummy",
-        "TRIPTYCH_KV_MEMORY": "24",
-        "TRIPTYCH_DECODE_BUCKET_STRATEGY": "manual",
-        "TRIPTYCH_DECODE_BUCKETS": ",".join(map(str, batches)),
-    }
-    command = [
-        sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), "--device", "cuda", "--port", str(port),
-        "--served-model-name", "bench", "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(max(batches)),
-        "--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK), "--run-dir", str(run_dir),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            sys.stderr.write(line)
-            if "curl " in line:
-                break
-        else:
-            raise RuntimeError("the stack exited before it served")
-        base = f"http://127.0.0.1:{port}"
+    with serving(folder, batches, MAX_LEN) as (base, _):
         asyncio.run(_load(base, 1, 200, 16))
         return {
             # One decode step runs between two chunks, so this leaves `together` steps with all requests.
@@ -175,27 +129,6 @@ def through_services(
             for batch in batches
             for context in contexts
         }
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def model_folder(parent: Path) -> Path:
-    """Makes a folder with the configuration and, for the gateway, a tokenizer with a word per token id."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = parent / "llama-1b-dummy"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 128001}')
-    words = {f"w{index}": index for index in range(128256)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))  # noqa: S106 - a word
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w128001"}'
-    )
-    return folder
 
 
 def main() -> None:

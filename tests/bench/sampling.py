@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 
 from protos.errors import ConfigurationRefused
-from tests.bench.gpu_decode import model_folder
 from tests.bench.support.constrained import measured as constrained_measured
 from tests.bench.support.constrained import measured_on_words
+from tests.bench.support.gpu_model import model_folder
 from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.bench.decode_step import Floor, weight_bytes
+from tests.bench.gpu_load import Costs
+from tests.bench.support.http_load import Arrivals
 from tests.bench.support.step_parts import HEAD, StepParts
 from tests.bench.vs_vllm import QUICK_WORKLOADS, ratios, table
 from worker_svc.graphs.replay import ATTENTION
@@ -59,3 +61,13 @@ def test_the_parts_of_a_step_cover_all_kernels() -> None:
         parts.add(operator, seconds)
     parts.add("aten::silu", 8.0)
     assert (parts.linear, parts.attention, parts.other) == (3.0, 4.0, 16.0)
+
+
+def test_an_answer_costs_a_chunk_and_its_share_of_the_steps() -> None:
+    """128 tokens are a chunk of 3.5 ms and 127 steps of 2.1 ms, each shared by 64 rows."""
+    assert Costs(3.5e-3, 2.1e-3).tokens_per_second(64) == pytest.approx(128 / (3.5e-3 + 127 * 2.1e-3 / 64))
+
+
+def test_a_load_counts_the_tokens_of_its_window() -> None:
+    """A chunk counts as many tokens as the answer's chunks hold on average, if it arrived in the window."""
+    assert Arrivals((1.0, 2.0, 3.0, 4.0), 1.5).tokens_between(2.0, 4.0) == 3.0

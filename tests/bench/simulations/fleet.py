@@ -1,8 +1,8 @@
 """Schedules 64 replicas and 20,000 requests on a simulated clock, and measures what each step costs.
 
 A step's cost must not grow with the number of waiting requests or of cached blocks.
-``python -m tests.bench.fleet [--quick]`` uses the real engine, schedulers and KV caches. Devices spend
-simulated time and answer with a constant token. The bench measures this thread's CPU time of each step:
+``python -m tests.bench.simulations.fleet [--quick]`` uses the real engine, schedulers and KV caches. Devices
+spend simulated time and answer with a constant token. The bench measures this thread's CPU time of each step:
 dispatch, step and update.
 
 The traffic starts with a crowd, then has bursts and lulls. Prompt lengths are lognormal, output lengths

@@ -1,8 +1,8 @@
 """Compares policies for keeping in-place windows, by the share of prompt tokens that need no prefill.
 
-``python -m tests.bench.kept_windows [--quick]`` replays traces against the real caches and policies of a
-hybrid model (full attention and an in-place window), without a device. Full attention has room for
-everything, so each miss lacks a kept window.
+``python -m tests.bench.simulations.kept_windows [--quick]`` replays traces against the real caches and
+policies of a hybrid model (full attention and an in-place window), without a device. Full attention has room
+for everything, so each miss lacks a kept window.
 """
 
 import argparse

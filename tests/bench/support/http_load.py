@@ -1,0 +1,116 @@
+"""A closed loop of streamed completions, spread over client processes so that no client is the limit."""
+
+import asyncio
+import multiprocessing
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+_TIMEOUT_S: Final = 120.0
+# Ids below are special tokens.
+_FIRST_TOKEN: Final = 100
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every stream requests, again and again."""
+
+    url: str
+    """The gateway's."""
+    model: str
+    """The served name."""
+    vocab_size: int
+    """Prompts are random token ids below this, so that no prefix is found."""
+    prompt_tokens: int
+    """Tokens of a prompt."""
+    output_tokens: int
+    """Tokens of an answer."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """One answer, whole or cut at the load's end."""
+
+    at: tuple[float, ...]
+    """Times of its chunks, by `time.monotonic`, seconds."""
+    tokens_per_chunk: float
+    """Its tokens by its chunks."""
+
+    def tokens_between(self, begin: float, end: float) -> float:
+        """Returns the tokens that arrived in `[begin, end)`."""
+        return self.tokens_per_chunk * sum(begin <= at < end for at in self.at)
+
+
+def tokens_per_second(load: Load, streams: int, warm_up_s: float, seconds: float, clients: int) -> float:
+    """Returns the output tokens per second of a closed loop, counted after its warm-up.
+
+    Args:
+        load: what is requested.
+        streams: requests that run at a time.
+        warm_up_s: seconds in which streams start, one after the other, and spread out.
+        seconds: seconds in which tokens count.
+        clients: processes that share the streams.
+    """
+    # Client processes import for a while before they can start.
+    start = time.monotonic() + 5.0
+    end = start + warm_up_s + seconds
+    shares = [list(range(streams))[client::clients] for client in range(min(clients, streams))]
+    with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(_client, load, share, streams, start, warm_up_s / 2, end) for share in shares]
+        arrivals = [each for job in jobs for each in job.result()]
+    begin = start + warm_up_s
+    return sum(each.tokens_between(begin, end) for each in arrivals) / seconds
+
+
+def _client(
+    load: Load, share: Sequence[int], streams: int, start: float, spread_s: float, end: float
+) -> list[Arrivals]:
+    """Runs a client process's share of the streams."""
+
+    async def run() -> list[Arrivals]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=load.url, timeout=_TIMEOUT_S, limits=limits) as client:
+            answers = await asyncio.gather(
+                *(
+                    _stream(client, load, random.Random(index), start + spread_s * index / streams, end)
+                    for index in share
+                )
+            )
+        return [answer for each in answers for answer in each]
+
+    return asyncio.run(run())
+
+
+async def _stream(
+    client: httpx.AsyncClient, load: Load, dice: random.Random, start: float, end: float
+) -> list[Arrivals]:
+    """Requests one completion after the other until `end`, and leaves the last one then."""
+    answers = []
+    await asyncio.sleep(max(0.0, start - time.monotonic()))
+    while time.monotonic() < end:
+        body = {
+            "model": load.model,
+            "prompt": [dice.randrange(_FIRST_TOKEN, load.vocab_size) for _ in range(load.prompt_tokens)],
+            "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        times = []
+        whole = False
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.is_error:
+                raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
+            async for line in response.aiter_lines():
+                now = time.monotonic()
+                if now >= end:
+                    break
+                if line == "data: [DONE]":
+                    whole = True
+                elif line.startswith("data: "):
+                    times.append(now)
+        # A gateway may send several tokens in a chunk when it falls behind.
+        answers.append(Arrivals(tuple(times), load.output_tokens / len(times) if whole else 1.0))
+    return answers
