@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Self
 
 from gateway.answers.logprobs import TokenReport
 from gateway.metrics import Metrics
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer
@@ -16,7 +16,6 @@ from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenization import TextWorker
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
-from protos.triptych.v1 import inference_pb2 as inference
 
 _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -135,7 +134,7 @@ class SequenceText:
             to_echo=prompt.echo is not None,
         )
 
-    def push(self, event: inference.GenerateEvent) -> Delta:
+    def push(self, event: SequenceEvent) -> Delta:
         """Takes an event and returns its delta, which may be empty.
 
         After a stop string, the sequence is finished and takes no more events.
@@ -143,7 +142,7 @@ class SequenceText:
         reason = _REASONS.get(event.finish_reason)
         token_ids = event.token_ids
         # The token that ended the sequence is text only if the client wants to see it.
-        hidden = bool(reason and token_ids and event.HasField("stop_token_id") and not self.include_stop)
+        hidden = bool(reason and token_ids and event.stop_token_id is not None and not self.include_stop)
         if self.stops is None and self.num_logprobs is None:
             self.num_tokens += len(token_ids)
             text = self.detokenizer.push(token_ids[:-1] if hidden else token_ids)
@@ -153,7 +152,7 @@ class SequenceText:
             return Delta(self.index, text + self.detokenizer.finish(), reason, self._stop_token(event))
         return self._push_one_by_one(event, reason, len(token_ids) - hidden)
 
-    def _push_one_by_one(self, event: inference.GenerateEvent, reason: str | None, visible: int) -> Delta:
+    def _push_one_by_one(self, event: SequenceEvent, reason: str | None, visible: int) -> Delta:
         """Handles tokens one by one.
 
         Counting then stops at the token that completes a stop string, and each token's offset is known.
@@ -184,11 +183,8 @@ class SequenceText:
             last += stops.flush()
         return Delta(self.index, text + last, reason, stop_reason, tuple(tokens))
 
-    def _stop_token(self, event: inference.GenerateEvent) -> int | None:
-        # An unset field reads as token 0.
-        if not event.HasField("stop_token_id") or event.stop_token_id not in self.stop_token_ids:
-            return None
-        return event.stop_token_id
+    def _stop_token(self, event: SequenceEvent) -> int | None:
+        return event.stop_token_id if event.stop_token_id in self.stop_token_ids else None
 
 
 @dataclass(slots=True)
@@ -321,16 +317,14 @@ class Generation:
             raise
         return []
 
-    def _answer_events(
-        self, events: Sequence[tuple[int, inference.GenerateEvent]]
-    ) -> list[tuple[int, inference.GenerateEvent]]:
+    def _answer_events(self, events: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
         """Returns the events that bring tokens or an end.
 
         The others concern only the prompt; the group has collected their log-probabilities.
         """
         for index, event in events:
-            if event.HasField("prompt"):
-                self.sequences[index].num_cached_tokens = event.prompt.num_cached_tokens
+            if event.num_cached_tokens is not None:
+                self.sequences[index].num_cached_tokens = event.num_cached_tokens
         return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
 
     async def _report_prompts(self, numbers: set[int]) -> None:
@@ -341,7 +335,7 @@ class Generation:
                 size, make = len(prompt.token_ids) * (count + 1), self.make_detokenizer()
                 await self.worker.run(size, partial(prompt.report, make, count))
 
-    def _new_deltas(self, events: Sequence[tuple[int, inference.GenerateEvent]]) -> Iterator[Delta]:
+    def _new_deltas(self, events: Sequence[tuple[int, SequenceEvent]]) -> Iterator[Delta]:
         now = self.timing.clock()
         for index, event in events:
             sequence = self.sequences[index]

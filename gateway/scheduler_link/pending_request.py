@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 from protos.errors import Internal, TriptychError
 from protos.limits import MAX_REQUEST_ID_BYTES
@@ -15,6 +15,32 @@ MAX_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES - 16
 
 # The largest age that the schema allows: a week.
 _LONGEST_AGE_MS: Final = 7 * 24 * 3600 * 1000
+
+
+class SequenceEvent(NamedTuple):
+    """News of one sequence. It may wait for its reader: it does not keep its step's message in memory."""
+
+    token_ids: Sequence[int] = ()
+    """New tokens, in order."""
+    finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+    """Set in the sequence's last event."""
+    stop_token_id: int | None = None
+    """The end token or stop token that ended the sequence, if one did."""
+    logprobs: Sequence[pb.TokenLogprobs] = ()
+    """One entry per token if the request asks for them."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that came from the prefix cache; set in the first event of a request."""
+
+    @classmethod
+    def of(cls, event: inference.GenerateEvent) -> Self:
+        """Returns what readers need of ``event``, which has a message of its own."""
+        return cls(
+            tuple(event.token_ids),
+            event.finish_reason,
+            event.stop_token_id if event.HasField("stop_token_id") else None,
+            event.logprobs,
+            event.prompt.num_cached_tokens if event.HasField("prompt") else None,
+        )
 
 
 class PendingRequest:
@@ -31,6 +57,7 @@ class PendingRequest:
         "ended",
         "first_index",
         "group",
+        "handles",
         "held_events",
         "n",
         "park_until",
@@ -55,7 +82,9 @@ class PendingRequest:
     """Sequences that deliver no more events: they have finished, or their reader has seen enough."""
     prompt_logprobs: list[pb.TokenLogprobs]
     """Log-probabilities of the prompt's tokens but the first, as far as they have arrived."""
-    held_events: list[tuple[int, inference.GenerateEvent]]
+    handles: dict[int, int]
+    """What stands for each sequence on the open stream, by sequence."""
+    held_events: list[tuple[int, SequenceEvent]]
     """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
     number in the group."""
     accepted: bool
@@ -77,6 +106,7 @@ class PendingRequest:
         self.received = [[] for _ in range(self.n)]
         self.ended = set()
         self.prompt_logprobs = []
+        self.handles = {}
         self.held_events = []
         self.accepted = False
         self.deadline = None
@@ -203,11 +233,13 @@ class RequestGroup:
             self._sequences += [(pending, sequence) for sequence in range(pending.n)]
         self._abort = abort
         self._unfinished = set(range(len(self._sequences)))
-        self._events: list[tuple[int, inference.GenerateEvent]] = []
+        self._may_hold = not all(pending.prompt_complete for pending in self.requests)
+        # A plain token becomes an event when it is taken, so that a step's tokens are handed out quickly.
+        self._events: list[tuple[int, SequenceEvent | int]] = []
         self._error: TriptychError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def take(self) -> list[tuple[int, inference.GenerateEvent]]:
+    async def take(self) -> list[tuple[int, SequenceEvent]]:
         """Waits for events and returns all there are, each with its sequence's number.
 
         Returns an empty list once all sequences have finished.
@@ -218,16 +250,29 @@ class RequestGroup:
         while not self._events and self._error is None and self._unfinished:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            self._waiter = None
         if self._events:
             events, self._events = self._events, []
-            return events
+            return [
+                (index, SequenceEvent((event,)) if isinstance(event, int) else event)
+                for index, event in events
+            ]
         if self._error is not None:
             raise self._error
         if any(pending.held_events for pending in self.requests):
             raise Internal("the scheduler ended a request before it sent all log-probabilities of its prompt")
         return []
 
-    def put(self, index: int, event: inference.GenerateEvent) -> None:
+    def put_token(self, index: int, token_id: int) -> None:
+        """Adds one token of sequence ``index``: the most frequent event, with nothing but a token."""
+        if self._may_hold:
+            self.put(index, SequenceEvent((token_id,)))
+            return
+        self._events.append((index, token_id))
+        if self._waiter is not None:
+            self._wake()
+
+    def put(self, index: int, event: SequenceEvent) -> None:
         """Adds an event of sequence ``index``.
 
         Events wait until all log-probabilities of their prompt have arrived, so that readers know them before

@@ -10,7 +10,7 @@ from typing import Final
 
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
 from protos.errors import Aborted, Overloaded, TriptychError, Unavailable, from_proto
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -74,6 +74,8 @@ class RequestTable:
         self._parking = parking
         self._resume_timeout_s = resume_timeout_s
         self._pending: dict[str, PendingRequest] = {}
+        # By handle on the open stream: the received tokens of a sequence, its group, and its number there.
+        self._by_handle: dict[int, tuple[list[int], RequestGroup, int]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -121,29 +123,57 @@ class RequestTable:
         """Hands one step's events to their requests.
 
         The hot path: runs once per step, a few operations per token.
+
+        Raises:
+            ValueError: if the columns differ in length.
         """
-        pending_by_id = self._pending
-        for event in response.events:
-            pending = pending_by_id.get(event.request_id)
-            if pending is None:
-                continue  # aborted here; the abort is still on its way
-            if event.HasField("error"):
-                self._on_error(pending, from_proto(event.error))
-                continue
-            if event.sequence in pending.ended:
-                continue  # this sequence alone was aborted here
-            if not pending.accepted:
-                self._on_accepted(pending)
-            pending.on_event(event)
-            if not event.token_ids and event.HasField("worker_losses"):
-                continue  # for the next scheduler, not for the client
-            if event.finish_reason:
-                if pending.finished:
-                    self._forget(pending)
-                if event.finish_reason == pb.FINISH_REASON_ABORT:
-                    pending.group.fail(Aborted("the request was aborted at the scheduler"))
-                    continue
-            pending.group.put(pending.first_index + event.sequence, event)
+        by_handle = self._by_handle
+        for handle, token_id in zip(response.handles, response.token_ids, strict=True):
+            found = by_handle.get(handle)
+            if found is not None:  # else aborted here; the abort is still on its way
+                received, group, index = found
+                received.append(token_id)
+                group.put_token(index, token_id)
+        for part in response.events:
+            pending = self._pending.get(part.request_id)
+            if pending is not None:
+                # A part would keep the whole message in memory while its reader has not come.
+                event = inference.GenerateEvent()
+                event.CopyFrom(part)
+                self._deliver_event(pending, event)
+
+    def _deliver_event(self, pending: PendingRequest, event: inference.GenerateEvent) -> None:
+        if event.HasField("error"):
+            self._on_error(pending, from_proto(event.error))
+            return
+        if event.sequence in pending.ended:
+            return  # this sequence alone was aborted here
+        if not pending.accepted:
+            self._on_accepted(pending)
+        pending.on_event(event)
+        if not event.token_ids and event.HasField("worker_losses"):
+            return  # for the next scheduler, not for the client
+        index = pending.first_index + event.sequence
+        if event.handle:
+            self._by_handle[event.handle] = (pending.received[event.sequence], pending.group, index)
+            pending.handles[event.sequence] = event.handle
+        if event.finish_reason:
+            self._drop_handle(pending, event.sequence)
+            if pending.finished:
+                self._forget(pending)
+            if event.finish_reason == pb.FINISH_REASON_ABORT:
+                pending.group.fail(Aborted("the request was aborted at the scheduler"))
+                return
+        pending.group.put(index, SequenceEvent.of(event))
+
+    def _drop_handle(self, pending: PendingRequest, sequence: int) -> None:
+        handle = pending.handles.pop(sequence, None)
+        if handle is not None:
+            del self._by_handle[handle]
+
+    def _drop_handles(self, pending: PendingRequest) -> None:
+        for sequence in list(pending.handles):
+            self._drop_handle(pending, sequence)
 
     def _on_error(self, pending: PendingRequest, error: TriptychError) -> None:
         if self._may_wait(pending, error):
@@ -182,13 +212,15 @@ class RequestTable:
         """
         pending.stop_retry()
         pending.accepted = pending not in self._parking
+        self._drop_handles(pending)
         del self._pending[pending.wire_id]
         pending.prepare_resume()
         self._send(pending)
 
     def mark_all_lost(self) -> None:
-        """Starts every request's deadline: the stream has broken."""
+        """Starts every request's deadline: the stream has broken, and its handles with it."""
         for pending in self._pending.values():
+            self._drop_handles(pending)
             self._mark_lost(pending)
 
     def _mark_lost(self, pending: PendingRequest) -> None:
@@ -212,6 +244,7 @@ class RequestTable:
     def _forget(self, pending: PendingRequest) -> None:
         if self._pending.pop(pending.wire_id, None) is not None:
             pending.stop_timers()
+            self._drop_handles(pending)
             self._parking.leave(pending)
 
     def abort(self, pending: PendingRequest, sequence: int | None = None) -> None:
@@ -223,6 +256,7 @@ class RequestTable:
             if sequence in pending.ended:
                 return
             pending.ended.add(sequence)
+            self._drop_handle(pending, sequence)
         if sequence is None or pending.finished:
             self._forget(pending)
         else:

@@ -24,9 +24,9 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.pin_service import PinService
+from scheduler_svc.convert.connect_stream import ConnectEncoder
 from scheduler_svc.convert.inference import (
     event_to_protos,
-    events_to_proto,
     pool_submission_from_proto,
     pooled_to_proto,
     submission_from_proto,
@@ -104,7 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ConnectResponse]:
         """Runs many requests. The end of the stream aborts the ones that are still live."""
-        buffer = EventBuffer()
+        buffer, encoder = EventBuffer(), ConnectEncoder()
         mine: set[str] = set()
         reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
         try:
@@ -119,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         if isinstance(event, Event) and (event.finish_reason or event.error)
                     }
                     mine.difference_update(name for name in ended if self._engine.find(name) is None)
-                    for message in events_to_proto(events):
+                    for message in encoder.encode(events):
                         yield message
                 if reader.done() and reader.exception() is not None:
                     break

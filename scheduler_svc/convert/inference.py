@@ -1,7 +1,7 @@
 """Reads clients' requests, and writes their events and results as messages."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from protos.errors import NotFound
@@ -77,20 +77,6 @@ _FINISH_REASONS = {
 # Upper bounds of sizes on the wire: an event without its lists, one token, one token's log-probabilities, and
 # one entry of their top tokens.
 _EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 256, 5, 20, 9
-
-
-def events_to_proto(events: Sequence[Event | TokenColumns]) -> Iterator[inference_pb2.ConnectResponse]:
-    """Yields the messages of some events; each is below the message limit of any client."""
-    batch: list[inference_pb2.GenerateEvent] = []
-    size = 0
-    for event in events:
-        for message, num_bytes in event_to_protos(event):
-            if batch and size + num_bytes > FULL_MESSAGE_BYTES:
-                yield inference_pb2.ConnectResponse(events=batch)
-                batch, size = [], 0
-            batch.append(message)
-            size += num_bytes
-    yield inference_pb2.ConnectResponse(events=batch)
 
 
 def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2.GenerateEvent, int]]:

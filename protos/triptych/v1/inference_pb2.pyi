@@ -177,6 +177,7 @@ class GenerateEvent(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     WORKER_LOSSES_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sequence: _builtins.int
     """0 .. n-1."""
@@ -187,6 +188,11 @@ class GenerateEvent(_message.Message):
     worker_losses: _builtins.int
     """Workers that were lost in a row while they ran the sequence. Set, in an event without tokens, whenever the
     number changes. A client that submits the request again says it in ResumedSequence.
+    """
+    handle: _builtins.int
+    """Connect only: stands for the sequence in ConnectResponse.handles from now on, until the sequence ends. Set
+    in the first event that brings tokens of the sequence without ending it. A handle is used once per
+    stream.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -227,10 +233,11 @@ class GenerateEvent(_message.Message):
         error: _common_pb2.Error | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         worker_losses: _builtins.int | None = ...,
+        handle: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "prompt", b"prompt", "stop_token_id", b"stop_token_id", "worker_losses", b"worker_losses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -310,21 +317,39 @@ Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
-    """The events of one step for the requests of this stream. Many events come in several messages."""
+    """The news of one step, or of a few, for the requests of this stream. Much news comes in several messages.
+    Within a message, the tokens in columns come before the events.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateEvent]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateEvent]:
+        """Beginnings, ends, failures, and tokens with log-probabilities."""
+
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All other tokens: GenerateEvent.handle of the sequences that they continue. A sequence with several new
+        tokens is named once for each, in order. Clients skip handles of requests that they have aborted.
+        """
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, as many as handles."""
+
     def __init__(
         self,
         *,
         events: _abc.Iterable[Global___GenerateEvent] | None = ...,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "handles", b"handles", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,8 +128,9 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """Runs many requests over one stream, with the events of a step in one message. An event carries the
-        failure of its request. The end of the stream aborts its requests.
+        """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
+        carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
+        clients with few requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

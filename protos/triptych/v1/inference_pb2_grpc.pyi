@@ -37,8 +37,9 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]
     """Runs one request. The end of the call aborts it. A failure is a gRPC status that carries `Error`."""
     Connect: _grpc.StreamStreamMultiCallable[_inference_pb2.ConnectRequest, _inference_pb2.ConnectResponse]
-    """Runs many requests over one stream, with the events of a step in one message. An event carries the
-    failure of its request. The end of the stream aborts its requests.
+    """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
+    carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
+    clients with few requests.
     """
     Pool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
     """Runs one request of a pooling model."""
@@ -73,8 +74,9 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateEvent]  # type: ignore[assignment]
     """Runs one request. The end of the call aborts it. A failure is a gRPC status that carries `Error`."""
     Connect: _aio.StreamStreamMultiCallable[_inference_pb2.ConnectRequest, _inference_pb2.ConnectResponse]  # type: ignore[assignment]
-    """Runs many requests over one stream, with the events of a step in one message. An event carries the
-    failure of its request. The end of the stream aborts its requests.
+    """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
+    carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
+    clients with few requests.
     """
     Pool: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
     """Runs one request of a pooling model."""
@@ -118,8 +120,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ConnectResponse], _abc.AsyncIterator[_inference_pb2.ConnectResponse]]:
-        """Runs many requests over one stream, with the events of a step in one message. An event carries the
-        failure of its request. The end of the stream aborts its requests.
+        """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
+        carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
+        clients with few requests.
         """
 
     @_abc_1.abstractmethod

@@ -171,10 +171,16 @@ class BatchProgress:
         self._start = self._end = 0.0
         self._lengths_at_start: tuple[int, ...] = ()
         self._tokens = 0
+        self._row_of: dict[int, int] = {}
 
     def take(self, message: inference_pb2.ConnectResponse, now: float) -> None:
-        """Counts the events of a message that arrived at `now`."""
+        """Counts the tokens of a message that arrived at `now`."""
         all_decode = self._start and not self._end
+        if all_decode:
+            self._tokens += len(message.token_ids)
+        elif self._to_start:
+            for handle in message.handles:
+                self._lengths[self._row_of[handle]] += 1
         for event in message.events:
             count = len(event.token_ids)
             # While all rows decode, only what is compared is counted: the client shares the machine.
@@ -184,6 +190,7 @@ class BatchProgress:
                 row = int(event.request_id)
                 self._lengths[row] += count
                 self._to_start.discard(row)
+                self._row_of[event.handle] = row
             if event.finish_reason or not count:
                 self._note_end(event, now)
         if not self._to_start and not self._start:

@@ -10,6 +10,7 @@ from protos.errors import InvalidArgument, TriptychError
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
 from protos.wire import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION, Context
 from scheduler_svc.settings import Settings
+from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
@@ -197,16 +198,17 @@ async def test_aborting_one_sequence_lets_the_others_finish(
 ) -> None:
     """After an abort of one sequence, the stream stays open until the other sequences end."""
     call = await connect(scheduler, request_for(3, request_id="a", max_tokens=20))
-    events = list((await call.read()).events)
+    reader = ConnectReader()
+    events = reader.events(await call.read())
     worker.gate.clear()
     abort = inference_pb2.AbortRequest(request_id="a", sequence=1)
     await call.write(inference_pb2.ConnectRequest(abort=abort))
     await call.done_writing()
     while not any(event.finish_reason for event in events):
-        events += (await call.read()).events
+        events += reader.events(await call.read())
     worker.gate.set()
     while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
-        events += response.events
+        events += reader.events(response)
     ends = {event.sequence: event.finish_reason for event in events if event.finish_reason}
     length, aborted = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT
     assert ends == {0: length, 1: aborted, 2: length}

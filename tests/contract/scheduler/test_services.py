@@ -24,6 +24,7 @@ from protos.errors import (
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.wire import SCHEMA_REVISION
 from scheduler_svc.settings import Settings
+from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FILES, FakeWorker
 from tests.support.scheduler.running_scheduler import (
@@ -69,8 +70,9 @@ async def test_connect_multiplexes_and_keeps_faults_inline(scheduler: RunningSch
     ]
     received: dict[str, list[int]] = {}
     errors = {}
+    reader = ConnectReader()
     async for response in scheduler.inference.Connect(iter(messages)):
-        for event in response.events:
+        for event in reader.events(response):
             received.setdefault(event.request_id, []).extend(event.token_ids)
             if event.HasField("error"):
                 errors[event.request_id] = from_proto(event.error)

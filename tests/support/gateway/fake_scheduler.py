@@ -96,6 +96,29 @@ def logprobs_of(token_id: int, position: int, count: int) -> pb.TokenLogprobs:
     )
 
 
+def in_columns(
+    events: list[inference.GenerateEvent], handles: dict[tuple[str, int], int]
+) -> inference.ConnectResponse:
+    """Returns a step's events as one message, with plain tokens in columns.
+
+    Args:
+        events: at most one of each sequence.
+        handles: those of the stream; a sequence's first tokens add one.
+    """
+    response = inference.ConnectResponse()
+    for event in events:
+        key = (event.request_id, event.sequence)
+        only_tokens = not (event.finish_reason or event.logprobs or event.HasField("error"))
+        if key in handles and only_tokens:
+            response.handles.extend([handles[key]] * len(event.token_ids))
+            response.token_ids.extend(event.token_ids)
+        else:
+            if event.token_ids and not event.finish_reason and key not in handles:
+                event.handle = handles[key] = len(handles) + 1
+            response.events.append(event)
+    return response
+
+
 @dataclass
 class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Answers every request with ``reply``; sequence i skips the first i tokens."""
@@ -226,6 +249,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
 
     async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         running: dict[tuple[str, int], FakeSequence] = {}
+        handles: dict[tuple[str, int], int] = {}
         refused: list[inference.GenerateEvent] = []
         first = True
 
@@ -259,7 +283,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
                     if event.finish_reason:
                         running.pop((event.request_id, event.sequence), None)
                 if events:
-                    yield inference.ConnectResponse(events=events)
+                    yield in_columns(events, handles)
                     await self._notify()
                     if (
                         self.break_after is not None

@@ -84,7 +84,7 @@ async def test_a_request_runs(scheduler: FakeScheduler) -> None:
         while batch := await group.take():
             events += batch
         assert [token for _, event in events for token in event.token_ids] == REPLY
-        assert events[0][1].prompt.num_tokens == 2
+        assert events[0][1].num_cached_tokens == 3
         assert events[-1][1].finish_reason == pb.FINISH_REASON_LENGTH
         assert client.num_pending == 0
 

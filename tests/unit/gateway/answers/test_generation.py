@@ -3,9 +3,9 @@
 import pytest
 
 from gateway.answers.generation import Delta, SequenceText
+from gateway.scheduler_link.pending_request import SequenceEvent
 from gateway.text.stop_strings import StopStrings
 from protos.triptych.v1 import common_pb2 as pb
-from protos.triptych.v1 import inference_pb2 as inference
 
 END = 99
 
@@ -27,11 +27,8 @@ def make(
     return SequenceText(0, 3, LetterDetokenizer(), watcher, min_tokens, include, frozenset(ids))
 
 
-def event(*tokens: int, reason: int = 0, stop: int | None = None) -> inference.GenerateEvent:
-    made = inference.GenerateEvent(token_ids=tokens, finish_reason=pb.FinishReason.ValueType(reason))
-    if stop is not None:
-        made.stop_token_id = stop
-    return made
+def event(*tokens: int, reason: int = 0, stop: int | None = None) -> SequenceEvent:
+    return SequenceEvent(tokens, pb.FinishReason.ValueType(reason), stop)
 
 
 def test_text_grows() -> None:

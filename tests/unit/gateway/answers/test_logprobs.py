@@ -6,10 +6,10 @@ import pytest
 
 from gateway.answers.generation import Delta, SequenceText
 from gateway.answers.logprobs import MIN_LOGPROB, Reporter, TokenReport
+from gateway.scheduler_link.pending_request import SequenceEvent
 from gateway.text.detokenizer import WindowedDetokenizer
 from gateway.text.stop_strings import StopStrings
 from protos.triptych.v1 import common_pb2 as pb
-from protos.triptych.v1 import inference_pb2 as inference
 
 BYTES = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b", 5: b"<end>"}
 REPORTER = Reporter(BYTES.__getitem__)
@@ -95,10 +95,9 @@ class LetterDetokenizer:
         return self.held
 
 
-def event(*tokens: int, reason: int = 0) -> inference.GenerateEvent:
-    made = inference.GenerateEvent(token_ids=tokens, finish_reason=pb.FinishReason.ValueType(reason))
-    made.logprobs.extend(entry(-float(token), 1) for token in tokens)
-    return made
+def event(*tokens: int, reason: int = 0) -> SequenceEvent:
+    logprobs = [entry(-float(token), 1) for token in tokens]
+    return SequenceEvent(tokens, pb.FinishReason.ValueType(reason), logprobs=logprobs)
 
 
 @pytest.mark.parametrize("stops", [(), ("nothing",)])

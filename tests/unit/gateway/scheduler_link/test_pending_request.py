@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
+from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
 from protos.errors import Internal, Overloaded
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -30,11 +30,15 @@ def event(
     return inference.GenerateEvent(token_ids=tokens, finish_reason=reason, sequence=sequence)
 
 
+def put(group: RequestGroup, index: int, arrived: inference.GenerateEvent) -> None:
+    group.put(index, SequenceEvent.of(arrived))
+
+
 async def test_events_that_wait_are_taken_together() -> None:
     """A slow reader gets all waiting events, in order."""
     group, _ = make()
-    group.put(0, event(1))
-    group.put(0, event(2))
+    put(group, 0, event(1))
+    put(group, 0, event(2))
     assert [list(e.token_ids) for _, e in await group.take()] == [[1], [2]]
 
 
@@ -44,15 +48,15 @@ async def test_a_reader_waits_for_the_next_event() -> None:
     reader = asyncio.create_task(group.take())
     await asyncio.sleep(0)
     assert not reader.done()
-    group.put(0, event(1))
+    put(group, 0, event(1))
     assert len(await reader) == 1
 
 
 async def test_the_end_is_empty() -> None:
     """Once all sequences have finished, take() returns nothing, again and again."""
     group, _ = make(2)
-    group.put(1, event(reason=pb.FINISH_REASON_STOP))
-    group.put(0, event(reason=pb.FINISH_REASON_LENGTH))
+    put(group, 1, event(reason=pb.FINISH_REASON_STOP))
+    put(group, 0, event(reason=pb.FINISH_REASON_LENGTH))
     assert len(await group.take()) == 2
     assert await group.take() == []
     assert await group.take() == []
@@ -61,7 +65,7 @@ async def test_the_end_is_empty() -> None:
 async def test_a_failure_comes_after_earlier_events() -> None:
     """Earlier events are delivered, then the error; all requests are aborted."""
     group, aborted = make(2)
-    group.put(0, event(1))
+    put(group, 0, event(1))
     group.fail(Overloaded("full"))
     assert len(await group.take()) == 1
     with pytest.raises(Overloaded, match="full"):
@@ -79,14 +83,14 @@ async def test_aborting_drops_all() -> None:
 async def test_finishing_one_leaves_the_others() -> None:
     """A stop string in one answer does not end the others, even if its own end is still on the way."""
     group, aborted = make(2)
-    group.put(0, event(1, reason=pb.FINISH_REASON_LENGTH))
+    put(group, 0, event(1, reason=pb.FINISH_REASON_LENGTH))
     group.finish(0)
     assert aborted == [(0, 0)]
     assert len(await group.take()) == 1
     reader = asyncio.create_task(group.take())
     await asyncio.sleep(0)
     assert not reader.done()
-    group.put(1, event(reason=pb.FINISH_REASON_STOP))
+    put(group, 1, event(reason=pb.FINISH_REASON_STOP))
     assert len(await reader) == 1
 
 
@@ -196,7 +200,7 @@ def deliver(
     pending = group.requests[index // 2]
     arrived.sequence = index % 2
     pending.on_event(arrived)
-    group.put(index, arrived)
+    put(group, index, arrived)
 
 
 async def test_tokens_wait_for_their_prompts_logprobs() -> None:
@@ -249,6 +253,6 @@ async def test_sequences_are_numbered_across_requests() -> None:
     group.finish(4)
     assert aborted == [(3, 1)]
     for index in (0, 1, 2, 3, 5):
-        group.put(index, event(reason=pb.FINISH_REASON_STOP, sequence=index % 3))
+        put(group, index, event(reason=pb.FINISH_REASON_STOP, sequence=index % 3))
     assert len(await group.take()) == 5
     assert await group.take() == []

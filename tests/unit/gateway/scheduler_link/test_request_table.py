@@ -1,8 +1,14 @@
-"""Requests under way: what a refusal does to a parked one."""
+"""Requests under way: what a refusal does to a parked one, and the delivery of tokens in columns."""
+
+import resource
+from pathlib import Path
+
+import pytest
 
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos.errors import Unavailable
+from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
 
@@ -24,3 +30,62 @@ async def test_a_refusal_before_the_write_returns_is_not_taken_for_silence() -> 
     group.fail(Unavailable("the test ends"))
     table.abort(pending)
     assert pending not in parking
+
+
+async def test_columns_reach_their_sequences() -> None:
+    """A handle stands for one sequence until that ends or is aborted; other handles are skipped."""
+    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
+    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5], n=2)])
+    (pending,) = group.requests
+    first = [
+        inference.GenerateEvent(
+            request_id=pending.wire_id, sequence=sequence, token_ids=[1], handle=7 + sequence
+        )
+        for sequence in (0, 1)
+    ]
+    table.deliver(inference.ConnectResponse(events=first))
+    table.deliver(inference.ConnectResponse(handles=[8, 7, 7, 9], token_ids=[20, 10, 11, 99]))
+    assert pending.received == [[1, 10, 11], [1, 20]]
+    news = await group.take()
+    assert [(index, list(event.token_ids)) for index, event in news] == [
+        (0, [1]), (1, [1]), (1, [20]), (0, [10]), (0, [11]),
+    ]  # fmt: skip
+    group.finish(1)
+    table.deliver(inference.ConnectResponse(handles=[8, 7], token_ids=[21, 12]))
+    assert pending.received == [[1, 10, 11, 12], [1, 20]]
+    table.mark_all_lost()
+    table.deliver(inference.ConnectResponse(handles=[7], token_ids=[13]))
+    assert pending.received[0] == [1, 10, 11, 12]
+    group.abort()
+
+
+async def test_columns_of_different_lengths_are_refused() -> None:
+    """They cannot be told apart, so the stream must break."""
+    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
+    with pytest.raises(ValueError, match="zip"):
+        table.deliver(inference.ConnectResponse(handles=[1, 2], token_ids=[3]))
+
+
+def resident_mb() -> float:
+    """Returns the memory that the process holds, MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+async def test_an_unread_event_does_not_keep_its_message() -> None:
+    """A small event that waits for its reader costs its own size, not that of its step's message."""
+    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
+    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
+    (pending,) = group.requests
+    own = inference.GenerateEvent(
+        request_id=pending.wire_id, token_ids=[1], logprobs=[pb.TokenLogprobs(rank=1)]
+    )
+    # Of a request that this gateway has aborted.
+    other = inference.GenerateEvent(request_id="other", token_ids=[2**31] * 200_000)
+    data = inference.ConnectResponse(events=[own, other]).SerializeToString()
+    before = resident_mb()
+    for _ in range(200):
+        table.deliver(inference.ConnectResponse.FromString(data))
+    grown_mb = resident_mb() - before
+    assert len(await group.take()) == 200
+    assert grown_mb < 40  # the 200 messages have 200 MB
+    group.abort()

@@ -5,11 +5,10 @@ import itertools
 from protos.step_messages import plan_to_proto
 from protos.steps import Admission, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
-from protos.wire import FULL_MESSAGE_BYTES
-from scheduler_svc.convert.inference import event_to_protos, events_to_proto, submission_from_proto
+from scheduler_svc.convert.inference import event_to_protos, submission_from_proto
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
-from scheduler_svc.requests.request import Event, TokenColumns
+from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.sampling_params import token_logprobs
 
@@ -75,34 +74,6 @@ def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
     message = only_message(Event("r", (5,), (entry,), FinishReason.STOP, 5))
     assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
     assert list(message.logprobs[0].top_token_ids) == [7, 5]
-
-
-def test_a_step_of_many_events_is_several_messages() -> None:
-    """No message is above the limit, even if an event is. No event is lost, repeated or out of order."""
-    entry = token_logprobs(-0.5, 70_000, *((150_000 + token, -0.25) for token in range(20)))
-    prompt = [
-        token_logprobs(-0.5, rank, *((150_000 + token, -0.25) for token in range(20)))
-        for rank in range(1, 9000)
-    ]
-    names = [f"{'t' * 120}{number}" for number in range(9000)]
-    events: list[Event | TokenColumns] = [
-        (names[:4000], range(4000)),
-        Event("r", prompt_logprobs=prompt, first=True, num_prompt_tokens=9000),
-        Event("r", (5,), (entry,), FinishReason.STOP, 5),
-        (names[4000:], range(4000, 9000)),
-    ]
-    messages = list(events_to_proto(events))
-    assert max(message.ByteSize() for message in messages) < FULL_MESSAGE_BYTES + (64 << 10)
-    received = [event for message in messages for event in message.events]
-    assert [entry.rank for event in received for entry in event.prompt_logprobs] == list(range(1, 9000))
-    assert [event.prompt.num_tokens for event in received if event.HasField("prompt")] == [9000]
-    plain = [event.token_ids[0] for event in received if event.request_id != "r"]
-    assert plain == list(range(9000))
-    of_r = [index for index, event in enumerate(received) if event.request_id == "r"]
-    assert of_r == list(range(4000, 4000 + len(of_r)))
-    assert received[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
-    assert [event.request_id for event in received if event.request_id != "r"] == names
-    assert len(list(events_to_proto([(names[:3], range(3)), Event("r", (5,))]))) == 1
 
 
 def make_keys(count: int) -> tuple[bytes, ...]:
