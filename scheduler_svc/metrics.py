@@ -16,7 +16,9 @@ from prometheus_client.registry import Collector
 from scheduler_svc.dispatch.load import Load
 from scheduler_svc.dispatch.totals import DECODE_TIME, PREFILL_TIME, QUEUE_TIME, Totals
 from scheduler_svc.replica.stats import STEP_TOKENS, Distribution
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.losses import Losses
 
 # Lost replicas that keep counters of their own.
 _MAX_GONE: Final = 16
@@ -116,6 +118,7 @@ class SchedulerMetrics(Collector):
         replicas.add_metric(("ready",), len(load.replicas) - num_starting)
         replicas.add_metric(("configuring",), num_starting)
         yield replicas
+        yield from _losses(self._deployment.losses)
         served = self._deployment.served
         if served is None:
             return
@@ -177,6 +180,25 @@ class SchedulerMetrics(Collector):
             histogram = HistogramMetricFamily(name, text, labels=("model_name",))
             _add(histogram, (model,), values)
             yield histogram
+
+
+def _losses(losses: Losses) -> Iterator[Metric]:
+    workers = CounterMetricFamily(
+        "triptych:lost_workers", "Attached workers that were lost or left, by reason.", labels=("reason",)
+    )
+    for loss in Loss:
+        workers.add_metric((loss.value,), losses.workers[loss])
+    yield workers
+    yield CounterMetricFamily(
+        "triptych:suspect_requests",
+        "Requests that became suspects because of a lost worker.",
+        value=losses.num_suspects,
+    )
+    yield CounterMetricFamily(
+        "triptych:poison_requests",
+        "Requests that failed because too many workers were lost with them.",
+        value=losses.num_failed,
+    )
 
 
 def _requests(model: str, load: Load) -> Iterator[Metric]:

@@ -56,6 +56,7 @@ class Settings(ServiceSettings):
             "max_waiting_requests",
             "max_waiting_tokens",
             "max_worker_losses",
+            "max_step_failures",
         ),
         Group.ADDRESSES: ("host", "port"),
         Group.TIMEOUTS: ("step_timeout_s", "detach_after_failed_steps", "replica_wait_s", "drain_s"),
@@ -139,6 +140,9 @@ class Settings(ServiceSettings):
     max_worker_losses: int = Field(2, ge=1, le=100)
     """Workers that may be lost in a row while they run the same request. The request then fails, but only if
     the last one ran nothing else in its step."""
+    max_step_failures: int = Field(4, ge=1, le=100)
+    """Steps that may fail in a row with the same request in them. The request then fails, if it ran alone and
+    every worker has failed it. Set more than --detach-after-failed-steps: a broken worker then goes first."""
     step_timeout_s: float = Field(120.0, gt=0)
     """Seconds after which a worker that has not finished a step counts as lost. Once the usual time of such
     steps is known, the limit is 20 times that, but 5 s or more."""

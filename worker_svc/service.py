@@ -9,7 +9,7 @@ from protos.logs import get_logger
 from protos.server import Server
 from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.registration import stay_registered
+from worker_svc.api.registration import leave, stay_registered
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.api.watchdog import FailedSteps, Watchdog, WorkerFailed
 from worker_svc.execution.worker import Worker
@@ -63,6 +63,10 @@ async def serve(settings: Settings) -> None:
         for end in done:
             end.result()
     finally:
+        # Readiness goes first, then the requests, then the process.
+        await server.set_serving(False)
+        if settings.scheduler_address:
+            await leave(settings.scheduler_address, worker_id=worker_id)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

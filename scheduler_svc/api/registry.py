@@ -12,6 +12,7 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.driver import WorkerAddress, WorkerDriver
 from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.step_loop import Left
 
 # Workers with failed steps that are remembered; a restarted process is another worker.
 _REMEMBERED = 256
@@ -73,7 +74,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         self._detach_after_failed_steps = detach_after_failed_steps
         # Workers whose last step failed.
         self._failed_steps: dict[str, FailedSteps] = {}
-        self._active: set[str] = set()
+        # The drivers of registered workers, by replica.
+        self._drivers: dict[str, WorkerDriver] = {}
         self._log = get_logger()
 
     async def Register(
@@ -82,16 +84,14 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         """Drives the worker until either side ends; the stream ends with the reason."""
         try:
             address = address_of(request, context.peer())
-            if address.replica_id in self._active:
-                raise Unavailable(f"replica {address.replica_id} is still registered; retry")
+            await self._end_earlier(address)
             failed_steps = self._failed_steps.get(address.worker_id)
             failed_steps = failed_steps or FailedSteps(self._detach_after_failed_steps)
             failed_steps.check()
         except TriptychError as error:
             self._log.warning("worker_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
-        self._active.add(address.replica_id)
-        driver = WorkerDriver(
+        driver = self._drivers[address.replica_id] = WorkerDriver(
             address, self._deployment, step_timeout_s=self._step_timeout_s, failed_steps=failed_steps
         )
         running = asyncio.create_task(driver.run(), name=f"replica {address.replica_id}")
@@ -102,6 +102,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             if driver.ready.is_set():
                 yield _event(registry_pb2.RegisterEvent.STATE_SERVING, "serving")
             await running
+        except Left:
+            self._log.info("worker_left", worker=address.worker_id, target=address.target)
         except TriptychError as error:
             self._log.error(
                 "worker_lost", worker=address.worker_id, target=address.target, reason=error.message
@@ -109,12 +111,32 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             await abort(context, error)
         finally:
             if not running.done():
-                self._log.warning("worker_left", worker=address.worker_id, target=address.target)
+                self._log.warning("worker_hung_up", worker=address.worker_id, target=address.target)
             for task in (running, ready):
                 task.cancel()
             await asyncio.gather(running, ready, return_exceptions=True)
-            self._active.discard(address.replica_id)
             self._remember(address.worker_id, failed_steps)
+            del self._drivers[address.replica_id]
+
+    async def _end_earlier(self, address: WorkerAddress) -> None:
+        """Ends the earlier registration of a worker that registers again.
+
+        Raises:
+            Unavailable: another worker has this replica, or the earlier registration has not ended yet.
+        """
+        earlier = self._drivers.get(address.replica_id)
+        if earlier is None:
+            return
+        if earlier.address.worker_id == address.worker_id:
+            await earlier.make_way()
+        raise Unavailable(f"replica {address.replica_id} is still registered; retry", retry_after_ms=200)
+
+    async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
+        """Takes the requests off a worker that shuts down."""
+        for driver in list(self._drivers.values()):
+            if driver.address.worker_id == request.worker_id:
+                await driver.leave()
+        return registry_pb2.LeaveResponse()
 
     def _remember(self, worker_id: str, failed_steps: FailedSteps) -> None:
         """Keeps the count of a worker that failed its last step, for its next registration."""

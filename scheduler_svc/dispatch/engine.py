@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 
 from protos.errors import (
     ContextExceeded,
-    Internal,
     InvalidArgument,
     Overloaded,
     TriptychError,
@@ -27,7 +26,7 @@ from scheduler_svc.dispatch.totals import Totals, totals_of
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.suspects import Abandoned
+from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
@@ -39,7 +38,7 @@ class Engine:
     def __init__(
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
         placement: PlacementPolicy | None = None, max_pinned_share: float = 0.5,
-        max_worker_losses: int = 2,
+        max_worker_losses: int = 2, max_step_failures: int = 4,
     ) -> None:  # fmt: skip
         """Starts without replicas.
 
@@ -52,10 +51,12 @@ class Engine:
             max_pinned_share: share of each KV group's blocks that the pinned prefixes of a replica may hold
                 together.
             max_worker_losses: workers that may be lost in a row while they run the same request.
+            max_step_failures: steps that may fail in a row with the same request in them.
         """
         self._clock = clock
         self._arrivals = itertools.count()
         self._max_worker_losses = max_worker_losses
+        self._max_step_failures = max_step_failures
         self._live = LiveRequests()
         self._capacity = Capacity(max_waiting, max_waiting_tokens)
         # The head of the queue when it found no room. Dispatch stops there until something is released.
@@ -278,6 +279,10 @@ class Engine:
         self.grammars.remove_user(request)
         self._live.remove(request)
 
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether steps of the request alone have failed often enough, and wherever it can run."""
+        return request.step_failures >= self._max_step_failures and not self._placer.is_untried(request)
+
     def charge(self, tenant: str, tokens: int) -> None:
         """Charges a tenant for tokens; see :meth:`WaitingQueue.charge`."""
         self.waiting.charge(tenant, tokens)
@@ -306,40 +311,41 @@ class Engine:
         self.dispatch()
         replica.wake()
 
-    def detach(self, replica_id: str) -> int:
-        """Removes a replica that is lost or leaves; its requests wait again with the tokens they have.
+    def detach(self, replica_id: str, loss: Loss) -> Detached:
+        """Removes a replica; its requests wait again with the tokens they have.
 
-        A request that was the only one in unanswered steps fails if too many workers were lost with it.
-
-        Returns:
-            The number of requests that wait again.
+        If the loss blames requests, those in unanswered steps are suspects. One that was alone in them fails
+        if too many workers were lost with it.
         """
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
-            return 0
+            return Detached()
         self.pinned.replica_lost(replica_id)
         self._wait_for_recompilation(self.grammars.detach(replica_id))
-        abandoned = replica.scheduler.abandon()
+        abandoned = replica.scheduler.abandon(loss)
         for request in abandoned.requests:
             self.requeue(request)
-        self._judge(abandoned)
+        failed = self._judge(abandoned)
         replica.scheduler.kv.events.close()
         self._replicas_changed()
         self.dispatch()
-        return len(abandoned.requests)
+        suspects = tuple(request.request_id for request in abandoned.suspects)
+        return Detached(len(abandoned.requests) - len(failed), suspects, failed)
 
-    def _judge(self, abandoned: Abandoned) -> None:
-        """Fails the request that has killed its last worker, and tells the clients of other suspects."""
+    def _judge(self, abandoned: Abandoned) -> tuple[str, ...]:
+        """Fails the request that has killed its last worker, and tells the clients of other suspects.
+
+        Returns the ids of those that failed.
+        """
+        failed = []
         for request in abandoned.suspects:
             losses = request.worker_losses
             if request is abandoned.culprit and losses >= self._max_worker_losses:
-                message = (
-                    f"{losses} workers were lost while they ran this request, the last one while it ran nothing else; "
-                    "do not send it again unchanged"
-                )
-                self._fail(request, Internal(message))
+                self._fail(request, killed_too_many(losses))
+                failed.append(request.request_id)
             else:
                 request.sink.push(Event(request.request_id, worker_losses=losses))
+        return tuple(failed)
 
     def _replicas_changed(self) -> None:
         """Recomputes the limits, retries skipped requests and fails requests that fit no replica."""

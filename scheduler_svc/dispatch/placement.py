@@ -26,7 +26,7 @@ class AttachedReplica:
     withdraw: CompileRequest = lambda _: None
     """Cancels compiling a grammar; the driver then sends no answer."""
     failing: Callable[[], bool] = lambda: False
-    """Whether the worker's last step failed; it then looks empty, because its requests fail at once."""
+    """Whether the worker's last step failed; it then looks empty, because its requests leave at once."""
 
 
 class Placer:
@@ -90,16 +90,27 @@ class Placer:
             for name, replica in self.replicas.items()
         )
 
+    def is_untried(self, request: Request) -> bool:
+        """Returns whether some replica that can run the request has not failed it."""
+        return any(
+            name not in request.failed_on
+            and replica.scheduler.fits(request)
+            and self._grammars.is_expected(request, name)
+            for name, replica in self.replicas.items()
+        )
+
     def group_of(self, request: Request) -> tuple[Grammar | None, str, frozenset[str]]:
-        """Returns the key of a skipped request's group: grammar, tenant and the replicas large enough.
+        """Returns the key of a skipped request's group: grammar, tenant and the replicas that it may use.
 
         If the oldest request of a group finds no room, no other request of the group does. Keys stay valid
         until the set of replicas changes.
         """
-        large_enough = frozenset(
-            name for name, replica in self.replicas.items() if replica.scheduler.fits(request)
+        usable = frozenset(
+            name
+            for name, replica in self.replicas.items()
+            if replica.scheduler.fits(request) and not self._avoids(name, request)
         )
-        return request.sampling.grammar, request.tenant, large_enough
+        return request.sampling.grammar, request.tenant, usable
 
     def clear_claims(self) -> None:
         """Forgets which replicas skipped requests wait for, before those requests are retried."""
@@ -108,7 +119,11 @@ class Placer:
     def _suits(self, replica_id: str, request: Request) -> bool:
         """Returns whether the request could run on the replica if it were empty."""
         fits = self.replicas[replica_id].scheduler.fits(request)
-        return fits and self._grammars.may_run(request, replica_id)
+        return fits and self._grammars.may_run(request, replica_id) and not self._avoids(replica_id, request)
+
+    def _avoids(self, replica_id: str, request: Request) -> bool:
+        """Returns whether the replica has failed the request, which can run on another one."""
+        return replica_id in request.failed_on and self.is_untried(request)
 
     def _is_claimed(self, replica_id: str, request: Request) -> bool:
         """Returns whether a skipped request that ranks before `request` waits for the replica."""

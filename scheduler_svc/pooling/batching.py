@@ -83,26 +83,35 @@ class PoolQueue:
         """Removes a request; returns False if it is not in the queue."""
         return self._all.remove(request) and self._queue_of(request).remove(request)
 
-    def take(self, now: float) -> tuple[PoolShape, list[Request]] | None:
-        """Removes and returns the next batch and charges its tenants; returns None if the queue is empty.
+    def take(
+        self, now: float, avoid: Callable[[Request], bool] = lambda _: False
+    ) -> tuple[PoolShape, list[Request]] | None:
+        """Removes and returns the next batch and charges its tenants; returns None if there is none.
+
+        A suspect is a batch by itself.
 
         Args:
             now: seconds on the clock of `Request.arrival_s`.
+            avoid: whether a request waits for another device than the one that the batch is for.
         """
-        request = self._all.peek(now)
+        request = _next(self._all, now, avoid)
+        self._all.bring_all_back()
         if request is None:
             return None
         prompt_len = self.fit(len(request.token_ids))
         assert prompt_len is not None
         queue = self._by_len[prompt_len]
-        shape = PoolShape(prompt_len, choose_batch(len(queue), self._batches[prompt_len]))
+        count = 1 if request.suspect else len(queue)
+        shape = PoolShape(prompt_len, choose_batch(count, self._batches[prompt_len]))
+        size = 1 if request.suspect else shape.batch
         batch: list[Request] = []
         while request is not None:
             self.remove(request)
             batch.append(request)
             for charged in (self._all, *self._by_len.values()):
                 charged.charge(request.tenant, len(request.token_ids))
-            request = queue.peek(now) if len(batch) < shape.batch else None
+            request = _next(queue, now, _is_suspect) if len(batch) < size else None
+        queue.bring_all_back()
         return shape, batch
 
     def drain(self) -> list[Request]:
@@ -115,3 +124,14 @@ class PoolQueue:
         prompt_len = self.fit(len(request.token_ids))
         assert prompt_len is not None
         return self._by_len[prompt_len]
+
+
+def _next(queue: WaitingQueue, now: float, avoid: Callable[[Request], bool]) -> Request | None:
+    """Returns the next request, after skipping those to avoid."""
+    while (request := queue.peek(now)) is not None and avoid(request):
+        queue.skip(request, request.request_id)
+    return request
+
+
+def _is_suspect(request: Request) -> bool:
+    return request.suspect

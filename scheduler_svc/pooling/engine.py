@@ -27,6 +27,7 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.replica.suspects import Detached, Loss, killed_too_many
 from scheduler_svc.requests.request import Delivery, Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.shapes.pool_shapes import format_shapes
@@ -74,7 +75,7 @@ class PoolEngine:
 
     def __init__(
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float],
-        make_order: Callable[[], OrderPolicy],
+        make_order: Callable[[], OrderPolicy], max_worker_losses: int = 2, max_step_failures: int = 4,
     ) -> None:  # fmt: skip
         """Starts without replicas and without shapes.
 
@@ -83,11 +84,15 @@ class PoolEngine:
             max_waiting_tokens: prompt tokens that may wait at once.
             clock: monotonic seconds.
             make_order: makes the policy that decides which waiting request is next.
+            max_worker_losses: workers that may be lost in a row while they run the same request.
+            max_step_failures: batches that may fail in a row with the same request in them.
         """
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
         self._make_order = make_order
+        self._max_worker_losses = max_worker_losses
+        self._max_step_failures = max_step_failures
         self._arrivals = itertools.count()
         self._live = LiveRequests()
         self._queue: PoolQueue | None = None
@@ -214,7 +219,9 @@ class PoolEngine:
     def take(self, replica_id: str) -> tuple[PoolShape, list[Request]] | None:
         """Returns the next batch for a replica with a free device; None if no request waits."""
         now = self._clock()
-        taken = self._queue.take(now) if self._queue else None
+        taken = (
+            self._queue.take(now, lambda request: self._avoids(replica_id, request)) if self._queue else None
+        )
         if taken is None:
             return None
         for request in taken[1]:
@@ -224,6 +231,23 @@ class PoolEngine:
         if self._queue:
             self._wake_one(but=replica_id)
         return taken
+
+    def requeue(self, request: Request) -> None:
+        """Lets a request wait again."""
+        assert self._queue is not None
+        self._queue.add(request)
+        self._wake_idle()
+
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether batches of the request alone have failed often enough, and on every replica."""
+        return request.step_failures >= self._max_step_failures and not self._is_untried(request)
+
+    def _is_untried(self, request: Request) -> bool:
+        return not request.failed_on.issuperset(self.replicas)
+
+    def _avoids(self, replica_id: str, request: Request) -> bool:
+        """Returns whether the replica has failed the request, which can run on another one."""
+        return replica_id in request.failed_on and self._is_untried(request)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
@@ -259,23 +283,33 @@ class PoolEngine:
         self.replicas[replica_id] = replica
         replica.wake()
 
-    def detach(self, replica_id: str) -> int:
-        """Removes a replica that is lost or leaves; its requests wait again, in order of arrival.
+    def detach(self, replica_id: str, loss: Loss) -> Detached:
+        """Removes a replica; its requests wait again, in order of arrival.
 
-        Returns:
-            The number of requests that wait again.
+        If the loss blames requests, those of the running batch are suspects. One that was alone in it fails
+        if too many workers were lost with it.
         """
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
-            return 0
-        requests = replica.scheduler.abandon()
-        for request in requests:
-            assert self._queue is not None
-            self._queue.add(request)
-        for other in self.replicas.values():
-            if other.scheduler.idle:
-                other.wake()
-        return len(requests)
+            return Detached()
+        abandoned = replica.scheduler.abandon(loss)
+        failed = []
+        for request in abandoned.requests:
+            if request is abandoned.culprit and request.worker_losses >= self._max_worker_losses:
+                self._end(request, Event(request.request_id, error=killed_too_many(request.worker_losses)))
+                failed.append(request.request_id)
+            else:
+                assert self._queue is not None
+                self._queue.add(request)
+        self._wake_idle()
+        suspects = tuple(request.request_id for request in abandoned.suspects)
+        return Detached(len(abandoned.requests) - len(failed), suspects, tuple(failed))
+
+    def _wake_idle(self) -> None:
+        """Wakes all free replicas, because some may have to leave a waiting request to others."""
+        for replica in self.replicas.values():
+            if replica.scheduler.idle:
+                replica.wake()
 
     def _wake_one(self, but: str = "") -> None:
         """Wakes a free replica; after taking its batch, it wakes the next one if requests still wait.
@@ -320,6 +354,14 @@ class _Share:
     def take(self) -> tuple[PoolShape, list[Request]] | None:
         """Returns the next batch for this replica."""
         return self.engine.take(self.replica_id)
+
+    def requeue(self, request: Request) -> None:
+        """Lets a request wait again."""
+        self.engine.requeue(request)
+
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether batches of the request alone have failed often enough, and on every replica."""
+        return self.engine.is_hopeless(request)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""

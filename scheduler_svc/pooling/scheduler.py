@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from protos.errors import Internal, TriptychError
+from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from scheduler_svc.replica.suspects import Abandoned, Loss
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason
 
@@ -20,6 +21,12 @@ class PoolOwner(Protocol):
 
     def take(self) -> tuple[PoolShape, list[Request]] | None:
         """Returns the next batch for a free device; None if no request waits."""
+
+    def requeue(self, request: Request) -> None:
+        """Lets a request wait again."""
+
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether batches of the request alone have failed often enough, and on every replica."""
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
@@ -104,6 +111,9 @@ class PoolScheduler:
     def update(self, result: StepResult) -> None:
         """Delivers the results of a batch; all its requests end.
 
+        After a failed batch, its requests run again, each alone. One that was alone in it fails if the error
+        is its own, or if further attempts are hopeless.
+
         Raises:
             Internal: the result belongs to another plan; the state of the worker is unknown then.
         """
@@ -114,11 +124,14 @@ class PoolScheduler:
             )
         self._plan = None
         running, self._running = self._running, []
+        if result.error is not None:
+            self._apply_failure(running, result.error)
+            return
         outputs = {output.slot: output for output in result.outputs}
         for slot, request in enumerate(running):
             if request is None:
                 continue
-            error = result.error or self._fault(outputs.get(slot), request)
+            error = self._fault(outputs.get(slot), request)
             values = () if error else outputs[slot].pooled
             self._finish(request, values, error)
 
@@ -130,13 +143,30 @@ class PoolScheduler:
         request.sink.push(Event(request.request_id, finish_reason=FinishReason.ABORT))
         self._owner.forget(request)
 
-    def abandon(self) -> list[Request]:
+    def abandon(self, loss: Loss) -> Abandoned:
         """Removes and returns all requests of a lost replica, ready to wait again."""
-        requests = [request for request in self._running if request is not None]
+        running, self._running, self._plan = self._running, [], None
+        requests = [request for request in running if request is not None]
         for request in requests:
             request.slot, request.state = None, RequestState.WAITING
-        self._running, self._plan = [], None
-        return requests
+            request.worker_losses += loss.blames
+        alone = loss.blames and len(running) == len(requests) == 1
+        return Abandoned(requests, requests if loss.blames else [], requests[0] if alone else None)
+
+    def _apply_failure(self, running: Sequence[Request | None], error: TriptychError) -> None:
+        is_its_own = isinstance(error, InvalidArgument)
+        for request in running:
+            if request is None:
+                continue
+            request.step_failures += 1
+            if not is_its_own:
+                assert request.replica_id is not None
+                request.failed_on.add(request.replica_id)
+            if len(running) == 1 and (is_its_own or self._owner.is_hopeless(request)):
+                self._finish(request, (), error)
+            else:
+                request.slot, request.state = None, RequestState.WAITING
+                self._owner.requeue(request)
 
     def _finish(self, request: Request, values: Sequence[float], error: TriptychError | None) -> None:
         request.state, request.slot = RequestState.FINISHED, None

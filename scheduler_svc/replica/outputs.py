@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-from protos.errors import Internal, TriptychError, Unavailable
-from protos.steps import Decode, Prefill, SlotOutput, StepResult, slots_of
+from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
+from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.plans import InFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
+from scheduler_svc.replica.suspects import accuse
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import FinishReason
 
@@ -65,9 +66,23 @@ class Outputs:
     # ---- faults ----
 
     def _apply_failure(self, step: InFlight, error: TriptychError) -> None:
-        for request, slot in zip(step.requests, slots_of(step.plan.work), strict=True):
-            if slot not in step.left:
+        """Lets the requests of a failed step run again, each alone.
+
+        One that was alone in it fails if the error is its own, or if further attempts are hopeless.
+        """
+        here = [one for one in self._slots.requests if one.slot not in step.left]
+        accused = accuse((step,), here)
+        is_its_own = isinstance(error, InvalidArgument)
+        for request in accused.of_failure():
+            if request.slot is None:
+                continue  # it has left the replica since
+            assert request.replica_id is not None
+            if not is_its_own:
+                request.failed_on.add(request.replica_id)
+            if accused.alone and (is_its_own or self._owner.is_hopeless(request)):
                 self._slots.finish(request, Event(request.request_id, error=error))
+            else:
+                self._slots.preempt(request, "fault")
         # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left
         # its slot.
         changed = {*(new.slot for new in step.plan.admit), *(growth.slot for growth in step.plan.grow)}

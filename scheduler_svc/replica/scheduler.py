@@ -19,7 +19,7 @@ from scheduler_svc.replica.plans import InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.suspects import Abandoned, accuse
+from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.buckets import bucket_for
@@ -196,10 +196,11 @@ class ReplicaScheduler:
         self._slots.preempt(victim, "priority")
         return True
 
-    def abandon(self) -> Abandoned:
-        """Takes all requests off a lost replica, and makes suspects of those in unanswered steps."""
-        suspects, culprit = accuse(self._in_flight, self._slots.requests)
-        return Abandoned(self._slots.clear(), suspects, culprit)
+    def abandon(self, loss: Loss) -> Abandoned:
+        """Takes all requests off a lost replica; the loss may make suspects of those in unanswered steps."""
+        accused = accuse(self._in_flight if loss.blames else (), self._slots.requests)
+        suspects = accused.of_loss()
+        return Abandoned(self._slots.clear(), suspects, suspects[0] if accused.alone else None)
 
     # ---- deciding ----
 

@@ -28,6 +28,9 @@ class RequestOwner(Protocol):
     def without_grammar(self, request: Request) -> None:
         """Lets the request wait until its grammar, which the replica lacks, is compiled again."""
 
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether steps of the request alone have failed often enough, and wherever it can run."""
+
 
 class DecodeBatch:
     """The requests that run one token with every decode step.
@@ -377,8 +380,7 @@ class Slots:
 
     def clear_suspect(self, request: Request) -> None:
         """Clears a suspect: a step of its own was answered."""
-        request.worker_losses = request.cleared_at = 0
-        request.sink.push(Event(request.request_id, worker_losses=0))
+        request.clear()
         if request in self.trials:
             self.trials.remove(request)
             self._decoding.add(request)

@@ -1,17 +1,65 @@
-"""Requests that may have killed a worker.
+"""Requests that may have killed a worker, or made its step fail.
 
-A worker that is lost leaves plans without an answer. Every request in their steps, and every request that
-they admit, is a suspect. From then on, each plan that admits a suspect or computes for it contains no other
-request. One of its steps is answered, and the suspect is cleared; or the next worker is lost, and no other
-request can be the reason.
+A worker that dies or hangs leaves plans without an answer. Every request in their steps, and every request
+that they admit, is a suspect. So is every request of a step that failed. From then on, each plan that admits
+a suspect or computes for it contains no other request. One of its steps is answered, and the suspect is
+cleared; or the next one goes wrong, too, and no other request can be the reason.
 """
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from protos.errors import Internal
 from protos.steps import Prefill
 from scheduler_svc.replica.plans import InFlight
 from scheduler_svc.requests.request import DECODING_CLEARS, Request, RequestState
+
+
+class Loss(enum.Enum):
+    """Why a replica is gone; the value is its name in logs and metrics."""
+
+    LEFT = "left"
+    """The worker said that it leaves."""
+    CUT_OFF = "cut_off"
+    """The connection broke, and the worker's process still runs."""
+    FAILED_STEPS = "failed_steps"
+    """Too many steps failed in a row. They were answered, so each has been judged by itself."""
+    DIED = "died"
+    """The connection broke, and the worker's process does not answer any more."""
+    HUNG = "hung"
+    """A step was not answered in time."""
+    FAULT = "fault"
+    """The worker's messages, or the scheduler's own code, were at fault."""
+
+    @property
+    def blames(self) -> bool:
+        """Whether a request can have been the reason, so that those in unanswered steps are suspects."""
+        return self in (Loss.DIED, Loss.HUNG, Loss.FAULT)
+
+
+@dataclass(frozen=True, slots=True)
+class Accused:
+    """The live requests that may be the reason why steps were not answered, or failed."""
+
+    cleared_at: Mapping[Request, int]
+    """The requests, each with the computed tokens that clear it."""
+    alone: bool
+    """Whether there is one, and no request that has ended meanwhile can have been the reason."""
+
+    def of_loss(self) -> list[Request]:
+        """Counts a lost worker against the requests; returns them."""
+        for request, reached in self.cleared_at.items():
+            request.worker_losses += 1
+            request.cleared_at = max(reached, request.cleared_at)
+        return list(self.cleared_at)
+
+    def of_failure(self) -> list[Request]:
+        """Counts a failed step against the requests; returns them."""
+        for request, reached in self.cleared_at.items():
+            request.step_failures += 1
+            request.cleared_at = max(reached, request.cleared_at)
+        return list(self.cleared_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +74,32 @@ class Abandoned:
     """The suspect, if no other request can have been the reason for the loss."""
 
 
-def accuse(steps: Iterable[InFlight], running: list[Request]) -> tuple[list[Request], Request | None]:
-    """Makes suspects of the requests in the unanswered steps of a lost replica.
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """What the loss of a replica meant for its requests."""
+
+    num_requeued: int = 0
+    """Requests that wait again."""
+    suspects: tuple[str, ...] = ()
+    """Ids of the requests that are suspects because of it."""
+    failed: tuple[str, ...] = ()
+    """Ids of the requests that failed: too many workers were lost with them."""
+
+
+def killed_too_many(losses: int) -> Internal:
+    """Returns the error of a request that has killed ``losses`` workers."""
+    return Internal(
+        f"{losses} workers were lost while they ran this request, the last one while it ran nothing else; "
+        "do not send it again unchanged"
+    )
+
+
+def accuse(steps: Iterable[InFlight], running: list[Request]) -> Accused:
+    """Finds the requests that may be the reason for what became of some steps.
 
     Args:
-        steps: the unanswered plans.
+        steps: plans that were not answered, or failed.
         running: the requests with a slot on the replica.
-
-    Returns:
-        The live suspects, and the only one if the plans contain no other request.
     """
     by_slot = {request.slot: request for request in running}
     # Requests that ended meanwhile are no suspects any more, but may have been the reason.
@@ -50,15 +115,15 @@ def accuse(steps: Iterable[InFlight], running: list[Request]) -> tuple[list[Requ
             names.add(admission.request_id)
             if admission.slot not in step.left and (admitted := by_slot.get(admission.slot)) is not None:
                 cleared_at.setdefault(admitted, 0)
-    suspects = []
-    for request, reached in cleared_at.items():
-        # Another replica has it: in a slot, or deferred until a prefix is computed there.
-        runs_elsewhere = (
-            request.slot is not None and by_slot.get(request.slot) is not request
-        ) or request.state is RequestState.DEFERRED
-        if request.state is RequestState.FINISHED or runs_elsewhere:
-            continue
-        request.worker_losses += 1
-        request.cleared_at = max(reached, request.cleared_at)
-        suspects.append(request)
-    return suspects, suspects[0] if len(suspects) == len(names) == 1 else None
+    live = {
+        request: reached
+        for request, reached in cleared_at.items()
+        if request.state is not RequestState.FINISHED and not _runs_elsewhere(request, by_slot)
+    }
+    return Accused(live, alone=len(live) == len(names) == 1)
+
+
+def _runs_elsewhere(request: Request, by_slot: Mapping[int | None, Request]) -> bool:
+    """Whether another replica has the request: in a slot, or deferred until a prefix is computed there."""
+    in_a_slot = request.slot is not None and by_slot.get(request.slot) is not request
+    return in_a_slot or request.state is RequestState.DEFERRED

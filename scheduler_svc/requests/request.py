@@ -210,6 +210,10 @@ class Request:
     worker_losses: int = 0
     """Workers lost in a row while they ran the request. Above 0 it is a suspect, and its steps contain no
     other request; see ``scheduler_svc/replica/suspects.py``."""
+    step_failures: int = 0
+    """Steps that failed in a row with the request in them; above 0 it is a suspect, too."""
+    failed_on: set[str] = field(default_factory=set)
+    """The replicas that failed these steps. The request runs elsewhere if it can."""
     cleared_at: int = 0
     """Computed tokens with which a chunk clears the suspect; a decode step always does."""
     delivery: Delivery = field(default_factory=Delivery)
@@ -229,8 +233,16 @@ class Request:
 
     @property
     def suspect(self) -> bool:
-        """Whether the request may have killed a worker."""
-        return self.worker_losses > 0
+        """Whether the request may have killed a worker or made a step fail."""
+        return self.worker_losses > 0 or self.step_failures > 0
+
+    def clear(self) -> None:
+        """Clears the suspect: a step of its own was answered."""
+        told = self.worker_losses > 0
+        self.worker_losses = self.step_failures = self.cleared_at = 0
+        self.failed_on.clear()
+        if told:
+            self.sink.push(Event(self.request_id, worker_losses=0))
 
     @property
     def can_fork(self) -> bool:

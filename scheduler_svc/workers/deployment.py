@@ -12,6 +12,7 @@ from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.load import Load, ReplicaLoad
 from scheduler_svc.dispatch.totals import Totals
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
 from scheduler_svc.workers.engine_protocol import (
@@ -22,6 +23,7 @@ from scheduler_svc.workers.engine_protocol import (
     WorkerLink,
 )
 from scheduler_svc.workers.generating import GeneratingReplicas, make_engine
+from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.model_files import ServedFiles, describe_served
 from scheduler_svc.workers.pooling import PoolingReplicas
 
@@ -62,6 +64,8 @@ class Deployment:
         """The model and its files; set when the first replica attaches."""
         self.starting: dict[str, str] = {}
         """Replicas that are not ready yet, each with its last progress message."""
+        self.losses = Losses()
+        """Counts lost workers and the requests that they made suspects."""
         self._serving_listeners: list[Callable[[bool], None]] = []
         self._detach_listeners: list[Callable[[str, Totals], None]] = []
 
@@ -123,25 +127,21 @@ class Deployment:
         self._announce_serving()
         return scheduler
 
-    def detach(self, replica_id: str) -> int:
-        """Removes a replica that is lost or leaves. Its requests wait for another one, but only for a while.
-
-        Returns:
-            The number of requests that wait again.
-        """
+    def detach(self, replica_id: str, loss: Loss) -> None:
+        """Removes a replica. Its requests wait for another one, but only for a while."""
         self.starting.pop(replica_id, None)
         totals = self.engine.totals().get(replica_id)
         if totals is not None:
             for listener in self._detach_listeners:
                 listener(replica_id, totals)
-        count = self.engine.detach(replica_id)
+        detached = self.engine.detach(replica_id, loss)
         if totals is not None:
+            self.losses.note(replica_id, loss, detached)
             asyncio.get_running_loop().call_later(_COLLECT_DELAY_S, _freeze_garbage)
             self._announce_serving()
         if not self._has_replicas and self._give_up is None:
             wait_s = self._settings.replica_wait_s
             self._give_up = asyncio.get_running_loop().call_later(wait_s, self._suspend)
-        return count
 
     def _factory_for(self, description: WorkerDescription) -> ReplicaFactory:
         return self._pooling if description.model.pool_tasks else self._generating

@@ -11,12 +11,13 @@ from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
 from scheduler_svc.convert.model import WorkerDescription, description_from_proto
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, StepScheduler, WorkerLink
-from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.failed_steps import FailedSteps, FailedTooOften
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
 from scheduler_svc.workers.model_files import FileReceiver
-from scheduler_svc.workers.step_loop import StepLoop
+from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
 
 # Describe needs the worker's process and the configuration of its model, but no weights.
 DESCRIBE_TIMEOUT_S = 60.0
@@ -25,6 +26,18 @@ DESCRIBE_TIMEOUT_S = 60.0
 # slow disk.
 CONFIGURE_SILENCE_S = 1800.0
 MODEL_FILES_TIMEOUT_S = 120.0
+
+# How long a worker whose stream broke may take to show that its process still runs. A dead process refuses
+# the connection at once.
+PROBE_TIMEOUT_S = 1.0
+
+
+# What the end of a step loop says about the worker.
+_LOSSES: Mapping[type[Exception], Loss] = {
+    Hung: Loss.HUNG,
+    FailedTooOften: Loss.FAILED_STEPS,
+    Left: Loss.LEFT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,25 @@ class WorkerDriver:
         self._log = get_logger(replica=address.replica_id, worker=address.worker_id, target=address.target)
         self.ready = asyncio.Event()
         """Set once the worker receives steps."""
+        self._leaving = False
+        self._returned = False
+        self._loop: StepLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    async def leave(self) -> None:
+        """Lets the worker go: its running plan ends, and its requests wait for another worker."""
+        self._leaving = True
+        if self.ready.is_set() and self._loop is not None:
+            self._loop.leave()
+            await self._ended.wait()
+
+    async def make_way(self) -> None:
+        """Ends at once: the worker has registered again, so its old connection is dead."""
+        self._returned = True
+        if self._task is not None:
+            self._task.cancel()
+            await self._ended.wait()
 
     async def run(self) -> None:
         """Runs until the worker is lost.
@@ -80,11 +112,12 @@ class WorkerDriver:
         Raises:
             TriptychError: always, at the end: why it ended.
         """
+        self._task = asyncio.current_task()
         async with open_channel(self.address.target) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             self._deployment.starting[self.address.replica_id] = "dialling"
             compiler = GrammarCompiler(stub, self._log)
-            loop = StepLoop(
+            loop = self._loop = StepLoop(
                 stub,
                 self._deployment.dispatch,
                 step_timeout_s=self._step_timeout_s,
@@ -94,14 +127,23 @@ class WorkerDriver:
             link = WorkerLink(
                 loop.wake, compiler.compile, compiler.withdraw, lambda: self._failed_steps.failing
             )
+            loss = Loss.FAULT
             try:
                 configured = await self._start(stub)
                 async with loop.stream() as call:
                     scheduler = self._attach(configured, link)
                     self.ready.set()
                     await loop.run(call, scheduler)
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from error
+            except (StreamLost, grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+                loss = await self._why_lost(stub, error)
+                if isinstance(error, grpc.aio.AioRpcError):
+                    raise from_rpc_error(error) from error
+                if self._returned:
+                    raise Unavailable("the worker has registered again") from None
+                raise
+            except tuple(_LOSSES) as error:
+                loss = _LOSSES[type(error)]
+                raise
             except TriptychError:
                 raise
             except Exception as error:
@@ -110,9 +152,24 @@ class WorkerDriver:
                 raise Internal(f"driving the worker failed: {type(error).__name__}: {error}") from error
             finally:
                 compiler.close()
-                requeued = self._deployment.detach(self.address.replica_id)
-                if requeued:
-                    self._log.warning("requests_requeued", count=requeued)
+                self._deployment.detach(self.address.replica_id, loss)
+                self._ended.set()
+
+    async def _why_lost(self, stub: "worker_pb2_grpc.WorkerAsyncStub", error: BaseException) -> Loss:
+        """Finds out why a stream ended. If the connection broke, a worker that still answers has not died."""
+        if self._leaving:
+            return Loss.LEFT
+        if self._returned or not self.ready.is_set():  # if not ready, it ran no request
+            return Loss.CUT_OFF
+        if isinstance(error, StreamLost) and not error.by_transport:
+            return Loss.DIED
+        try:
+            answer = await stub.Describe(
+                worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION), timeout=PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return Loss.DIED
+        return Loss.CUT_OFF if answer.worker_id == self.address.worker_id else Loss.DIED
 
     async def _start(self, stub: "worker_pb2_grpc.WorkerAsyncStub") -> _Configured:
         """Configures the worker."""

@@ -16,6 +16,7 @@ from scheduler_svc.dispatch.load import Load, ReplicaMemory
 from scheduler_svc.dispatch.prefix_control import KvChange
 from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.pooling.engine import PoolSubmission
+from scheduler_svc.replica.suspects import Detached, Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, Sink
 from scheduler_svc.requests.sampling import Grammar
@@ -90,8 +91,8 @@ class EngineProtocol(Protocol):
     def dispatch(self) -> None:
         """Gives waiting requests to replicas that have room."""
 
-    def detach(self, replica_id: str) -> int:
-        """Removes a replica, if it is attached; returns how many requests wait again."""
+    def detach(self, replica_id: str, loss: Loss) -> Detached:
+        """Removes a replica, if it is attached, and lets its requests wait again."""
 
     def suspend(self, error: TriptychError) -> int:
         """Ends every waiting request with `error` and refuses new ones until a replica attaches.

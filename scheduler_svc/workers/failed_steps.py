@@ -9,6 +9,10 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
+class FailedTooOften(Unavailable):
+    """A worker failed too many steps in a row."""
+
+
 class FailedSteps:
     """Counts the steps that a worker failed in a row.
 
@@ -42,12 +46,12 @@ class FailedSteps:
         """Notes a failed step.
 
         Raises:
-            Unavailable: too many steps failed in a row.
+            FailedTooOften: too many steps failed in a row.
         """
         self.in_a_row += 1
         self._last_s = self._clock()
         if self.in_a_row >= self._limit:
-            raise Unavailable(f"{self.in_a_row} steps failed in a row, the last with: {reason}")
+            raise FailedTooOften(f"{self.in_a_row} steps failed in a row, the last with: {reason}")
 
     def check(self) -> None:
         """Checks that the worker may register now.

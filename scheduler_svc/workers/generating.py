@@ -41,6 +41,7 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
         order=make_order(settings),
         max_pinned_share=settings.max_pinned_share,
         max_worker_losses=settings.max_worker_losses,
+        max_step_failures=settings.max_step_failures,
     )
 
 

@@ -32,6 +32,8 @@ class PoolingReplicas:
             max_waiting_tokens=settings.max_waiting_tokens,
             clock=clock,
             make_order=lambda: make_order(settings),
+            max_worker_losses=settings.max_worker_losses,
+            max_step_failures=settings.max_step_failures,
         )
 
     def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:

@@ -9,7 +9,7 @@ from typing import cast
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
 
-from protos.errors import Unavailable
+from protos.errors import InvalidArgument, Unavailable
 from protos.step_messages import plan_to_proto, result_from_proto
 from protos.steps import StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
@@ -18,6 +18,24 @@ from scheduler_svc.workers.failed_steps import FailedSteps
 from scheduler_svc.workers.step_budget import Deadline, StepBudgets, UsualTime
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
+
+
+class StreamLost(Unavailable):
+    """The stream ended, and not because of this scheduler."""
+
+    def __init__(self, message: str, *, by_transport: bool) -> None:
+        """Makes an error; ``by_transport`` says whether the connection broke, or else the worker ended it."""
+        super().__init__(message)
+        self.by_transport = by_transport
+
+
+class Hung(Unavailable):
+    """A step was not answered in time."""
+
+
+class Left(Unavailable):
+    """The worker said that it leaves, and has answered its last plan."""
+
 
 # The first plan of a stream, which changes nothing. The scheduler's own plans begin at 1.
 _GREETING = StepPlan(0)
@@ -54,11 +72,17 @@ class StepLoop:
         # The plans without their last result, each with the usual time of its steps.
         self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
         # Set when a step is overdue, just before the call is cancelled.
-        self._overdue: Unavailable | None = None
+        self._overdue: Hung | None = None
         self._work = asyncio.Event()
         # Ends a lease early; set while results are outstanding.
         self._interrupt: Callable[[], None] | None = None
         self._interrupting: asyncio.Future[None] | None = None
+        self._leaving = False
+
+    def leave(self) -> None:
+        """Ends :meth:`run` once the worker has answered the plans that it has."""
+        self._leaving = True
+        self._work.set()
 
     def wake(self) -> None:
         """Signals new work: wakes an idle loop, and ends a running lease if the work cannot wait."""
@@ -95,7 +119,10 @@ class StepLoop:
         """Runs on an accepted stream until the worker is lost.
 
         Raises:
-            Unavailable: the worker ended the stream, did not answer in time or failed too many steps.
+            StreamLost: the worker ended the stream.
+            Hung: the worker did not answer in time.
+            FailedTooOften: the worker failed too many steps.
+            Left: after :meth:`leave`.
             Internal: a result does not belong to its plan.
         """
         # grpc.aio keeps a Future for every question about a call's status until the call ends. One callback
@@ -103,8 +130,9 @@ class StepLoop:
         call.add_done_callback(lambda _: self._work.set())
         self._deadline = Deadline(lambda: self._give_up(call))
         try:
-            while True:
+            while not self._leaving:
                 await self._step(call, scheduler)
+            raise Left("the worker leaves")
         except asyncio.CancelledError:
             # A cancelled call raises the same as a cancelled task.
             if self._overdue is None:
@@ -170,6 +198,8 @@ class StepLoop:
         if result.error is not None:
             self._log.error("step_failed", step=result.step, error=result.error.message)
         scheduler.update(result)
+        if isinstance(result.error, InvalidArgument):
+            return  # of the request, not of the worker
         if result.error is not None:
             self._failed_steps.failed(result.error.message)
         elif plan.work is not None:
@@ -185,11 +215,15 @@ class StepLoop:
     def _give_up(self, call: "_Call") -> None:
         """Ends the call of a worker that hangs."""
         plan, usual = self._sent[0]
-        self._overdue = Unavailable(
+        self._overdue = Hung(
             f"step {plan.step} was not answered within {usual.budget_s:g} s; the worker hangs"
         )
         call.cancel()
 
 
-async def _end_of(call: "_Call") -> Unavailable:
-    return Unavailable(f"the worker ended its stream: {await call.details() or (await call.code()).name}")
+async def _end_of(call: "_Call") -> StreamLost:
+    code = await call.code()
+    return StreamLost(
+        f"the worker ended its stream: {await call.details() or code.name}",
+        by_transport=code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED),
+    )

@@ -18,6 +18,9 @@ _LONGEST_DELAY_S = 5.0
 # A registration that ends sooner counts as failed, even if the worker served for a moment.
 _LASTING_S = 1.0
 
+# The running plan ends meanwhile: a lease of decode steps at most.
+_LEAVE_TIMEOUT_S = 10.0
+
 # Errors that a retry with the same settings cannot fix.
 _FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
 
@@ -66,6 +69,19 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
             jitter = random.uniform(0.8, 1.2)  # noqa: S311 - not a secret
             await asyncio.sleep(delay_s * jitter)
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
+
+
+async def leave(scheduler: str, *, worker_id: str) -> None:
+    """Tells the scheduler that the worker shuts down, and waits until its requests are taken over.
+
+    Does not raise: a worker ends, whatever the scheduler does.
+    """
+    async with open_channel(scheduler) as channel:
+        stub = registry_pb2_grpc.WorkerRegistryStub(channel)
+        try:
+            await stub.Leave(registry_pb2.LeaveRequest(worker_id=worker_id), timeout=_LEAVE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            get_logger(scheduler=scheduler).warning("not_left", reason=from_rpc_error(error).message)
 
 
 def _state(state: registry_pb2.RegisterEvent.State.ValueType) -> str:

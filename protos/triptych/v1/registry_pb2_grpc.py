@@ -39,6 +39,11 @@ class WorkerRegistryStub:
                 request_serializer=triptych_dot_v1_dot_registry__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_registry__pb2.RegisterEvent.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/triptych.v1.WorkerRegistry/Leave',
+                request_serializer=triptych_dot_v1_dot_registry__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_registry__pb2.LeaveResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerRegistryServicer:
@@ -46,8 +51,16 @@ class WorkerRegistryServicer:
 
     def Register(self, request, context):
         """Registers one worker rank. The scheduler dials back and drives the worker from then on. The stream stays
-        open while the scheduler keeps the worker; when it ends, the worker registers again. A worker that shuts
-        down ends the stream.
+        open while the scheduler keeps the worker; when it ends, the worker registers again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """A worker that shuts down calls this first. The answer comes once the running plan has ended and the
+        worker's requests wait for another one. No request is suspected of a loss that was announced. Idempotent:
+        unknown workers are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +73,11 @@ def add_WorkerRegistryServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=triptych_dot_v1_dot_registry__pb2.RegisterRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_registry__pb2.RegisterEvent.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=triptych_dot_v1_dot_registry__pb2.LeaveRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_registry__pb2.LeaveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class WorkerRegistry:
             '/triptych.v1.WorkerRegistry/Register',
             triptych_dot_v1_dot_registry__pb2.RegisterRequest.SerializeToString,
             triptych_dot_v1_dot_registry__pb2.RegisterEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.WorkerRegistry/Leave',
+            triptych_dot_v1_dot_registry__pb2.LeaveRequest.SerializeToString,
+            triptych_dot_v1_dot_registry__pb2.LeaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

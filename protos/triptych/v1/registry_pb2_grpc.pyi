@@ -33,8 +33,12 @@ class WorkerRegistryStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerRegistryAsyncStub: ...
     Register: _grpc.UnaryStreamMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterEvent]
     """Registers one worker rank. The scheduler dials back and drives the worker from then on. The stream stays
-    open while the scheduler keeps the worker; when it ends, the worker registers again. A worker that shuts
-    down ends the stream.
+    open while the scheduler keeps the worker; when it ends, the worker registers again.
+    """
+    Leave: _grpc.UnaryUnaryMultiCallable[_registry_pb2.LeaveRequest, _registry_pb2.LeaveResponse]
+    """A worker that shuts down calls this first. The answer comes once the running plan has ended and the
+    worker's requests wait for another one. No request is suspected of a loss that was announced. Idempotent:
+    unknown workers are no error.
     """
 
 @_typing.type_check_only
@@ -42,8 +46,12 @@ class WorkerRegistryAsyncStub(WorkerRegistryStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryStreamMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterEvent]  # type: ignore[assignment]
     """Registers one worker rank. The scheduler dials back and drives the worker from then on. The stream stays
-    open while the scheduler keeps the worker; when it ends, the worker registers again. A worker that shuts
-    down ends the stream.
+    open while the scheduler keeps the worker; when it ends, the worker registers again.
+    """
+    Leave: _aio.UnaryUnaryMultiCallable[_registry_pb2.LeaveRequest, _registry_pb2.LeaveResponse]  # type: ignore[assignment]
+    """A worker that shuts down calls this first. The answer comes once the running plan has ended and the
+    worker's requests wait for another one. No request is suspected of a loss that was announced. Idempotent:
+    unknown workers are no error.
     """
 
 class WorkerRegistryServicer(metaclass=_abc_1.ABCMeta):
@@ -54,8 +62,18 @@ class WorkerRegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_registry_pb2.RegisterEvent], _abc.AsyncIterator[_registry_pb2.RegisterEvent]]:
         """Registers one worker rank. The scheduler dials back and drives the worker from then on. The stream stays
-        open while the scheduler keeps the worker; when it ends, the worker registers again. A worker that shuts
-        down ends the stream.
+        open while the scheduler keeps the worker; when it ends, the worker registers again.
+        """
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _registry_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.LeaveResponse, _abc.Awaitable[_registry_pb2.LeaveResponse]]:
+        """A worker that shuts down calls this first. The answer comes once the running plan has ended and the
+        worker's requests wait for another one. No request is suspected of a loss that was announced. Idempotent:
+        unknown workers are no error.
         """
 
 def add_WorkerRegistryServicer_to_server(servicer: WorkerRegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

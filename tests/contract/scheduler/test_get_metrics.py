@@ -41,11 +41,16 @@ def is_counter(name: str) -> bool:
     return name.endswith(("_total", "_bucket", "_count", "_sum"))
 
 
-async def test_before_a_worker_is_ready_only_the_replica_gauge_is_served() -> None:
+async def test_before_a_worker_is_ready_only_metrics_of_workers_are_served() -> None:
     """GetMetrics answers before any worker is ready, without metrics of a model."""
     async with run_scheduler() as scheduler:
         samples = await scrape(scheduler)
-    assert {name for name, _ in samples} == {"triptych:replicas"}
+    assert {name for name, _ in samples} == {
+        "triptych:replicas",
+        "triptych:lost_workers_total",
+        "triptych:suspect_requests_total",
+        "triptych:poison_requests_total",
+    }
     assert set(samples.values()) == {0}
 
 

@@ -116,11 +116,44 @@ async def test_one_bad_row_fails_alone(scheduler: RunningScheduler, worker: Fake
     assert worker.batches[1] == (3, 4, 4)
 
 
-async def test_a_failed_step_fails_its_requests_and_no_others() -> None:
-    """The next batch runs."""
-    async with run_scheduler(SHAPES) as scheduler, joined(scheduler, FakePoolWorker(fail_step=1)):
-        assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Internal)
+async def test_a_failed_batch_is_tried_again() -> None:
+    """A step that failed once is tried again; a request fails alone after max_step_failures of its own."""
+    settings = SHAPES.model_copy(update={"max_step_failures": 2})
+    async with run_scheduler(settings) as scheduler, joined(scheduler, FakePoolWorker(fail_step=1)):
         assert await values_of(scheduler, [5, 6]) == embedding_of([5, 6])
+    worker = FakePoolWorker(fails_with=7)
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        first = asyncio.create_task(values_of(scheduler, [5]))
+        await worker.received.wait()
+        bad = asyncio.create_task(failure(scheduler.inference.Pool(pool_request([7, 8]))))
+        others = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, 3)]
+        await until_waiting(scheduler, 3)
+        worker.gate.set()
+        assert (await bad).message == "the device failed"
+        assert await asyncio.gather(first, *others) == [embedding_of([n]) for n in (5, 1, 3)]
+
+
+async def test_a_request_that_kills_workers_fails_alone() -> None:
+    """Requests of a lost batch run alone, so that only the one that killed two workers fails."""
+    async with run_scheduler(SHAPES) as scheduler:
+        worker = FakePoolWorker(dies_with=7)
+        worker.gate.clear()
+        async with run_worker(worker) as port:
+            call = await register(scheduler, port)
+            first = asyncio.create_task(values_of(scheduler, [5]))
+            await worker.received.wait()
+            bad = asyncio.create_task(failure(scheduler.inference.Pool(pool_request([7, 8]))))
+            others = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, 3)]
+            await until_waiting(scheduler, 3)
+            worker.gate.set()
+            await failure(call)
+            call = await register(scheduler, port)
+            await failure(call)
+            assert "2 workers were lost while they ran this request" in (await bad).message
+            call = await register(scheduler, port)
+            assert await asyncio.gather(first, *others) == [embedding_of([n]) for n in (5, 1, 3)]
+            call.cancel()
 
 
 async def test_a_lost_workers_requests_run_elsewhere() -> None:
@@ -144,10 +177,12 @@ async def test_waiting_requests_fail_when_no_worker_returns() -> None:
     async with run_scheduler(settings) as scheduler:
         worker = FakePoolWorker()
         worker.gate.clear()
-        async with joined(scheduler, worker):
+        async with run_worker(worker) as port:
+            registered = await register(scheduler, port)
             call = asyncio.create_task(failure(scheduler.inference.Pool(pool_request())))
             await worker.received.wait()
-        assert isinstance(await call, Unavailable)
+            registered.cancel()
+            assert isinstance(await call, Unavailable)
         assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Unavailable)
 
 

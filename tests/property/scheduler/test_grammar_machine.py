@@ -12,6 +12,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason, Grammar
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (
@@ -68,7 +69,7 @@ class GrammarMachine(RuleBasedStateMachine):
         self.geometry = make_geometry(max_model_len=40, max_num_seqs=slots, buckets=buckets)
         self.rig: Rig = make_rig(self.geometry)
         self.engine = self.rig.engine
-        self.engine.detach("replica-0")
+        self.engine.detach("replica-0", Loss.DIED)
         self.blocks = dict(zip(NAMES, blocks, strict=False))
         self.replicas: dict[str, tuple[ReplicaScheduler, SimulatedDevice]] = {}
         # Open compile requests by replica, in order.
@@ -170,7 +171,7 @@ class GrammarMachine(RuleBasedStateMachine):
         if name not in self.replicas:
             return
         self.asked = [asked for asked in self.asked if asked[0] != name]
-        self.engine.detach(name)
+        self.engine.detach(name, Loss.DIED)
         self.attach(name)
 
     @invariant()

@@ -12,6 +12,7 @@ from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica, PoolSubmission
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import ListSink
 
@@ -78,7 +79,7 @@ class Machine(RuleBasedStateMachine):
             plan = self.plans.pop(name)
             self.woken.discard(name)
             running = sum(self._is_live(one.request_id) for one in plan.admit) if plan else 0
-            assert self.engine.detach(name) == running
+            assert self.engine.detach(name, Loss.LEFT).num_requeued == running
 
     @rule(name=st.sampled_from("xyz"), seconds=st.floats(0, 10))
     def drive(self, name: str, seconds: float) -> None:

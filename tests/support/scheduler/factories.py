@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
 from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
@@ -18,12 +19,15 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.sampling_params import sampling_params
-from tests.support.scheduler.poison import DeviceLostError, Kind, Moment, nothing_kills
+from tests.support.scheduler import poison
+from tests.support.scheduler.poison import Kind, Moment
+from tests.support.scheduler.stream_sink import StreamSink
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)
@@ -169,8 +173,10 @@ class SimulatedDevice:
     jump: int = 0
     """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
     passes: int = 0
-    kills: Callable[[Moment], bool] = nothing_kills
+    kills: Callable[[Moment], bool] = poison.nothing_kills
     """Whether the device dies instead of doing this."""
+    fails: Callable[[Moment], bool] = poison.nothing_fails
+    """Whether the step fails instead of doing this."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot in plan.release:
@@ -207,13 +213,7 @@ class SimulatedDevice:
                 self.shapes.add(("decode", bucket))
                 for slot, position in zip(slots, positions, strict=True):
                     state = self.slots[slot]
-                    assert position == state.computed == len(state.tokens) - 1, (
-                        slot,
-                        position,
-                        state.computed,
-                        len(state.tokens),
-                        plan,
-                    )
+                    assert position == state.computed == len(state.tokens) - 1, (slot, position, plan)
                     self._survive("decode", state.admission, position + 1)
                     self._compute(state, position + 1)
                 self.passes += 1
@@ -224,8 +224,11 @@ class SimulatedDevice:
                 raise AssertionError("this device generates")
 
     def _survive(self, kind: Kind, admission: Admission, end: int) -> None:
-        if self.kills(Moment(kind, admission.request_id, end)):
-            raise DeviceLostError(admission.request_id)
+        moment = Moment(kind, admission.request_id, end)
+        if self.kills(moment):
+            raise poison.DeviceLostError(admission.request_id)
+        if self.fails(moment):
+            raise poison.StepFailedError(admission.request_id)
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
@@ -304,21 +307,6 @@ class SimulatedDevice:
         return token
 
 
-class StreamSink:
-    """One client stream: passes its requests' events on to a list for each request."""
-
-    def __init__(self, sinks: dict[str, ListSink]) -> None:
-        self._sinks = sinks
-
-    def push(self, event: Event) -> None:
-        self._sinks[event.request_id].push(event)
-
-    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        assert request_ids
-        for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            self._sinks[request_id].push(Event(request_id, (token_id,)))
-
-
 @dataclass
 class Rig:
     """An engine with one replica on a simulated device, stepped by hand."""
@@ -341,8 +329,12 @@ class Rig:
     """Decode steps that a plan may allow."""
     interrupts: list[StepPlan] = field(default_factory=list)
     """Plans that ended a lease."""
-    kills: Callable[[Moment], bool] = nothing_kills
+    kills: Callable[[Moment], bool] = poison.nothing_kills
     """Whether the device dies instead of doing this; the next one starts at once."""
+    fails: Callable[[Moment], bool] = poison.nothing_fails
+    """Whether a step fails instead of doing this."""
+    failers: list[str] = field(default_factory=list)
+    """The sequences that made a step fail, in order."""
     killers: list[str] = field(default_factory=list)
     """The sequences that killed a device, in order."""
     meanwhile: Callable[[], None] = lambda: None
@@ -355,18 +347,19 @@ class Rig:
         """Attaches an empty replica."""
         blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
         kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
-        # `kills` may be set later.
-        self.device = SimulatedDevice(self.geometry, self.groups, kills=lambda one: self.kills(one))  # noqa: PLW0108
+        # `kills` and `fails` may be set later.
+        kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
+        self.device = SimulatedDevice(self.geometry, self.groups, kills=kills, fails=fails)
         self.scheduler = ReplicaScheduler(
             self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
             max_lease=self.max_lease,
         )  # fmt: skip
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
 
-    def replace_replica(self, num_blocks: int | None = None) -> int:
+    def replace_replica(self, num_blocks: int | None = None, loss: Loss = Loss.DIED) -> int:
         """Replaces the replica by an empty one; returns how many requests were requeued."""
         self.num_blocks = num_blocks or self.num_blocks
-        back = self.engine.detach("replica-0")
+        back = self.engine.detach("replica-0", loss).num_requeued
         self.start()
         return back
 
@@ -384,7 +377,7 @@ class Rig:
         jump = self.device.jump
         try:
             self.answer(plan)
-        except DeviceLostError as killer:
+        except poison.DeviceLostError as killer:
             self.killers.append(str(killer))
             self.replace_replica()
             self.device.jump = jump
@@ -401,16 +394,23 @@ class Rig:
             self.meanwhile()
             self.engine.dispatch()
             newer = self.scheduler.interrupt()
-            result = self.device.run(plan)
-            last = newer is not None or index + 1 == lease or bool(result.outputs)
+            result = self._run(plan)
+            last = newer is not None or result.error is not None or index + 1 == lease or bool(result.outputs)
             self.scheduler.update(replace(result, last=last))
             if newer is not None:
                 self.interrupts.append(newer)
-                self.scheduler.update(self.device.run(newer))
+                self.scheduler.update(self._run(newer))
             if last:
                 return index + 1
             plan = next_leased(plan)
         raise AssertionError("a lease of no steps")
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        try:
+            return self.device.run(plan)
+        except poison.StepFailedError as failer:
+            self.failers.append(str(failer))
+            return StepResult(plan.step, error=Internal(f"the device failed at {failer}"))
 
     def run(self, limit: int = 10_000) -> list[StepPlan]:
         """Steps until no work is left; returns the plans."""
@@ -425,7 +425,7 @@ def make_rig(
     geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
-    num_streams: int = 0, max_worker_losses: int = 2,
+    num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated)
     rig = Rig(
@@ -438,6 +438,7 @@ def make_rig(
         clock=lambda: rig.now,
         order=order or PriorityFairOrder(),
         max_worker_losses=max_worker_losses,
+        max_step_failures=max_step_failures,
     )
     rig.engine.model = ModelLimits(rig.geometry.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
     rig.start()

@@ -33,6 +33,10 @@ class FakePoolWorker(FakeWorker):
 
     fail_step: int | None = None
     """Answers this step with an error."""
+    fails_with: int | None = None
+    """Answers every batch that contains this token with an error."""
+    dies_with: int | None = None
+    """Ends the stream instead of running a batch that contains this token."""
     max_batch: int = 8
     pooled_size: int = 4
     batches: list[tuple[int, int, int]] = field(default_factory=list)
@@ -78,9 +82,10 @@ class FakePoolWorker(FakeWorker):
             self.received.set()
             await self.gate.wait()
             self.steps += 1
-            if self.steps == self.die_at_step:
+            tokens = {token for slot in plan.pool.slots for token in slots[slot].token_ids}
+            if self.steps == self.die_at_step or self.dies_with in tokens:
                 return
-            if self.steps == self.fail_step:
+            if self.steps == self.fail_step or self.fails_with in tokens:
                 yield worker_pb2.StepResult(
                     step=plan.step, last=True, error=Internal("the device failed").to_proto()
                 )

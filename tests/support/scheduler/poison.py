@@ -1,4 +1,4 @@
-"""Requests that kill the simulated device."""
+"""Requests that kill the simulated device, or make its steps fail."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -8,6 +8,10 @@ Kind: TypeAlias = Literal["admit", "chunk", "decode"]
 
 class DeviceLostError(Exception):
     """A sequence, whose id this is, has killed the device."""
+
+
+class StepFailedError(Exception):
+    """A sequence, whose id this is, has made the device's step fail; the device runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,4 +26,9 @@ class Moment:
 
 def nothing_kills(_moment: Moment) -> bool:
     """The device survives."""
+    return False
+
+
+def nothing_fails(_moment: Moment) -> bool:
+    """Every step works."""
     return False

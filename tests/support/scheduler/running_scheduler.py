@@ -102,11 +102,16 @@ async def register(
     scheduler: RunningScheduler, port: int, worker_id: str = "w"
 ) -> "grpc.aio.UnaryStreamCall[registry_pb2.RegisterRequest, registry_pb2.RegisterEvent]":
     """Registers a worker and waits until it serves; returns the open call, which ends with the worker."""
-    call = scheduler.registry.Register(registration(port, worker_id))
-    async for event in call:
-        if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
-            break
-    return call
+    while True:
+        call = scheduler.registry.Register(registration(port, worker_id))
+        try:
+            async for event in call:
+                if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
+                    return call
+        except grpc.aio.AioRpcError as error:
+            # An earlier registration is about to end; workers register again, too.
+            if "still registered" not in (error.details() or ""):
+                raise
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
 from scheduler_svc.replica.stats import Distribution
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.model_files import describe_served
@@ -138,11 +139,12 @@ async def test_counters_outlive_their_replica_and_continue_when_it_returns() -> 
     rig.submit(make_submission(request_id="a"))
     rig.run()
     before = bench.scrape()
-    bench.deployment.detach("replica-0")
+    bench.deployment.detach("replica-0", Loss.DIED)
     away = bench.scrape()
     counters = [key for key in before.samples if key[0].endswith(("_total", "_count", "_sum", "_bucket"))]
     assert len(counters) > 30
-    assert all(away.samples[key] == before.samples[key] for key in counters)
+    lost = ("triptych:lost_workers_total", frozenset({("reason", "died")}))
+    assert [key for key in counters if away.samples[key] != before.samples[key]] == [lost]
     assert not any(name == "vllm:num_requests_running" for name, _ in away.samples)
     rig.start()
     rig.submit(make_submission(request_id="b"))
@@ -152,21 +154,21 @@ async def test_counters_outlive_their_replica_and_continue_when_it_returns() -> 
         "triptych:generated_tokens_total"
     )
     assert all(back.samples[key] >= before.samples[key] for key in counters)
-    bench.deployment.detach("replica-0")
+    bench.deployment.detach("replica-0", Loss.DIED)
 
 
 async def test_old_lost_replicas_share_one_series() -> None:
     """The last lost replicas keep their counters, older ones are summed, and the total never falls."""
     rig = make_rig()
     bench = MeasuredRig(rig)
-    bench.deployment.detach("replica-0")
+    bench.deployment.detach("replica-0", Loss.DIED)
     for index in range(20):
         rig.start()
         replica = rig.engine.replicas.pop("replica-0")
         rig.engine.attach(f"w{index}", AttachedReplica(replica.scheduler, lambda: None))
         rig.submit(make_submission(request_id=str(index)))
         rig.run()
-        bench.deployment.detach(f"w{index}")
+        bench.deployment.detach(f"w{index}", Loss.DIED)
         assert bench.scrape().total("triptych:generated_tokens_total") == 8 * (index + 1)
     scrape = bench.scrape()
     engines = {dict(labels)["engine"] for _, labels in scrape.samples if "engine" in dict(labels)}
@@ -174,12 +176,17 @@ async def test_old_lost_replicas_share_one_series() -> None:
     assert scrape.value("triptych:generated_tokens_total", engine=RETIRED) == 8 * 4
 
 
-def test_before_a_model_is_served_only_replicas_are_reported() -> None:
+def test_before_a_model_is_served_only_workers_are_reported() -> None:
     """No metric with a model label appears."""
     bench = MeasuredRig(make_rig())
     bench.deployment.served = None
     bench.deployment.starting["w"] = "weights"
-    assert bench.scrape().names == ["triptych:replicas"]
+    assert bench.scrape().names == [
+        "triptych:replicas",
+        "triptych:lost_workers",
+        "triptych:suspect_requests",
+        "triptych:poison_requests",
+    ]
     assert bench.scrape().value("triptych:replicas", state="configuring") == 1
 
 

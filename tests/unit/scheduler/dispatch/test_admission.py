@@ -14,6 +14,7 @@ from protos.errors import (
 )
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.policy.order import ArrivalOrder
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
@@ -105,7 +106,7 @@ def test_before_the_first_replica_requests_are_unavailable() -> None:
 def test_suspending_the_engine_fails_waiting_requests() -> None:
     """Every waiting request fails, and a new one is refused until a replica attaches."""
     rig = make_rig()
-    rig.engine.detach("replica-0")
+    rig.engine.detach("replica-0", Loss.DIED)
     sinks = [rig.submit(make_submission(request_id=name)) for name in "ab"]
     assert rig.engine.suspend(Unavailable("gone")) == 2
     assert all(sink.events[-1].error is not None for sink in sinks)

@@ -11,6 +11,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar
@@ -38,7 +39,7 @@ def record_asked(rig: Rig, name: str = "replica-0") -> list[Grammar]:
     """Returns a list that receives the grammars that a replica is asked to compile."""
     grammars: list[Grammar] = []
     replica = rig.engine.replicas[name]
-    rig.engine.detach(name)
+    rig.engine.detach(name, Loss.DIED)
     rig.engine.attach(name, AttachedReplica(replica.scheduler, lambda: None, grammars.append))
     return grammars
 
@@ -129,13 +130,13 @@ def test_the_next_replica_compiles_after_a_loss() -> None:
     rig = make_rig()
     record_asked(rig)
     sink = rig.submit(constrained("a"))
-    rig.engine.detach("replica-0")
+    rig.engine.detach("replica-0", Loss.DIED)
     again: list[Grammar] = []
     scheduler = second_replica(rig, again.append)
     assert again == [A]
     rig.engine.grammar_compiled("replica-1", A)
     assert scheduler.num_running == 1
-    rig.engine.detach("replica-1")
+    rig.engine.detach("replica-1", Loss.DIED)
     request = rig.engine.find("a")
     assert request is not None
     assert request.state is RequestState.WAITING_FOR_FSM

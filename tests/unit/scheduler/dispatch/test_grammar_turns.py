@@ -12,6 +12,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar
@@ -54,7 +55,7 @@ class Compiler:
 
 def one_replica(geometry: Geometry = ONE_SLOT, num_blocks: int = 65) -> tuple[Rig, Compiler]:
     rig = make_rig(geometry, num_blocks=num_blocks)
-    rig.engine.detach("replica-0")
+    rig.engine.detach("replica-0", Loss.DIED)
     made = Compiler(rig, "a", num_blocks=num_blocks)
     rig.scheduler = made.scheduler
     return rig, made
@@ -104,7 +105,7 @@ def test_a_replica_that_refused_is_asked_again_when_the_other_is_lost() -> None:
     Compiler(rig, "b")
     sink = rig.submit(constrained("one"))
     rig.engine.grammar_refused("a", A, Overloaded("busy"))
-    rig.engine.detach("b")
+    rig.engine.detach("b", Loss.DIED)
     assert made.asked == [A, A]
     rig.engine.grammar_compiled("a", A)
     rig.run()
@@ -240,7 +241,7 @@ def test_groups_of_skipped_requests_follow_the_replicas() -> None:
     rig.engine.grammar_compiled("a", A)
     large = rig.submit(constrained("large", max_tokens=50))
     small = rig.submit(constrained("small"))
-    rig.engine.detach("a")
+    rig.engine.detach("a", Loss.DIED)
     rig.scheduler = Compiler(rig, "a", num_blocks=9).scheduler
     rig.engine.grammar_compiled("a", A)
     rig.run()
@@ -260,7 +261,7 @@ def test_a_refusing_replica_is_asked_again_when_a_large_one_is_lost() -> None:
     for name in ("b", "a"):
         rig.engine.grammar_compiled(name, A)
     assert rig.engine.num_waiting == 1
-    rig.engine.detach("a")
+    rig.engine.detach("a", Loss.DIED)
     assert other.asked == [A, A]
     rig.engine.grammar_refused("c", A, Overloaded("busy"))
     assert isinstance(large.events[-1].error, Overloaded)
@@ -274,7 +275,7 @@ def test_the_grammar_of_a_lost_replica_is_compiled_elsewhere() -> None:
     rig.engine.grammar_compiled("a", A)
     rig.engine.grammar_refused("b", A, Overloaded("busy"))
     assert other.asked == [A]
-    rig.engine.detach("a")
+    rig.engine.detach("a", Loss.DIED)
     assert other.asked == [A, A]
     rig.engine.grammar_refused("b", A, InvalidArgument("bad"))
     for sink in sinks:

@@ -1,61 +1,22 @@
 """Several replicas on one engine: placement of requests."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from protos.errors import Internal
 from protos.steps import StepResult
-from scheduler_svc.dispatch.placement import AttachedReplica
-from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.interleave import Interleave
-from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.replica.suspects import Loss
 from tests.support.scheduler.factories import (
-    FULL,
     Rig,
-    SimulatedDevice,
     expected_tokens,
     make_geometry,
     make_rig,
     make_submission,
 )
+from tests.support.scheduler.second_replica import add_replica, run
 
 PREFIX = list(range(20, 36))
-
-
-@dataclass
-class Second:
-    """A second replica of a rig's engine."""
-
-    scheduler: ReplicaScheduler
-    device: SimulatedDevice
-
-    def step(self) -> bool:
-        plan = self.scheduler.step()
-        if plan is not None:
-            self.scheduler.update(self.device.run(plan))
-        return plan is not None
-
-
-def add_replica(
-    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None,
-    failing: Callable[[], bool] = lambda: False,
-) -> Second:  # fmt: skip
-    geometry = geometry or rig.geometry
-    kv = KvCache(geometry, (FULL,), [num_blocks], model="m")
-    scheduler = ReplicaScheduler(geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
-    rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, failing=failing))
-    return Second(scheduler, SimulatedDevice(geometry))
-
-
-def run(rig: Rig, second: Second) -> None:
-    """Steps both replicas until neither has work."""
-    for _ in range(1000):
-        if not [rig.step() is not None, second.step()].count(True):
-            return
-    raise AssertionError("the replicas never became idle")
 
 
 def place_of(rig: Rig, name: str) -> str | None:
@@ -159,7 +120,7 @@ def test_requests_of_a_lost_replica_continue_on_the_others() -> None:
         rig.step()
         second.step()
     assert home is not None
-    assert rig.engine.detach(home) == len(at_home)
+    assert rig.engine.detach(home, Loss.DIED).num_requeued == len(at_home)
     other = rig if home == "replica-1" else second
     while other.step():
         rig.engine.dispatch()
@@ -248,7 +209,7 @@ def test_prefix_keys_are_recomputed_for_other_hash_blocks() -> None:
     for name, prompt in prompts.items():
         rig.submit(make_submission(prompt, request_id=name))
     rig.step()
-    rig.engine.detach("replica-0")
+    rig.engine.detach("replica-0", Loss.DIED)
     rig.geometry = make_geometry(chunk=8, block_size=8)
     rig.start()
     rig.run()

@@ -4,13 +4,14 @@ import pytest
 
 from protos.errors import Overloaded
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.replica.suspects import Loss
 from tests.support.scheduler.factories import expected_tokens, make_geometry, make_rig, make_submission
 
 
 def test_a_new_scheduler_takes_all_requests_of_the_one_before() -> None:
     """The limits of the queue do not apply, with and without tokens received; new requests are refused."""
     rig = make_rig(max_waiting=6, max_waiting_tokens=30)
-    rig.engine.detach("replica-0")
+    rig.engine.detach("replica-0", Loss.DIED)
     sinks = [
         rig.submit(
             make_submission(

@@ -228,19 +228,18 @@ def test_a_fault_in_a_slot_fails_only_its_request() -> None:
     assert rig.sinks["b"].tokens == expected_tokens([ord("b") - 90], 6)
 
 
-def test_a_failed_step_fails_its_requests_and_frees_their_blocks() -> None:
-    """The replica keeps serving."""
+def test_a_failed_step_frees_the_blocks_of_its_requests() -> None:
+    """They wait with the tokens that they have, and the replica keeps serving."""
     rig = make_rig()
     sink = rig.submit(make_submission())
+    rig.step()
     plan = rig.scheduler.step()
     assert plan is not None
     rig.device.run(plan)
     rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
-    assert sink.events[-1].error is not None
     assert rig.scheduler.kv.usage == 0
-    again = rig.submit(make_submission(request_id="again"))
     rig.run()
-    assert again.tokens == expected_tokens([5, 6, 7], 8)
+    assert sink.tokens == expected_tokens([5, 6, 7], 8)
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -255,10 +254,9 @@ def test_requests_admitted_by_a_failed_plan_restart(reached: bool) -> None:
     if reached:
         rig.device.run(plan)
     rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
-    assert rig.sinks["5"].events[-1].error is not None
-    assert rig.scheduler.stats.preemptions == {"fault": 2}
+    assert rig.scheduler.stats.preemptions == {"fault": 3}
     rig.run()
-    for first in (15, 25):
+    for first in (5, 15, 25):
         assert rig.sinks[str(first)].tokens == expected_tokens(range(first, first + 9), 8)
     rig.scheduler.kv.check_integrity()
 
@@ -269,7 +267,7 @@ def test_copies_of_a_failed_plan_are_not_used(reached: bool) -> None:
     rig = make_rig(make_geometry(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
     rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
     rig.run()
-    rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
+    other = rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
     resumed = rig.submit(make_submission([*range(20, 32), 40, 41], request_id="resumed"))
     plan = rig.scheduler.step()
     assert plan is not None
@@ -277,8 +275,8 @@ def test_copies_of_a_failed_plan_are_not_used(reached: bool) -> None:
     if reached:
         rig.device.run(plan)
     rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
-    assert rig.sinks["other"].events[-1].error is not None
     rig.run()
+    assert other.tokens == expected_tokens([3, 4, 5], 1)
     assert resumed.tokens == expected_tokens([*range(20, 32), 40, 41], 8)
     rig.scheduler.kv.check_integrity()
 

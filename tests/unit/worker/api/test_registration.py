@@ -26,6 +26,11 @@ class FakeRegistry(registry_pb2_grpc.WorkerRegistryServicer):
         """Registrations that are accepted and then fail."""
         self.end = asyncio.Event()
 
+    async def Leave(
+        self, request: registry_pb2.LeaveRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> registry_pb2.LeaveResponse:
+        return registry_pb2.LeaveResponse()
+
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[registry_pb2.RegisterEvent]:

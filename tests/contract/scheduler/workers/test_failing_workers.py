@@ -61,8 +61,8 @@ async def test_a_worker_that_does_not_answer_on_its_stream_is_not_attached() -> 
         assert scheduler.serving.empty()
 
 
-async def test_a_worker_that_fails_every_step_does_not_fail_the_whole_queue() -> None:
-    """After three failed steps the worker is detached, and another worker runs the rest of the queue."""
+async def test_a_worker_that_fails_every_step_fails_no_request() -> None:
+    """After three failed steps the worker is detached, and another worker runs the whole queue."""
     prompts = [[5, number] for number in range(3, 15)]
     async with run_scheduler(Settings(max_num_seqs=1)) as scheduler:
         broken = FakeWorker(fail_from_step=1)
@@ -80,12 +80,7 @@ async def test_a_worker_that_fails_every_step_does_not_fail_the_whole_queue() ->
             assert "3 steps failed in a row, the last with: the device failed" in error.message
         assert broken.steps == 3
         async with joined(scheduler, FakeWorker(), "w2"):
-            results = await asyncio.gather(*answers, return_exceptions=True)
-    good = [
-        (prompt, tokens) for prompt, tokens in zip(prompts, results, strict=True) if isinstance(tokens, list)
-    ]
-    assert len(good) >= len(prompts) - 3
-    assert all(tokens == expected_tokens(prompt, 8) for prompt, tokens in good)
+            assert await asyncio.gather(*answers) == [expected_tokens(prompt, 8) for prompt in prompts]
 
 
 async def test_a_worker_that_failed_too_many_steps_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +122,11 @@ async def test_a_worker_that_failed_too_many_steps_pauses(monkeypatch: pytest.Mo
 
 
 async def test_a_failing_pooling_worker_is_the_last_choice() -> None:
-    """After a failed batch, the next one goes to the other worker although the failing one is free, too."""
+    """A failed request and the next one go to the other worker although the failing one is free, too."""
     async with run_scheduler(Settings(pool_batch_sizes=(1,), pool_prompt_lens=(4,))) as scheduler:
         failing, good = FakePoolWorker(fail_step=1), FakePoolWorker()
         async with joined(scheduler, failing, "a"), joined(scheduler, good, "b"):
-            assert (await failure(scheduler.inference.Pool(pool_request()))).message == "the device failed"
-            answer = await scheduler.inference.Pool(pool_request())
-            assert list(answer.values) == embedding_of([5, 6, 7])
-    assert (failing.steps, good.steps) == (1, 1)
+            for _ in range(2):
+                answer = await scheduler.inference.Pool(pool_request())
+                assert list(answer.values) == embedding_of([5, 6, 7])
+    assert (failing.steps, good.steps) == (1, 2)
