@@ -1,0 +1,159 @@
+"""The links and checks that the fault campaign relies on."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.support.campaign.leaks import leaks
+from tests.support.campaign.link import Link
+from tests.support.campaign.load import Load
+from tests.support.campaign.questions import Question
+from tests.support.campaign.streams import Stream
+
+IDLE = {"tasks": 5, "futures": 9, "rss_mib": 100.0, "live": 0, "blocks": 0, "integrity": ""}
+
+
+@asynccontextmanager
+async def echo_behind_a_link() -> AsyncIterator[tuple[Link, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Yields a link to a server that sends back what it gets, and a connection through the link."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while piece := await reader.read(100):
+                writer.write(piece)
+        except ConnectionResetError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    async with server:
+        link = Link(server.sockets[0].getsockname()[:2])
+        await link.open()
+        reader, writer = await asyncio.open_connection(link.host, link.port)
+        try:
+            yield link, reader, writer
+        finally:
+            writer.close()
+            await link.close()
+
+
+async def test_a_link_forwards_until_it_is_cut() -> None:
+    """A cut resets the connection; the next one works."""
+    async with echo_behind_a_link() as (link, reader, writer):
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"one"
+        link.cut()
+        with pytest.raises(ConnectionResetError):
+            await reader.readexactly(1)
+        next_reader, next_writer = await asyncio.open_connection(link.host, link.port)
+        next_writer.write(b"two")
+        assert await next_reader.readexactly(3) == b"two"
+        next_writer.close()
+
+
+async def test_a_silent_link_holds_what_it_carries() -> None:
+    """Nothing arrives while the link is silent, and everything afterwards."""
+    async with echo_behind_a_link() as (link, reader, writer):
+        link.silence()
+        writer.write(b"one")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(3), 0.05)
+        link.restore()
+        assert await reader.readexactly(3) == b"one"
+
+
+async def test_a_slow_link_delays_both_ways() -> None:
+    """Each piece waits on its way there and on its way back."""
+    async with echo_behind_a_link() as (link, reader, writer):
+        link.slow(0.05)
+        started = time.monotonic()
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"one"
+        assert time.monotonic() - started >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        ({}, 0),
+        ({"tasks": 13}, 0),
+        ({"tasks": 14}, 1),
+        ({"futures": 50}, 1),
+        ({"rss_mib": 174.0}, 1),
+        ({"live": 1, "blocks": 2}, 2),
+        ({"integrity": "block 3 is lost"}, 1),
+    ],
+)
+def test_what_an_idle_service_holds_is_a_leak(held: dict[str, object], found: int) -> None:
+    """A few tasks and futures may remain; no request, no block and no broken pool."""
+    assert len(leaks({"s": IDLE}, {"s": {**IDLE, **held}})) == found
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ([1, 2, 3], ""),
+        ([1, 2], "2 tokens"),
+        ([1, 2, 2, 3], "from 2 on: (2, 3), not (3,)"),
+        ([1, 5, 3], "from 1 on: (5, 3), not (2, 3)"),
+    ],
+)
+async def test_a_wrong_answer_is_a_failure(answer: list[int], why: str) -> None:
+    """A lost, a doubled and a changed token are found."""
+
+    async def ask(stream: Stream) -> None:
+        stream.add(0, answer)
+        stream.end(0, "length")
+
+    load, question = Load(ask), Question("q", "grpc", "greedy", (1,), 3)
+    load.expected[question] = (((1, 2, 3), "length"),)
+    await load.ask(question)
+    assert load.answered == (not why)
+    assert why in "".join(load.failures)
+
+
+async def test_a_second_attempt_must_repeat_the_first() -> None:
+    """An answer that begins again gives the tokens that the client has, and then new ones."""
+    second = [1, 2, 3]
+
+    async def ask(stream: Stream) -> None:
+        stream.add(0, [1, 2])
+        stream.begin_again()
+        stream.add(0, second)
+        stream.end(0, "length")
+
+    load, question = Load(ask), Question("q", "http", "greedy", (1,), 3)
+    load.expected[question] = (((1, 2, 3), "length"),)
+    await load.ask(question)
+    assert (load.answered, load.tokens) == (1, 3)
+    second[1] = 7
+    await load.ask(question)
+    assert "differs from an earlier attempt" in load.failures[0]
+
+
+async def test_a_pause_ends_when_the_streams_have_recovered() -> None:
+    """Tokens that were under way before the fault do not end it."""
+    waits = asyncio.Event()
+
+    async def ask(stream: Stream) -> None:
+        stream.add(0, [1])
+        await waits.wait()
+        stream.add(0, range(2, 40))
+        stream.end(0, "length")
+
+    load, question = Load(ask), Question("q", "grpc", "greedy", (1,), 39)
+    load.expected[question] = ((tuple(range(1, 40)), "length"),)
+    asking = asyncio.create_task(load.ask(question))
+    await load.received(1)
+    pause = load.pause()
+    recovered = asyncio.create_task(pause.recovered())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(recovered), 0.05)
+    waits.set()
+    await recovered
+    await asking
+    assert pause.longest_s >= 0.05
