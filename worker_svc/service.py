@@ -48,6 +48,7 @@ async def serve(settings: Settings) -> None:
         ),
         step_limit_s=settings.step_limit_s,
         configure_limit_s=settings.configure_hang_timeout_s,
+        first_step_timeout_s=settings.first_step_timeout_s,
     )
     server = Server((SERVICE,), lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc))
     health.server = server
@@ -55,7 +56,7 @@ async def serve(settings: Settings) -> None:
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
     tasks = [
         asyncio.create_task(health.watch()),
-        asyncio.create_task(_register(settings, prepared, worker_id=worker_id, port=port)),
+        asyncio.create_task(_register(settings, prepared, watchdog, worker_id=worker_id, port=port)),
     ]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
@@ -77,18 +78,24 @@ async def serve(settings: Settings) -> None:
         log.info("stopped")
 
 
-async def _register(settings: Settings, prepared: asyncio.Future[None], *, worker_id: str, port: int) -> None:
+async def _register(
+    settings: Settings, prepared: asyncio.Future[None], watchdog: Watchdog, *, worker_id: str, port: int
+) -> None:
     """Keeps a prepared worker registered. Ends only by raising."""
     await asyncio.shield(prepared)  # raises if the model cannot be served
     if settings.scheduler_address:
         await stay_registered(
-            settings.scheduler_address, worker_id=worker_id, host=settings.advertise_host, port=port
+            settings.scheduler_address,
+            worker_id=worker_id,
+            host=settings.advertise_host,
+            port=port,
+            on_hung=watchdog.give_step_up,
         )
     await asyncio.Event().wait()
 
 
 def _watch(thread: ModelThread, settings: Settings) -> Watchdog:
-    limits = (settings.step_limit_s, settings.configure_hang_timeout_s)
+    limits = (settings.step_limit_s(0.0), settings.configure_hang_timeout_s)
     return Watchdog(thread, longest_s=max(limits) if all(limits) else 0.0)
 
 

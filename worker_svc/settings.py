@@ -1,5 +1,6 @@
 """The worker's settings: flags, then `TRIPTYCH_*` variables, then variables of other stacks."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,6 +13,10 @@ from protos.settings import Group, ServiceSettings
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
+# A step that the scheduler still waits for is never cut off.
+_HANG_FACTOR = 1.5
+# The scheduler's default, for schedulers that do not say theirs.
+_USUAL_STEP_TIMEOUT_S = 120.0
 # The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
@@ -174,9 +179,9 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     from."""
     stall_timeout_s: float = Field(60.0, gt=0, le=86_400)
     """Report NOT_SERVING while a step has been running for longer, seconds."""
-    hang_timeout_s: float = Field(180.0, ge=0, le=86_400)
-    """End the process when a step takes longer, so that its supervisor restarts it, seconds. The default is
-    longer than a scheduler waits for a step. 0: never."""
+    hang_timeout_s: float | None = Field(None, ge=0, le=86_400)
+    """End the process when a step takes longer, so that its supervisor restarts it, seconds. Default: half as
+    much again as the scheduler's --step-timeout-s. 0: never."""
     configure_hang_timeout_s: float = Field(3600.0, ge=0, le=86_400)
     """End the process when loading, compiling and warming up report no progress for longer, seconds. With
     --no-enable-warm-up it holds for steps too, which then make graphs. 0: never."""
@@ -208,15 +213,22 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self
 
-    @property
-    def step_limit_s(self) -> float:
-        """How long a step may take before the process counts as hung, seconds; 0 for any time."""
-        limits = (
-            (self.hang_timeout_s,)
-            if self.enable_warm_up
-            else (self.hang_timeout_s, self.configure_hang_timeout_s)
-        )
+    def step_limit_s(self, step_timeout_s: float) -> float:
+        """Returns how long a step may take before the process counts as hung, seconds; 0 for any time.
+
+        Args:
+            step_timeout_s: how long the scheduler waits for a step; 0 if it did not say.
+        """
+        hang_s = self.hang_timeout_s
+        if hang_s is None:
+            hang_s = _HANG_FACTOR * (step_timeout_s or _USUAL_STEP_TIMEOUT_S)
+        limits = (hang_s,) if self.enable_warm_up else (hang_s, self.configure_hang_timeout_s)
         return max(limits) if all(limits) else 0.0
+
+    @property
+    def first_step_timeout_s(self) -> float:
+        """How long a step that makes its graph may take, seconds; 0 if warm-up makes all graphs."""
+        return 0.0 if self.enable_warm_up else self.configure_hang_timeout_s or math.inf
 
     def level_for(self, default: int) -> int:
         """Returns the optimization level, 0 to 3; `default` is the device's."""

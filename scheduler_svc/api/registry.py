@@ -12,7 +12,7 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.driver import WorkerAddress, WorkerDriver
 from scheduler_svc.workers.failed_steps import FailedSteps
-from scheduler_svc.workers.step_loop import Left
+from scheduler_svc.workers.step_loop import Hung, Left
 
 # Workers with failed steps that are remembered; a restarted process is another worker.
 _REMEMBERED = 256
@@ -102,6 +102,12 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             if driver.ready.is_set():
                 yield _event(registry_pb2.RegisterEvent.STATE_SERVING, "serving")
             await running
+        except Hung as error:
+            self._log.error(
+                "worker_hung", worker=address.worker_id, target=address.target, reason=error.message
+            )
+            yield _event(registry_pb2.RegisterEvent.STATE_HUNG, error.message)
+            await abort(context, error)
         except Left:
             self._log.info("worker_left", worker=address.worker_id, target=address.target)
         except TriptychError as error:

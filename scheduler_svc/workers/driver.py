@@ -22,9 +22,6 @@ from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
 # Describe needs the worker's process and the configuration of its model, but no weights.
 DESCRIBE_TIMEOUT_S = 60.0
 
-# Configure reports progress. One phase may still be silent for long, such as loading a large model from a
-# slow disk.
-CONFIGURE_SILENCE_S = 1800.0
 MODEL_FILES_TIMEOUT_S = 120.0
 
 # How long a worker whose stream broke may take to show that its process still runs. A dead process refuses
@@ -133,7 +130,8 @@ class WorkerDriver:
                 async with loop.stream() as call:
                     scheduler = self._attach(configured, link)
                     self.ready.set()
-                    await loop.run(call, scheduler)
+                    first_s = configured.ready.first_step_timeout_s
+                    await loop.run(call, scheduler, first_step_timeout_s=first_s)
             except (StreamLost, grpc.aio.AioRpcError, asyncio.CancelledError) as error:
                 loss = await self._why_lost(stub, error)
                 if isinstance(error, grpc.aio.AioRpcError):
@@ -178,6 +176,7 @@ class WorkerDriver:
         self._log.info(
             "configuring", device=description.device, model=description.model.source, **setup.facts
         )
+        setup.request.step_timeout_s = self._step_timeout_s
         ready = await self._configure(stub, setup.request)
         files = FileReceiver()
         async for chunk in stub.GetModelFiles(
@@ -216,20 +215,13 @@ class WorkerDriver:
     async def _configure(
         self, stub: "worker_pb2_grpc.WorkerAsyncStub", request: worker_pb2.ConfigureRequest
     ) -> worker_pb2.ConfigureReady:
-        events = aiter(stub.Configure(request))
-        while True:
-            try:
-                async with asyncio.timeout(CONFIGURE_SILENCE_S):
-                    event = await anext(events, None)
-            except TimeoutError:
-                raise Unavailable(
-                    f"the worker reported no progress for {CONFIGURE_SILENCE_S:g} s while it was being configured"
-                ) from None
-            if event is None:
-                raise Internal("the worker ended Configure before it was ready")
+        # No limit here: only the worker knows how long its model and its compiler may be silent, and it ends
+        # itself beyond that (--configure-hang-timeout-s).
+        async for event in stub.Configure(request):
             if event.HasField("ready"):
                 return event.ready
             self._note_progress(event.progress)
+        raise Internal("the worker ended Configure before it was ready")
 
     def _note_progress(self, progress: worker_pb2.ConfigureProgress) -> None:
         phase = worker_pb2.ConfigureProgress.Phase.Name(progress.phase).removeprefix("PHASE_").lower()

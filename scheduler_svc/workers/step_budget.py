@@ -29,11 +29,11 @@ _STOOD_STILL_S = 1.0
 class UsualTime:
     """The usual time of one kind of step."""
 
-    def __init__(self, longest_s: float) -> None:
-        """Knows nothing yet; no step may take longer than `longest_s` seconds."""
+    def __init__(self, longest_s: float, first_s: float) -> None:
+        """Knows nothing yet; see :class:`StepBudgets`."""
         self._longest_s = longest_s
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self.budget_s = longest_s
+        self.budget_s = max(longest_s, first_s)
         """Seconds that the next step of this kind may take."""
 
     def observe(self, seconds: float) -> None:
@@ -53,9 +53,15 @@ class StepBudgets:
     time, because a device may compile a graph, or a kernel for a parameter, at its first step.
     """
 
-    def __init__(self, longest_s: float) -> None:
-        """Knows nothing yet; no step may take longer than `longest_s` seconds."""
+    def __init__(self, longest_s: float, first_s: float = 0.0) -> None:
+        """Knows nothing yet.
+
+        Args:
+            longest_s: no step may take longer, seconds.
+            first_s: steps of a kind whose usual time is not known yet may take this long, if it is longer.
+        """
         self._longest_s = longest_s
+        self._first_s = first_s
         self._usual: dict[Hashable, UsualTime] = {}
         # The sampling parameters that each slot's request sets: bit n for field n of the message.
         self._parameters: dict[int, int] = {}
@@ -72,7 +78,7 @@ class StepBudgets:
         if usual is None:
             if len(self._usual) == _MOST_KINDS:
                 self._usual.clear()
-            usual = self._usual[kind] = UsualTime(self._longest_s)
+            usual = self._usual[kind] = UsualTime(self._longest_s, self._first_s)
         return usual
 
 

@@ -67,7 +67,7 @@ class StepLoop:
         self._step_timeout_s = step_timeout_s
         self._failed_steps = failed_steps
         self._log = log
-        self._budgets = StepBudgets(step_timeout_s)
+        self._budgets: StepBudgets
         self._deadline: Deadline
         # The plans without their last result, each with the usual time of its steps.
         self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
@@ -115,8 +115,15 @@ class StepLoop:
         finally:
             call.cancel()
 
-    async def run(self, call: "_Call", scheduler: StepScheduler) -> None:
+    async def run(
+        self, call: "_Call", scheduler: StepScheduler, *, first_step_timeout_s: float = 0.0
+    ) -> None:
         """Runs on an accepted stream until the worker is lost.
+
+        Args:
+            call: the stream.
+            scheduler: plans the steps.
+            first_step_timeout_s: the time for a step that makes its graph, if steps do.
 
         Raises:
             StreamLost: the worker ended the stream.
@@ -128,6 +135,7 @@ class StepLoop:
         # grpc.aio keeps a Future for every question about a call's status until the call ends. One callback
         # serves all idle periods.
         call.add_done_callback(lambda _: self._work.set())
+        self._budgets = StepBudgets(self._step_timeout_s, first_step_timeout_s)
         self._deadline = Deadline(lambda: self._give_up(call))
         try:
             while not self._leaving:

@@ -112,13 +112,17 @@ def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> work
     )
 
 
-def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
+def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.ConfigureEvent:
     """Makes the last event of a Configure stream."""
     geometry = ready.geometry
     if isinstance(geometry, PoolGeometry):
         graphs = [shape_to_proto(shape) for shape in geometry.shapes]
         return worker_pb2.ConfigureEvent(
-            ready=worker_pb2.ConfigureReady(graphs=graphs, phase_seconds=dict(ready.phase_seconds.items()))
+            ready=worker_pb2.ConfigureReady(
+                graphs=graphs,
+                phase_seconds=dict(ready.phase_seconds.items()),
+                first_step_timeout_s=first_step_timeout_s,
+            )
         )
     prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=geometry.chunk)
     decode = [
@@ -131,5 +135,6 @@ def ready_to_proto(ready: Ready) -> worker_pb2.ConfigureEvent:
             bytes_per_block=ready.bytes_per_block,
             graphs=[prefill, *decode],
             phase_seconds=dict(ready.phase_seconds.items()),
+            first_step_timeout_s=first_step_timeout_s,
         )
     )

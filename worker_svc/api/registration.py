@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import time
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -25,7 +26,9 @@ _LEAVE_TIMEOUT_S = 10.0
 _FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
 
 
-async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: int) -> None:
+async def stay_registered(
+    scheduler: str, *, worker_id: str, host: str, port: int, on_hung: Callable[[], None] = lambda: None
+) -> None:
     """Keeps one Register stream open and opens another when it ends. Returns only by raising.
 
     Args:
@@ -33,6 +36,7 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
         worker_id: identifies this process.
         host: the host that the scheduler connects to; empty for the address that the call comes from.
         port: the port that the scheduler connects to.
+        on_hung: called when the scheduler has given the worker up, because a step took too long.
 
     Raises:
         ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
@@ -52,6 +56,8 @@ async def stay_registered(scheduler: str, *, worker_id: str, host: str, port: in
                 async for event in stub.Register(request, wait_for_ready=True):
                     if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
                         served_since, last_reason = time.monotonic(), ""
+                    if event.state == registry_pb2.RegisterEvent.STATE_HUNG:
+                        on_hung()
                     log.info("registered", state=_state(event.state), message=event.message)
                 reason = "the scheduler ended the registration"
             except grpc.aio.AioRpcError as error:

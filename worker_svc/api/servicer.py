@@ -12,7 +12,7 @@ from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
 from worker_svc.api.leases import PlanStream, as_triptych_error, elapsed_us, run_plan
 from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.watchdog import FailedSteps
+from worker_svc.api.watchdog import STEP, FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
 from worker_svc.model_files import loader
@@ -33,8 +33,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         model: str,
         on_configured: Callable[[bool], Coroutine[Any, Any, None]],
         failed_steps: FailedSteps,
-        step_limit_s: float = 0.0,
+        step_limit_s: Callable[[float], float] = lambda _: 0.0,
         configure_limit_s: float = 0.0,
+        first_step_timeout_s: float = 0.0,
     ) -> None:
         """Serves `worker`.
 
@@ -46,8 +47,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             model: the `--model` setting.
             on_configured: awaited with whether the worker is configured, each time that changes.
             failed_steps: counts the steps' results.
-            step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
+            step_limit_s: how long a step may take before the process counts as hung, given how long the
+                scheduler waits for one; 0 for any time.
             configure_limit_s: how long a configuration may go without progress before it does.
+            first_step_timeout_s: how long a step that makes its graph may take; 0 if none does.
         """
         self._worker = worker
         self._thread = thread
@@ -56,7 +59,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._model = model
         self._on_configured = on_configured
         self._failed_steps = failed_steps
-        self._step_limit_s = step_limit_s
+        self._limit_steps = step_limit_s
+        self._step_limit_s = step_limit_s(0.0)
+        self._first_step_timeout_s = first_step_timeout_s
         self._configure_limit_s = configure_limit_s
         self._ready: Ready | None = None
         self._executing = False
@@ -104,8 +109,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             ready = configuring.result()
         except Exception as error:  # noqa: BLE001 - the scheduler gets any error and may try again
             await self._refuse_configuration(error, context)
+        self._step_limit_s = self._limit_steps(request.step_timeout_s)
         await self._set_ready(ready)
-        yield convert.ready_to_proto(ready)
+        yield convert.ready_to_proto(ready, self._first_step_timeout_s)
 
     def _configure(
         self,
@@ -211,6 +217,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 emit=count_and_emit,
                 on_progress=self._thread.progressed,
             ),
-            what="step (--hang-timeout-s)",
+            what=STEP,
             limit_s=self._step_limit_s,
         )

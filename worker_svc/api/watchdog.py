@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 1
 """The exit code of a worker that ended itself. 2 would mean a bad setting."""
+STEP = "step (--hang-timeout-s)"
+"""The kind of function that runs a plan; see `Running.what`."""
 _LONGEST_INTERVAL_S = 1.0
+# What a step that the scheduler has given up may still take: a process that was frozen goes on.
+_GIVEN_UP_S = 3.0
 # A log that nobody reads, such as a full pipe, must not keep a hung process alive.
 _REPORT_S = 2.0
 
@@ -82,8 +86,16 @@ class Watchdog:
         self._longest_s = longest_s
         self._give_up = give_up or end_process
         self._closed = threading.Event()
+        # The step that the scheduler has given up.
+        self._given_up: Running | None = None
         self._watching = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._watching.start()
+
+    def give_step_up(self) -> None:
+        """Gives the running step only seconds more: the scheduler waits for it no longer."""
+        running = self._thread.running
+        if running is not None and running.what == STEP and running.limit_s:
+            self._given_up = running
 
     def close(self) -> None:
         """Stops watching."""
@@ -94,12 +106,17 @@ class Watchdog:
     def _watch(self) -> None:
         seen: Running | None = None
         silent_s, interval_s, looked = 0.0, 0.0, time.monotonic()
+        shortened: tuple[Running, float] | None = None
         while not self._closed.wait(interval_s):
             now, running = time.monotonic(), self._thread.running
             # A longer time than asked for means that this process did not run.
             silent_s = silent_s + min(now - looked, 2 * interval_s) if running is seen else 0.0
             seen, looked = running, now
             limit_s = running.limit_s if running else self._longest_s
+            if running is not None and running is self._given_up:
+                if shortened is None or shortened[0] is not running:
+                    shortened = running, silent_s + _GIVEN_UP_S
+                limit_s = min(limit_s, shortened[1])
             if running and limit_s and silent_s > limit_s:
                 self._give_up(
                     f"the model thread made no progress for {silent_s:.3g} s in a {running.what};"

@@ -75,6 +75,10 @@ class RegisterEvent(_message.Message):
         """Registered; the scheduler dials back."""
         STATE_SERVING: RegisterEvent._State.ValueType  # 2
         """Configured; receives steps."""
+        STATE_HUNG: RegisterEvent._State.ValueType  # 3
+        """A step was not answered in time, and the scheduler has given the worker up. The stream ends. A worker
+        whose step still runs ends itself.
+        """
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: RegisterEvent.State.ValueType  # 0
@@ -82,6 +86,10 @@ class RegisterEvent(_message.Message):
     """Registered; the scheduler dials back."""
     STATE_SERVING: RegisterEvent.State.ValueType  # 2
     """Configured; receives steps."""
+    STATE_HUNG: RegisterEvent.State.ValueType  # 3
+    """A step was not answered in time, and the scheduler has given the worker up. The stream ends. A worker
+    whose step still runs ends itself.
+    """
 
     MESSAGE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int

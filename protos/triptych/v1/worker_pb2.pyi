@@ -154,6 +154,7 @@ class ConfigureRequest(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WINDOWS_KEPT_PER_SLOT_FIELD_NUMBER: _builtins.int
     POOL_SHAPES_FIELD_NUMBER: _builtins.int
+    STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest sequence (prompt plus output), tokens. Determines the width of block tables."""
     max_num_seqs: _builtins.int
@@ -165,6 +166,10 @@ class ConfigureRequest(_message.Message):
     windows_kept_per_slot: _builtins.int
     """Windows to keep per slot for prefix hits, beside the slot's own; the worker needs it to count blocks
     itself. 0 without prefix caching.
+    """
+    step_timeout_s: _builtins.float
+    """How long the scheduler waits for a step at most, seconds. The worker ends itself if a step takes longer by
+    half. 0: unknown; 120.
     """
     @_builtins.property
     def decode_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -193,10 +198,11 @@ class ConfigureRequest(_message.Message):
         num_blocks: _abc.Iterable[_builtins.int] | None = ...,
         windows_kept_per_slot: _builtins.int = ...,
         pool_shapes: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
+        step_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,6 +311,11 @@ class ConfigureReady(_message.Message):
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     GRAPHS_FIELD_NUMBER: _builtins.int
     PHASE_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    first_step_timeout_s: _builtins.float
+    """How long a step may take that makes its graph, seconds; the first step of each kind may. 0: all graphs are
+    made, so no step has more time than others.
+    """
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks per group, including the null block 0."""
@@ -326,10 +337,11 @@ class ConfigureReady(_message.Message):
         bytes_per_block: _abc.Iterable[_builtins.int] | None = ...,
         graphs: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
         phase_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        first_step_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

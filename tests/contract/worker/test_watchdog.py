@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from protos.wire import open_channel
+from protos.triptych.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.wire import Context, open_channel
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -40,6 +40,22 @@ class Process:
 
     async def configure(self) -> None:
         assert [event async for event in self.stub.Configure(SIZES)][-1].HasField("ready")
+
+
+class HungRegistry(registry_pb2_grpc.WorkerRegistryServicer):
+    """Keeps a worker until a step of it hangs."""
+
+    def __init__(self) -> None:
+        self.hung = asyncio.Event()
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: Context
+    ) -> AsyncIterator[registry_pb2.RegisterEvent]:
+        await self.hung.wait()
+        yield registry_pb2.RegisterEvent(state=registry_pb2.RegisterEvent.STATE_HUNG)
+
+    async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
+        return registry_pb2.LeaveResponse()
 
 
 @contextlib.asynccontextmanager
@@ -78,6 +94,26 @@ async def test_a_hung_step_ends_the_process() -> None:
         )
         (hung,) = [json.loads(line) for line in log[:-1] if '"hung"' in line]
         assert "failing_process.py" in hung["stack"]
+
+
+async def test_a_step_that_the_scheduler_has_given_up_ends_the_process_soon() -> None:
+    """The worker learns from its registration that its step is hung, long before its own limit."""
+    registry = HungRegistry()
+    server = grpc.aio.server()
+    registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with started("hang", "--scheduler-address", address) as worker:
+            await worker.configure()
+            steps = worker.stub.Execute()
+            await steps.write(DECODE)
+            registry.hung.set()
+            code, log = await worker.end()
+    finally:
+        await server.stop(0)
+    assert code == 1
+    assert log[-1].startswith("triptych worker: the model thread made no progress for ")
 
 
 async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:

@@ -28,6 +28,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """Whether the Execute stream ends instead of doing this."""
     hold_at_step: int | None = None
     """Closes the gate before this step, counted over all plans."""
+    first_step_timeout_s: float = 0.0
+    """What Configure says about steps that make graphs."""
     refuse_configure: TriptychError | None = None
     refuse_execute: TriptychError | None = None
     silent: bool = False
@@ -83,7 +85,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             phase=worker_pb2.ConfigureProgress.PHASE_LOAD, message="weights"
         )
         yield worker_pb2.ConfigureEvent(progress=progress)
-        yield worker_pb2.ConfigureEvent(ready=worker_pb2.ConfigureReady(num_blocks=[self.num_blocks]))
+        yield worker_pb2.ConfigureEvent(
+            ready=worker_pb2.ConfigureReady(
+                num_blocks=[self.num_blocks], first_step_timeout_s=self.first_step_timeout_s
+            )
+        )
 
     async def GetModelFiles(
         self, request: worker_pb2.GetModelFilesRequest, context: Context

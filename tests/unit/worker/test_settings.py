@@ -1,5 +1,6 @@
 """The worker's settings: optimization levels, the compile cache, and variables of other stacks."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -92,15 +93,24 @@ def test_vllms_cache_root_holds_a_folder_for_npus(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("flags", "limit_s"),
+    ("flags", "limit_s", "first_s"),
     [
-        ((), 180),
-        (("--no-enable-warm-up",), 3600),
-        (("--no-enable-warm-up", "--hang-timeout-s", "4000"), 4000),
-        (("--hang-timeout-s", "0"), 0),
-        (("--no-enable-warm-up", "--configure-hang-timeout-s", "0"), 0),
+        ((), 600, 0),
+        (("--hang-timeout-s", "50"), 50, 0),
+        (("--no-enable-warm-up",), 3600, 3600),
+        (("--no-enable-warm-up", "--hang-timeout-s", "4000"), 4000, 3600),
+        (("--hang-timeout-s", "0"), 0, 0),
+        (("--no-enable-warm-up", "--configure-hang-timeout-s", "0"), 0, math.inf),
     ],
 )
-def test_steps_that_make_graphs_have_time_for_it(flags: tuple[str, ...], limit_s: float) -> None:
+def test_steps_that_make_graphs_have_time_for_it(
+    flags: tuple[str, ...], limit_s: float, first_s: float
+) -> None:
     """Without warm-up, a step may take as long as a configuration; 0 stands for any time."""
-    assert settings(*flags).step_limit_s == limit_s
+    assert settings(*flags).step_limit_s(400.0) == limit_s
+    assert settings(*flags).first_step_timeout_s == first_s
+
+
+def test_a_scheduler_that_does_not_say_its_step_timeout_has_the_default() -> None:
+    """Its default is 120 s, and a step may take half as much again."""
+    assert settings().step_limit_s(0.0) == 180

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from protos.errors import TriptychError, Unavailable
+from protos.triptych.v1 import registry_pb2
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers import failed_steps, step_budget
 from tests.support.scheduler.factories import expected_tokens
@@ -31,12 +32,34 @@ async def test_a_step_that_takes_far_longer_than_usual_is_hung(monkeypatch: pyte
         async with run_worker(FakeWorker(hold_at_step=14)) as port:
             call = await register(scheduler, port)
             answer = asyncio.create_task(tokens_of(scheduler, generate_request(max_tokens=20)))
+            told = await anext(aiter(call))
             error = await failure(call)
         assert isinstance(error, Unavailable)
         assert "the worker hangs" in error.message
+        assert told.state == registry_pb2.RegisterEvent.STATE_HUNG, "the worker can end itself"
         assert len(scheduler.engine.replicas) == 0
         async with joined(scheduler, FakeWorker(), "w2"):
             assert await answer == expected_tokens([5, 6, 7], 20)
+
+
+@pytest.mark.parametrize("first_s", [0.0, 30.0])
+async def test_both_sides_know_how_long_a_step_may_take(first_s: float) -> None:
+    """The worker learns the scheduler's limit, and the scheduler that of a step that makes its graph."""
+    worker = FakeWorker(hold_at_step=1, first_step_timeout_s=first_s)
+    async with run_scheduler(Settings(step_timeout_s=0.3)) as scheduler, run_worker(worker) as port:
+        call = await register(scheduler, port)
+        assert worker.configured is not None
+        assert worker.configured.step_timeout_s == pytest.approx(0.3)
+        answer = asyncio.create_task(tokens_of(scheduler, generate_request()))
+        ended = asyncio.create_task(failure(call))
+        await asyncio.wait({ended}, timeout=1)
+        assert ended.done() == (first_s == 0)
+        worker.gate.set()
+        if not first_s:
+            call = await register(scheduler, port)
+        assert await answer == expected_tokens([5, 6, 7], 8)
+        call.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
 
 
 async def test_a_worker_that_refuses_its_stream_is_not_attached() -> None:

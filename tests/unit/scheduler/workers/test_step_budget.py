@@ -86,6 +86,15 @@ def test_a_compilation_is_not_the_usual_time() -> None:
     assert usual.budget_s == 5.0
 
 
+def test_a_step_that_makes_its_graph_has_the_time_that_its_worker_says() -> None:
+    """Later steps of its kind have the usual budget."""
+    usual = StepBudgets(LONGEST_S, first_s=3600.0).of(StepPlan(1, DECODE))
+    assert usual.budget_s == 3600.0
+    for _ in range(10):
+        usual.observe(10.0)
+    assert usual.budget_s == LONGEST_S
+
+
 async def test_a_deadline_follows_the_last_one_set() -> None:
     """A deadline that moves forward or backward is overdue at its last time, once."""
     overdue: asyncio.Queue[float] = asyncio.Queue()
