@@ -1,7 +1,7 @@
 """Checks a service's health from inside its container: `python -m deploy.healthcheck ADDRESS [SERVICE]`.
 
-ADDRESS is an HTTP URL, or `host:port` of a gRPC server. SERVICE names one gRPC service; without it the check
-covers the whole server.
+ADDRESS is an HTTP URL, or `host:port` or `unix:PATH` of a gRPC server. SERVICE names one gRPC service;
+without it the check covers the whole server.
 """
 
 import sys

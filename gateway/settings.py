@@ -49,9 +49,9 @@ class Settings(ServiceSettings):
     port: Annotated[
         int, Field(ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")
     ] = 8000
-    scheduler_address: Annotated[str, Field(description="Address of the scheduler, host:port.")] = (
-        "127.0.0.1:50051"
-    )
+    scheduler_address: Annotated[
+        str, Field(description="Address of the scheduler, host:port or unix:PATH.")
+    ] = "127.0.0.1:50051"
     log_level: Annotated[LogLevel, Field(description="Least severe level that is logged.")] = "info"
     log_format: Annotated[LogFormat, Field(description="'json' for machines, 'console' for people.")] = "json"
     max_body_bytes: Annotated[
@@ -156,6 +156,6 @@ class Settings(ServiceSettings):
     @classmethod
     def _is_address(cls, value: str) -> str:
         match = _ADDRESS.fullmatch(value)
-        if match is None or not 0 < int(match[2]) < 65536:
-            raise ValueError("must be host:port, for example 127.0.0.1:50051")
+        if not (value.startswith("unix:") or (match and 0 < int(match[2]) < 65536)):
+            raise ValueError("must be host:port or unix:PATH, for example 127.0.0.1:50051")
         return value

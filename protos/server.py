@@ -1,14 +1,29 @@
 """The gRPC server of every service: with health, reflection, limits and keepalive."""
 
+import errno
+import os
 import socket
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos.errors import ConfigurationRefused
-from protos.wire import SERVER_OPTIONS
+from protos.wire import MAX_SOCKET_PATH_BYTES, SERVER_OPTIONS, unix_address
+
+
+def _is_listening(path: Path) -> bool:
+    """Whether a process accepts connections on a Unix socket; raises `OSError` if it is no socket."""
+    if not path.is_socket():
+        raise FileExistsError(errno.EEXIST, "the path is a file")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 class Server:
@@ -36,13 +51,23 @@ class Server:
         self.port = 0
         """The bound port; set by :meth:`start`."""
 
-    async def start(self, host: str, port: int) -> int:
-        """Binds and starts; returns the bound port, which the system chooses for ``port`` 0.
+    async def start(self, host: str, port: int, path: Path | None = None) -> int:
+        """Binds and starts.
+
+        Args:
+            host: the address to listen on.
+            port: the port to listen on; 0 for one that the system chooses.
+            path: the Unix socket to listen on, too.
+
+        Returns:
+            The bound port.
 
         Raises:
-            ConfigurationRefused: the address cannot be bound.
+            ConfigurationRefused: one of the addresses cannot be bound.
         """
         await self.set_serving(False)
+        if path is not None:
+            self._bind_socket(path)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             # Try a plain socket first: gRPC prints an internal trace when it cannot bind.
@@ -55,6 +80,25 @@ class Server:
             ) from error
         await self._server.start()
         return self.port
+
+    def _bind_socket(self, path: Path) -> None:
+        """Binds a Unix socket; replaces one that no process listens on."""
+        path = path.absolute()
+        try:
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+                raise OSError(f"its path has more than {MAX_SOCKET_PATH_BYTES} bytes")
+            if path.exists() and _is_listening(path):
+                raise OSError("another process listens on it")
+            # Try a plain socket first, as for a port.
+            path.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(str(path))
+            self._server.add_insecure_port(unix_address(path))
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ConfigurationRefused(
+                f"cannot listen on the Unix socket {path}: {reason}; choose another path"
+            ) from error
 
     async def set_serving(self, serving: bool, *names: str) -> None:
         """Reports SERVING or NOT_SERVING for the named services, or for all and the whole server."""

@@ -1,7 +1,9 @@
 """Constants of every connection: the schema's revision, message limits and keepalive."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, TypeAlias
+from urllib.parse import quote
 
 import grpc.aio
 
@@ -57,8 +59,26 @@ SERVER_OPTIONS: Final = (
 )
 
 
+# Longest path of a Unix socket on Linux, bytes.
+MAX_SOCKET_PATH_BYTES: Final = 107
+
+
+def unix_address(path: Path) -> str:
+    """Returns the address of a Unix socket, ``unix:...``, as channels and servers of gRPC read it."""
+    return f"unix:{quote(str(path))}"
+
+
+def is_unix(address: str) -> bool:
+    """Whether an address is a Unix socket's."""
+    return address.startswith("unix:")
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel to ``address`` (``host:port``) with the options that every Triptych client uses."""
+    """Opens a channel with the options that every Triptych client uses.
+
+    Args:
+        address: ``host:port`` or ``unix:path``.
+    """
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 
 import grpc.aio
+import uvloop
 
 from protos.errors import TriptychError
 from protos.logs import configure, get_logger
@@ -47,7 +48,7 @@ async def serve(settings: Settings) -> None:
     # Health follows the replicas: SERVING means that a request can run now.
     changes: asyncio.Queue[bool] = asyncio.Queue()
     deployment.on_serving(changes.put_nowait)
-    port = await server.start(settings.host, settings.port)
+    port = await server.start(settings.host, settings.port, settings.socket)
     await server.set_serving(True, REGISTRY)
     log.info("listening", host=settings.host, port=port)
 
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
         configure("scheduler", level=settings.log_level, log_format=settings.log_format)
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except TriptychError as error:
         print(f"triptych scheduler: {error.message}", file=sys.stderr)
         return 2

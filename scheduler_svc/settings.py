@@ -58,7 +58,7 @@ class Settings(ServiceSettings):
             "max_worker_losses",
             "max_step_failures",
         ),
-        Group.ADDRESSES: ("host", "port"),
+        Group.ADDRESSES: ("host", "port", "socket"),
         Group.TIMEOUTS: ("step_timeout_s", "detach_after_failed_steps", "replica_wait_s", "drain_s"),
         Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
     }
@@ -79,6 +79,8 @@ class Settings(ServiceSettings):
     """Address to listen on."""
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
+    socket: Path | None = None
+    """Unix socket to listen on, too: `unix:PATH` for gateways and workers of this machine."""
     served_model_name: str | None = Field(None, min_length=1)
     """Model name that requests use. Default: the worker's model id or folder name."""
     max_model_len: int | None = Field(None, ge=2)

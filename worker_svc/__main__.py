@@ -1,9 +1,10 @@
 """The worker's command: reads the settings and serves; a bad setting ends it with one line."""
 
-import asyncio
 import os
 import sys
 import threading
+
+import uvloop
 
 from protos.errors import ConfigurationRefused
 from protos.logs import configure
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         # Imported late, so that a bad flag is reported before torch takes seconds to import.
         from worker_svc.service import serve
 
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
         code = 0
     except ConfigurationRefused as error:
         print(f"triptych worker: {error.message}", file=sys.stderr)

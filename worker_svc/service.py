@@ -52,7 +52,7 @@ async def serve(settings: Settings) -> None:
     )
     server = Server((SERVICE,), lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc))
     health.server = server
-    port = await server.start(settings.host, settings.port)
+    port = await server.start(settings.host, settings.port, settings.socket)
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
     tasks = [
         asyncio.create_task(health.watch()),
@@ -90,6 +90,7 @@ async def _register(
             host=settings.advertise_host,
             port=port,
             on_hung=watchdog.give_step_up,
+            socket=settings.socket and settings.socket.absolute(),
         )
     await asyncio.Event().wait()
 

@@ -69,7 +69,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "grammar_cache_mib",
             "jump_ahead_tokens",
         ),
-        Group.ADDRESSES: ("host", "port", "scheduler_address", "advertise_host"),
+        Group.ADDRESSES: ("host", "port", "socket", "scheduler_address", "advertise_host"),
         Group.TIMEOUTS: (
             "stall_timeout_s",
             "hang_timeout_s",
@@ -171,9 +171,12 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """Address to listen on."""
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
-    scheduler_address: str = Field("127.0.0.1:50051", pattern=r"^(.+:\d+)?$")
-    """host:port of the scheduler to register with. Empty: register nowhere and wait for a scheduler to
-    connect."""
+    socket: Path | None = None
+    """Unix socket to listen on, too. A worker that registers through a Unix socket names this one to its
+    scheduler."""
+    scheduler_address: str = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
+    """host:port or unix:PATH of the scheduler to register with. Empty: register nowhere and wait for a
+    scheduler to connect."""
     advertise_host: str = ""
     """Host at which the scheduler connects to this worker. Default: the address that the registration comes
     from."""

@@ -54,7 +54,7 @@ def _compile(settings: CompileSettings) -> str:
     from worker_svc.execution.worker import Worker
     from worker_svc.graphs.compile_cache import MANIFEST
 
-    worker_settings = load(WorkerSettings, worker_flags(settings, 0, 0))
+    worker_settings = load(WorkerSettings, worker_flags(settings, 0))
     if not worker_settings.enable_warm_up:
         raise ConfigurationRefused("graphs are compiled during warm-up; remove --no-enable-warm-up")
     if not worker_settings.compile_cache:

@@ -13,17 +13,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.process import ChildSpec
-from deploy.launcher.run_dir import claim
+from deploy.launcher.run_dir import claim, socket_folder
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor
 from protos.errors import ConfigurationRefused
 from protos.settings import load
+from protos.wire import unix_address
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
 
 _POLL_S = 0.25
@@ -38,10 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         settings = load(LaunchSettings, argv)
-        with claim(settings.run_dir):
+        with claim(settings.run_dir), socket_folder(settings.run_dir) as sockets:
             if settings.model in DEMO_MODELS:
                 settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
-            return asyncio.run(Launcher(settings).run())
+            return asyncio.run(Launcher(settings, sockets).run())
     except ConfigurationRefused as error:
         print(f"triptych up: {error}", file=sys.stderr)
         return BAD_SETTING
@@ -72,8 +74,12 @@ def fetch_demo_model(name: str) -> str:
 class Launcher:
     """Chooses ports, runs the services, and prints their progress and the address to use."""
 
-    def __init__(self, settings: LaunchSettings) -> None:
+    def __init__(self, settings: LaunchSettings, sockets: Path) -> None:
         """Plans the children.
+
+        Args:
+            settings: the launcher's.
+            sockets: the absolute folder of the services' Unix sockets.
 
         Raises:
             LaunchError: A requested address is not free.
@@ -82,18 +88,24 @@ class Launcher:
         with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
             self._scheduler_port = scheduler_port
             run_dir = settings.run_dir
-            gateway = service_flags.gateway_flags(settings, self._port, scheduler_port)
-            scheduler = service_flags.scheduler_flags(settings, scheduler_port)
+            scheduler_socket = sockets / "scheduler.sock"
+            gateway = service_flags.gateway_flags(settings, self._port, scheduler_socket)
+            scheduler = service_flags.scheduler_flags(settings, scheduler_port, scheduler_socket)
+            worker_sockets = [sockets / f"worker-{index}.sock" for index in range(settings.workers)]
             self._workers = [
                 ChildSpec(
                     f"worker-{index}",
-                    (*_COMMAND, "worker", *service_flags.worker_flags(settings, port, scheduler_port)),
+                    (
+                        *_COMMAND,
+                        "worker",
+                        *service_flags.worker_flags(settings, port, path, scheduler_socket),
+                    ),
                     run_dir,
                     service_flags.worker_environment(settings, index),
                 )
-                for index, port in enumerate(worker_ports)
+                for index, (port, path) in enumerate(zip(worker_ports, worker_sockets, strict=True))
             ]
-            self._names = {f"127.0.0.1:{port}": f"worker-{index}" for index, port in enumerate(worker_ports)}
+            self._names = {unix_address(path): path.stem for path in worker_sockets}
             # The stopping order: each service outlives its clients.
             self._stages = (
                 (ChildSpec("gateway", (*_COMMAND, "gateway", *gateway), run_dir),),

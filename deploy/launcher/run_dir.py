@@ -1,17 +1,22 @@
-"""Claims the launcher's folder for pid files and logs; a lock keeps a second launcher out."""
+"""Claims the launcher's folder for pid files, logs and sockets; a lock keeps a second launcher out."""
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError
+from protos.wire import MAX_SOCKET_PATH_BYTES
+
+# As long as the longest name of a socket.
+_LONGEST_NAME = "scheduler.sock"
 
 
 @contextmanager
 def claim(run_dir: Path) -> Iterator[None]:
-    """Creates and locks the run dir, and removes the logs and pid files of an earlier launcher.
+    """Creates and locks the run dir, and removes the files that an earlier launcher left.
 
     Raises:
         LaunchError: Another launcher uses the folder, or it cannot be written.
@@ -31,7 +36,7 @@ def claim(run_dir: Path) -> Iterator[None]:
                 f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir",
                 BAD_SETTING,
             ) from None
-        for stale in (*run_dir.glob("*.log"), *run_dir.glob("*.pid")):
+        for stale in (found for kind in ("log", "pid", "sock") for found in run_dir.glob(f"*.{kind}")):
             if stale.name != "launcher.pid":
                 stale.unlink()
         lock.truncate(0)
@@ -41,3 +46,17 @@ def claim(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             (run_dir / "launcher.pid").unlink(missing_ok=True)
+
+
+@contextmanager
+def socket_folder(run_dir: Path) -> Iterator[Path]:
+    """Yields the absolute folder of the services' Unix sockets.
+
+    That is the run dir or, where its path is too long for a socket, a new folder that is removed at the end.
+    """
+    folder = run_dir.absolute()
+    if len(os.fsencode(folder / _LONGEST_NAME)) <= MAX_SOCKET_PATH_BYTES:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="triptych-") as short:
+        yield Path(short)

@@ -1,39 +1,46 @@
 """Translates the launcher's settings into the command line of each service."""
 
 import os
+from pathlib import Path
 
 from pydantic import BaseModel
 
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.settings import ServiceSettings
+from protos.wire import unix_address
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
 LOOPBACK = "127.0.0.1"
+"""Where the scheduler and the workers listen, beside their Unix sockets."""
 # Running requests may continue this long after Ctrl-C, which is less than the supervisor's grace period.
 _GATEWAY_DRAIN_S = 5.0
 _SCHEDULER_DRAIN_S = 2.0
 
 
-def gateway_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
+def gateway_flags(settings: LaunchSettings, port: int, scheduler: Path) -> list[str]:
     """Returns the gateway's flags; it alone listens where HTTP clients connect."""
     return _flags(
         GatewaySettings,
         settings,
         host=settings.host,
         port=port,
-        scheduler_address=f"{LOOPBACK}:{scheduler_port}",
+        scheduler_address=unix_address(scheduler),
         drain_timeout_s=_GATEWAY_DRAIN_S,
     )
 
 
-def scheduler_flags(settings: LaunchSettings, port: int) -> list[str]:
-    """Returns the scheduler's flags."""
-    return _flags(SchedulerSettings, settings, host=LOOPBACK, port=port, drain_s=_SCHEDULER_DRAIN_S)
+def scheduler_flags(settings: LaunchSettings, port: int, socket: Path | None = None) -> list[str]:
+    """Returns the scheduler's flags. Direct gRPC clients use the port, gateways and workers the socket."""
+    return _flags(
+        SchedulerSettings, settings, host=LOOPBACK, port=port, socket=socket, drain_s=_SCHEDULER_DRAIN_S
+    )
 
 
-def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> list[str]:
+def worker_flags(
+    settings: LaunchSettings, port: int, socket: Path | None = None, scheduler: Path | None = None
+) -> list[str]:
     """Returns the flags of one worker. Workers share the cores equally unless `cpu_threads` is set."""
     shared = {}
     if settings.workers > 1 and settings.cpu_threads is None:
@@ -44,7 +51,8 @@ def worker_flags(settings: LaunchSettings, port: int, scheduler_port: int) -> li
         model=settings.model,
         host=LOOPBACK,
         port=port,
-        scheduler_address=f"{LOOPBACK}:{scheduler_port}",
+        socket=socket,
+        scheduler_address=unix_address(scheduler) if scheduler else None,
         **shared,
     )
 

@@ -29,6 +29,7 @@ class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     }
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler_address": "the launcher knows where its scheduler listens",
+        "socket": "the launcher chooses a path for each service",
         "advertise_host": "all services run on this machine",
         "drain_timeout_s": "a drain must end before the launcher kills the gateway",
         "drain_s": "a drain must end before the launcher kills the scheduler",

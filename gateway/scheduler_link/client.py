@@ -57,7 +57,7 @@ class InferenceClient:
         """Prepares the client; :meth:`start` connects it.
 
         Args:
-            address: the scheduler's, ``host:port``.
+            address: the scheduler's, ``host:port`` or ``unix:path``.
             resume_timeout_s: how long running requests wait for a lost scheduler.
             call_timeout_s: deadline of unary calls.
             parking: the places of new requests that wait for a scheduler; ``None``: as many as by default.

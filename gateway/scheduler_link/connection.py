@@ -42,7 +42,7 @@ class Connection:
         """Prepares the connection; :meth:`run` opens it.
 
         Args:
-            address: the scheduler's, ``host:port``.
+            address: the scheduler's, ``host:port`` or ``unix:path``.
             outbox: holds messages for the scheduler.
             table: the requests under way.
             clock: monotonic seconds.

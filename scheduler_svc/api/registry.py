@@ -3,12 +3,13 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from urllib.parse import unquote
 
 from protos.errors import InvalidArgument, SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
 from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from protos.wire import SCHEMA_REVISION, Context
+from protos.wire import SCHEMA_REVISION, Context, unix_address
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.driver import WorkerAddress, WorkerDriver
 from scheduler_svc.workers.failed_steps import FailedSteps
@@ -42,15 +43,20 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddres
         )
     if not request.worker_id or not 1 <= request.port <= 65535:
         raise InvalidArgument("a worker must send its id and its port")
+    replica_id = request.replica_id or request.worker_id
+    if request.socket:
+        return WorkerAddress(replica_id, request.worker_id, unix_address(Path(request.socket)))
     host = request.host
     if not host:
         match = _PEER.fullmatch(unquote(peer))
         if match is None:
-            raise InvalidArgument(f"cannot dial back to {peer}; start the worker with --advertise-host")
+            raise InvalidArgument(
+                f"cannot dial back to {peer}; start the worker with --socket or --advertise-host"
+            )
         host = match["v4"] or match["v6"]
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    return WorkerAddress(request.replica_id or request.worker_id, request.worker_id, f"{host}:{request.port}")
+    return WorkerAddress(replica_id, request.worker_id, f"{host}:{request.port}")
 
 
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):

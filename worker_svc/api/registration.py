@@ -5,13 +5,14 @@ import math
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc.aio
 
 from protos.errors import ConfigurationRefused, InvalidArgument, SchemaMismatch, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from protos.wire import SCHEMA_REVISION, open_channel
+from protos.wire import SCHEMA_REVISION, is_unix, open_channel
 
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
@@ -27,16 +28,23 @@ _FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
 
 
 async def stay_registered(
-    scheduler: str, *, worker_id: str, host: str, port: int, on_hung: Callable[[], None] = lambda: None
+    scheduler: str,
+    *,
+    worker_id: str,
+    host: str,
+    port: int,
+    socket: Path | None = None,
+    on_hung: Callable[[], None] = lambda: None,
 ) -> None:
     """Keeps one Register stream open and opens another when it ends. Returns only by raising.
 
     Args:
-        scheduler: the scheduler's host:port.
+        scheduler: the scheduler's host:port or unix:path.
         worker_id: identifies this process.
         host: the host that the scheduler connects to; empty for the address that the call comes from.
         port: the port that the scheduler connects to.
         on_hung: called when the scheduler has given the worker up, because a step took too long.
+        socket: the absolute path of the Unix socket that a scheduler of this machine connects to instead.
 
     Raises:
         ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
@@ -45,6 +53,8 @@ async def stay_registered(
     request = registry_pb2.RegisterRequest(
         schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port
     )
+    if socket is not None and is_unix(scheduler):
+        request.socket = str(socket)
     delay_s = _FIRST_DELAY_S
     last_reason = ""
     async with open_channel(scheduler) as channel:

@@ -25,6 +25,7 @@ class RegisterRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
@@ -35,6 +36,10 @@ class RegisterRequest(_message.Message):
     host: _builtins.str
     """Host to dial. Empty: the peer address of this call."""
     port: _builtins.int
+    socket: _builtins.str
+    """Absolute path of the Unix socket to dial instead of host and port. Set by a worker that listens on one and
+    has reached the scheduler through one, so that both run on the same machine.
+    """
     replica_id: _builtins.str
     """Ranks of one replica send the same id. Empty: the worker is a replica by itself."""
     rank: _builtins.int
@@ -48,13 +53,14 @@ class RegisterRequest(_message.Message):
         worker_id: _builtins.str = ...,
         host: _builtins.str = ...,
         port: _builtins.int = ...,
+        socket: _builtins.str = ...,
         replica_id: _builtins.str = ...,
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port", "rank", b"rank", "replica_id", b"replica_id", "schema_revision", b"schema_revision", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port", "rank", b"rank", "replica_id", b"replica_id", "schema_revision", b"schema_revision", "socket", b"socket", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -316,3 +316,8 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request(
     call.cancel()
     worker.gate.set()
     assert await scheduler.engine.drained(5)
+
+
+async def test_services_are_tested_on_uvloop() -> None:
+    """The event loop of these tests is the one that the services run on."""
+    assert type(asyncio.get_running_loop()).__module__ == "uvloop"

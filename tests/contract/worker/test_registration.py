@@ -2,13 +2,14 @@
 
 import asyncio
 import socket
+from pathlib import Path
 
 import grpc.aio
 import pytest
 
 from protos.errors import ConfigurationRefused
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from protos.wire import open_channel
+from protos.wire import open_channel, unix_address
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -67,3 +68,32 @@ async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None
             ConfigurationRefused, match="refuses this worker: block_size 6 must be a multiple of 4"
         ):
             await stay_registered(address, worker_id="w", host="", port=port)
+
+
+async def test_a_worker_registers_through_unix_sockets(tmp_path: Path) -> None:
+    """The scheduler dials back through the worker's socket, not through its port."""
+    paths = tmp_path / "the scheduler.sock", tmp_path / "the worker.sock"
+    async with (
+        run_scheduler(Settings(socket=paths[0])) as scheduler,
+        run_worker(FakeWorker(), paths[1]),
+        open_channel(unix_address(paths[0])) as channel,
+    ):
+        closed_port = 1
+        task = asyncio.create_task(
+            stay_registered(unix_address(paths[0]), worker_id="w", host="", port=closed_port, socket=paths[1])
+        )
+        await serving(scheduler, True)
+        request = inference_pb2.GenerateRequest(prompt_token_ids=[5, 6, 7])
+        request.sampling.max_tokens = 8
+        events = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        tokens = [token async for event in events for token in event.token_ids]
+        assert tokens == expected_tokens([5, 6, 7], 8)
+        task.cancel()
+
+
+async def test_a_worker_without_an_address_to_dial_is_refused(tmp_path: Path) -> None:
+    """A Unix socket does not say where the worker listens; the message says what to set."""
+    path = tmp_path / "s.sock"
+    async with run_scheduler(Settings(socket=path)):
+        with pytest.raises(ConfigurationRefused, match="--socket or --advertise-host"):
+            await stay_registered(unix_address(path), worker_id="w", host="", port=7)

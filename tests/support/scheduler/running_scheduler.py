@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -70,7 +71,7 @@ async def run_scheduler(
         registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
 
     server = Server(("triptych.v1.Inference", "triptych.v1.WorkerRegistry"), register)
-    port = await server.start("127.0.0.1", port)
+    port = await server.start("127.0.0.1", port, settings.socket)
     channel = open_channel(f"127.0.0.1:{port}")
     try:
         yield RunningScheduler(engine, deployment, servicer, server, channel, serving)
@@ -80,14 +81,14 @@ async def run_scheduler(
 
 
 @contextlib.asynccontextmanager
-async def run_worker(worker: FakeWorker) -> AsyncIterator[int]:
-    """Serves a worker within the block; yields its port."""
+async def run_worker(worker: FakeWorker, path: Path | None = None) -> AsyncIterator[int]:
+    """Serves a worker within the block, on a Unix socket, too, if one is given; yields its port."""
     server = Server(
         ("triptych.v1.Worker",),
         lambda grpc_server: worker_pb2_grpc.add_WorkerServicer_to_server(worker, grpc_server),
     )
     try:
-        yield await server.start("127.0.0.1", 0)
+        yield await server.start("127.0.0.1", 0, path)
     finally:
         worker.gate.set()
         await server.stop(0)

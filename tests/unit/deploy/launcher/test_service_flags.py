@@ -1,5 +1,6 @@
 """The flags that the launcher passes to each service."""
 
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -11,17 +12,21 @@ from protos.settings import ServiceSettings, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
+SCHEDULER = Path("/run/s.sock")
+
 
 def gateway(*arguments: str) -> list[str]:
-    return service_flags.gateway_flags(load(LaunchSettings, list(arguments)), 8123, 9)
+    return service_flags.gateway_flags(load(LaunchSettings, list(arguments)), 8123, SCHEDULER)
 
 
 def scheduler(*arguments: str) -> list[str]:
-    return service_flags.scheduler_flags(load(LaunchSettings, list(arguments)), 9)
+    return service_flags.scheduler_flags(load(LaunchSettings, list(arguments)), 9, SCHEDULER)
 
 
 def worker(*arguments: str) -> list[str]:
-    return service_flags.worker_flags(load(LaunchSettings, list(arguments)), 8, 9)
+    return service_flags.worker_flags(
+        load(LaunchSettings, list(arguments)), 8, Path("/run/w.sock"), SCHEDULER
+    )
 
 
 SERVICES = ((GatewaySettings, gateway), (SchedulerSettings, scheduler), (WorkerSettings, worker))
@@ -34,22 +39,24 @@ def test_each_service_gets_its_own_settings() -> None:
         "--no-enable-prefix-caching", "--trust-remote-code", "--tool-call-parser", "hermes",
     )  # fmt: skip
     assert set(gateway(*arguments)) == {
-        "--host=0.0.0.0", "--port=8123", "--scheduler-address=127.0.0.1:9", "--drain-timeout-s=5.0",
+        "--host=0.0.0.0", "--port=8123", "--scheduler-address=unix:/run/s.sock", "--drain-timeout-s=5.0",
         "--log-format=json", "--tool-call-parser=hermes",
     }  # fmt: skip
     assert set(scheduler(*arguments)) == {
-        "--host=127.0.0.1", "--port=9", "--drain-s=2.0", "--log-format=json", "--served-model-name=pet",
+        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--drain-s=2.0", "--log-format=json", "--served-model-name=pet",
         "--max-num-seqs=4", "--no-enable-prefix-caching",
     }  # fmt: skip
     assert set(worker(*arguments)) == {
-        "--model=m", "--host=127.0.0.1", "--port=8", "--scheduler-address=127.0.0.1:9", "--log-format=json",
+        "--model=m", "--host=127.0.0.1", "--port=8", "--socket=/run/w.sock", "--scheduler-address=unix:/run/s.sock", "--log-format=json",
         "--trust-remote-code",
     }  # fmt: skip
 
 
 def test_unset_settings_are_omitted() -> None:
     """The services' own defaults hold where the launcher has no value."""
-    assert set(scheduler()) == {"--host=127.0.0.1", "--port=9", "--drain-s=2.0", "--log-format=json"}
+    assert set(scheduler()) == {
+        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--drain-s=2.0", "--log-format=json",
+    }  # fmt: skip
 
 
 # Arguments for fields that need more than their type to choose a valid value.
