@@ -13,7 +13,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """The context of a call in a servicer's method."""
 
 # Increase it whenever an older peer would misread a message. Peers exchange it when they connect (Register,
-# Describe, the first message of Connect) and refuse other revisions with SCHEMA_MISMATCH.
+# Describe, the first message of Connect) and refuse other revisions with SCHEMA_MISMATCH. A refused peer
+# tries again, because an upgrade replaces one service after the other.
 SCHEMA_REVISION: Final = 5
 
 # Longest message that a peer accepts. A prompt of a million token ids has about 3 MB.

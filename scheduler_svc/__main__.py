@@ -61,8 +61,10 @@ async def serve(settings: Settings) -> None:
     load = deployment.load()
     log.info("draining", running=load.num_running, waiting=load.num_waiting)
     follower.cancel()
-    inference.drain()
+    # Readiness goes first. Gateways hold their requests and resubmit them to the next scheduler; only the
+    # calls of direct clients need time.
     await server.set_serving(False)
+    inference.drain()
     await deployment.drained(settings.drain_s)
     await server.stop(grace_s=0.5)
     deployment.histogram.save()

@@ -110,7 +110,6 @@ class InferenceClient:
 
         Raises:
             Unavailable: if no scheduler is connected and there is no room for the requests to wait.
-            SchemaMismatch: if the scheduler speaks another schema.
         """
         self._check_may_wait(len(requests))
         return self._table.submit(requests)
@@ -145,12 +144,8 @@ class InferenceClient:
         """Checks that a scheduler is connected, or that `count` requests may wait for one."""
         if self._outbox.is_open:
             return
-        down = self._connection.down
-        if not isinstance(down, Unavailable):
-            # Each `raise` adds to an exception's traceback; this one is raised many times.
-            raise down.with_traceback(None)
         if not self.parking.has_room(count):
-            raise self.parking.full(str(down))
+            raise self.parking.full(str(self._connection.down))
 
     async def get_model(self) -> pb.ModelInfo:
         """Returns the served model.

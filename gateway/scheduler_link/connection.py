@@ -11,7 +11,7 @@ import grpc.aio
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos import wire
-from protos.errors import SchemaMismatch, TriptychError, Unavailable, from_rpc_error
+from protos.errors import TriptychError, Unavailable, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -75,10 +75,6 @@ class Connection:
                 self._log.warning("connection lost", error=str(error), pending=len(self._table))
             if self._clock() - began > _LONGEST_PAUSE_S:
                 pause = _FIRST_PAUSE_S
-            if isinstance(error, SchemaMismatch):
-                # Waiting does not help: one of the two services must be upgraded.
-                self._log.error("refused by the scheduler", error=str(error))
-                self._table.fail_all(error)
             self._table.mark_all_lost()
             await asyncio.sleep(jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -1,7 +1,6 @@
 """The `Inference` service: each RPC parses its request, calls the engine and builds the answer."""
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -50,6 +49,10 @@ def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
     return request.sequence if request.HasField("sequence") else None
 
 
+def _shutting_down() -> Unavailable:
+    return Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
+
+
 def unserved(feature: str) -> Any:
     """Returns a method, unary or streaming, that refuses a feature that this release does not serve."""
 
@@ -68,6 +71,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._pins = PinService(deployment)
         self._metrics = SchedulerMetrics(deployment)
         self._draining = False
+        # The buffers of open Connect streams.
+        self._streams: set[EventBuffer] = set()
         self._log = get_logger()
 
     @property
@@ -75,8 +80,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return self._deployment.engine
 
     def drain(self) -> None:
-        """Refuses new requests from now on."""
+        """Refuses new requests, and ends Connect streams, whose clients resubmit what they hold."""
         self._draining = True
+        for buffer in self._streams:
+            buffer.wake()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -107,10 +114,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         buffer, encoder = EventBuffer(), ConnectEncoder()
         mine: set[str] = set()
         reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
+        self._streams.add(buffer)
         try:
             # A client that half-closes the stream still reads the answers.
             reader.add_done_callback(lambda _: buffer.wake())
             while mine or not reader.done():
+                if self._draining:
+                    raise _shutting_down()
                 if events := await buffer.take():
                     # Ask the engine, too: a refused duplicate of a live id must not orphan the live request.
                     ended = {
@@ -127,9 +137,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except TriptychError as error:
             await abort(context, error)
         finally:
+            self._streams.discard(buffer)
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TriptychError):
-                await reader
+            await asyncio.gather(reader, return_exceptions=True)
             for request_id in mine:
                 self._engine.abort(request_id)
 
@@ -179,7 +189,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _check_model(self, name: str) -> None:
         """Refuses requests while draining, and requests for another model."""
         if self._draining:
-            raise Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
+            raise _shutting_down()
         served = self._deployment.served
         if served is None:
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from protos.errors import ConfigurationRefused, InvalidArgument, SchemaMismatch, from_rpc_error
+from protos.errors import ConfigurationRefused, InvalidArgument, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, is_unix, open_channel
@@ -23,8 +23,9 @@ _LASTING_S = 1.0
 # The running plan ends meanwhile: a lease of decode steps at most.
 _LEAVE_TIMEOUT_S = 10.0
 
-# Errors that a retry with the same settings cannot fix.
-_FINAL = (ConfigurationRefused, InvalidArgument, SchemaMismatch)
+# Errors that a retry with the same settings cannot fix. A scheduler of another release is no such error:
+# during an upgrade, one of this release follows.
+_FINAL = (ConfigurationRefused, InvalidArgument)
 
 
 async def stay_registered(

@@ -274,6 +274,24 @@ async def test_while_draining_new_requests_are_refused_and_running_ones_finish(
     assert await running == expected_tokens([5, 6, 7], 8)
 
 
+async def test_a_draining_scheduler_ends_the_streams_of_gateways_at_once(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """The stream's error says that its requests can go on elsewhere; a new stream ends at once, too."""
+    worker.gate.clear()
+    hello = inference_pb2.ConnectRequest(schema_revision=SCHEMA_REVISION, generate=generate_request())
+    call = scheduler.inference.Connect()
+    await call.write(hello)
+    while scheduler.engine.num_running == 0:
+        await asyncio.sleep(0)
+    scheduler.servicer.drain()
+    for stream in (call, scheduler.inference.Connect()):
+        error = await failure(stream)
+        assert isinstance(error, Unavailable)
+        assert "shutting down" in error.message
+    assert await scheduler.engine.drained(5), "nothing is left to wait for"
+
+
 async def test_watch_load_reports_changes(scheduler: RunningScheduler, worker: FakeWorker) -> None:
     """WatchLoad sends the idle load first, then the load with the running request."""
     watch = scheduler.inference.WatchLoad(inference_pb2.WatchLoadRequest())

@@ -7,14 +7,17 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from protos.errors import ConfigurationRefused
+from protos.errors import ConfigurationRefused, SchemaMismatch
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from protos.wire import open_channel, unix_address
+from protos.wire import SCHEMA_REVISION, open_channel, unix_address
+from scheduler_svc.api import registry
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
+    failure,
+    registration,
     run_scheduler,
     run_worker,
 )
@@ -97,3 +100,18 @@ async def test_a_worker_without_an_address_to_dial_is_refused(tmp_path: Path) ->
     async with run_scheduler(Settings(socket=path)):
         with pytest.raises(ConfigurationRefused, match="--socket or --advertise-host"):
             await stay_registered(unix_address(path), worker_id="w", host="", port=7)
+
+
+async def test_a_worker_waits_for_a_scheduler_of_its_own_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler of another schema revision refuses it; the next one takes it."""
+    monkeypatch.setattr(registry, "SCHEMA_REVISION", SCHEMA_REVISION + 1)
+    async with run_scheduler() as scheduler, run_worker(FakeWorker()) as port:
+        address = f"127.0.0.1:{scheduler.server.port}"
+        refusal = await failure(scheduler.registry.Register(registration(port)))
+        assert isinstance(refusal, SchemaMismatch)
+        task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
+        await asyncio.wait({task}, timeout=0.5)
+        assert not task.done()
+        monkeypatch.undo()
+        await serving(scheduler, True)
+        task.cancel()

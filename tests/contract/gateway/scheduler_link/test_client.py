@@ -21,7 +21,6 @@ from protos.errors import (
     Internal,
     InvalidArgument,
     Overloaded,
-    SchemaMismatch,
     TriptychError,
     Unavailable,
     Unsupported,
@@ -308,17 +307,22 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
         assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
 
 
-async def test_another_schema_is_not_retried(scheduler: FakeScheduler) -> None:
-    """Requests fail at once if the two services were built from different schemas."""
-    scheduler.schema_revision += 1
-    async with serving(scheduler) as server:
-        client = InferenceClient(f"127.0.0.1:{server.port}")
-        await client.start()
-        try:
-            with pytest.raises(SchemaMismatch):
-                await _first_answer(client)
-        finally:
-            await client.close()
+async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeScheduler) -> None:
+    """During an upgrade, running and new requests wait until a scheduler of this release answers again."""
+    scheduler.break_after = 3
+    async with serving(scheduler) as server, connected(server.port) as client:
+        attempts: asyncio.Queue[None] = asyncio.Queue()
+        client.on_connect(lambda: attempts.put_nowait(None))
+        running = asyncio.create_task(tokens_of(client.submit([request("a")])))
+        await scheduler.until(lambda: scheduler.break_after is None)
+        scheduler.schema_revision += 1
+        for _ in range(3):
+            await attempts.get()
+        new = asyncio.create_task(tokens_of(client.submit([request("b")])))
+        await attempts.get()
+        scheduler.schema_revision -= 1
+        assert await asyncio.wait_for(running, 20) == [REPLY]
+        assert await asyncio.wait_for(new, 20) == [REPLY]
 
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:

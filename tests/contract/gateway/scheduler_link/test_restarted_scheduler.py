@@ -44,7 +44,8 @@ async def seeds_of(worker: FakeWorker, count: int) -> dict[str, int]:
     return seeds
 
 
-async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_holds() -> None:
+@pytest.mark.parametrize("drains", [False, True], ids=["lost", "drains"])
+async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_holds(drains: bool) -> None:
     """Each continues without a lost token; those that had begun keep the seed that was drawn for them."""
     settings = Settings(max_waiting_requests=6, max_num_seqs=4)
     names = [f"r{number}" for number in range(10)]
@@ -62,6 +63,9 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
             answers = [asyncio.create_task(tokens_of(*pair)) for pair in zip(groups, begun, strict=True)]
             drawn = await seeds_of(worker, 4)
             await asyncio.gather(*[event.wait() for event in begun[:4]])
+            if drains:
+                first.servicer.drain()
+                assert await first.engine.drained(5), "its gateways have taken everything back"
             await first.server.stop(0)
     connected.clear()
     try:
