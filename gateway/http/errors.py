@@ -113,10 +113,16 @@ def error_body(error: TriptychError) -> dict[str, Any]:
 
 
 def error_response(error: TriptychError, headers: dict[str, str] | None = None) -> Response:
-    """Returns the HTTP response for ``error``, with Retry-After if a retry makes sense."""
+    """Returns the HTTP response for ``error``.
+
+    Retry-After says when a retry makes sense. X-Should-Retry tells OpenAI's clients when it makes none: they
+    would otherwise retry every 5xx and 408.
+    """
     headers = dict(headers or {})
     if error.retryable:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000) or DEFAULT_RETRY_AFTER_S)
+    else:
+        headers["x-should-retry"] = "false"
     if isinstance(error, PayloadTooLarge | RequestTooSlow):
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"

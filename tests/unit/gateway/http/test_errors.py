@@ -2,11 +2,14 @@
 
 import json
 
+import httpx2
+import openai
 import pytest
 
 from gateway.http.errors import (
     ClientGone,
     PayloadTooLarge,
+    RequestTooSlow,
     UnknownModel,
     UnknownRoute,
     WrongMethod,
@@ -63,6 +66,35 @@ def test_retry_after_is_in_whole_seconds(after_ms: int, header: str) -> None:
 def test_only_retryable_errors_say_when_to_retry() -> None:
     """An invalid request stays invalid, so it has no Retry-After."""
     assert "retry-after" not in error_response(errors.InvalidArgument("m")).headers
+
+
+@pytest.mark.parametrize(
+    ("error", "retries"),
+    [
+        (errors.Internal("m"), 0),
+        (errors.InvalidArgument("m"), 0),
+        (RequestTooSlow("m"), 0),
+        (errors.Overloaded("m"), 1),
+        (errors.Unavailable("m"), 1),
+    ],
+)
+def test_openais_client_repeats_only_what_may_succeed(error: errors.TriptychError, retries: int) -> None:
+    """A request that kills workers must not be sent again by a client that retries every 500."""
+    calls = 0
+
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        nonlocal calls
+        calls += 1
+        response = error_response(error, {"retry-after-ms": "1"})
+        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(response.body))
+
+    http = httpx2.Client(transport=httpx2.MockTransport(answer))
+    with (
+        openai.OpenAI(base_url="http://gateway/v1", api_key="-", max_retries=1, http_client=http) as client,
+        pytest.raises(openai.APIStatusError),
+    ):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert calls == 1 + retries
 
 
 def test_an_unexpected_exception_keeps_its_text_to_the_log() -> None:
