@@ -29,7 +29,7 @@ async def serve(settings: Settings) -> None:
     """
     log = get_logger()
     deployment = Deployment(settings)
-    inference = InferenceServicer(deployment)
+    inference = InferenceServicer(deployment, settings)
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,

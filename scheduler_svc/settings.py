@@ -57,9 +57,16 @@ class Settings(ServiceSettings):
             "max_waiting_tokens",
             "max_worker_losses",
             "max_step_failures",
+            "event_log_tokens",
         ),
         Group.ADDRESSES: ("host", "port", "socket"),
-        Group.TIMEOUTS: ("step_timeout_s", "detach_after_failed_steps", "replica_wait_s", "drain_s"),
+        Group.TIMEOUTS: (
+            "step_timeout_s",
+            "detach_after_failed_steps",
+            "replica_wait_s",
+            "event_log_ttl_s",
+            "drain_s",
+        ),
         Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
     }
 
@@ -152,6 +159,12 @@ class Settings(ServiceSettings):
     """Steps that a worker may fail in a row before it loses its registration for a while."""
     replica_wait_s: float = Field(120.0, ge=0)
     """Seconds that accepted requests wait for a worker when none is left."""
+    event_log_ttl_s: float = Field(300.0, ge=0, le=86_400)
+    """Seconds that the events of a resumable stream are kept after it ended, for a client that continues it;
+    0 for not at all."""
+    event_log_tokens: int = Field(1_000_000, ge=0)
+    """Tokens and log-probabilities of resumable streams that are kept together. Those of the streams that
+    ended first make room."""
     state_dir: Path | None = None
     """Folder for the batch size histogram, which survives restarts and which triptych plan reads. Default:
     none is kept."""

@@ -1,13 +1,19 @@
 """Encodes a streamed chat answer whose text is parsed for thinking and tool calls."""
 
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from gateway.answers.answer_reader import AnswerReader, finish_reason
 from gateway.answers.generation import Delta
 from gateway.answers.logprobs import TokenReport
 from gateway.answers.responses import ChatChunks
-from gateway.parsers.events import CallRevoked
+from gateway.parsers.events import CallRevoked, CallStart, Event
+
+# The ids that our parsers and vLLM's make up. Others are the model's own.
+_MADE_UP: Final = re.compile(r"(call_|chatcmpl-tool-)[0-9a-zA-Z]{9,32}|[0-9a-zA-Z]{9}")
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ class ChatStreamWriter:
         if reason is not None:
             events += reader.finish()
         out = [
-            chunks.event(index, event, choice.take_reports())
+            chunks.event(index, self._with_stable_id(index, event), choice.take_reports())
             for event in events
             if not isinstance(event, CallRevoked)
         ]
@@ -61,3 +67,12 @@ class ChatStreamWriter:
                 chunks.end(index, finish_reason(reason, reader.num_calls, named=self._named), stop_reason)
             )
         return b"".join(out)
+
+    def _with_stable_id(self, index: int, event: Event) -> Event:
+        """Gives a call an id that depends on its place alone: a stream that is continued repeats it."""
+        if not isinstance(event, CallStart) or (match := _MADE_UP.fullmatch(event.id)) is None:
+            return event
+        place = f"{self._chunks.answer_id}/{index}/{event.number}".encode()
+        digits = hashlib.blake2b(place, digest_size=16).hexdigest()
+        prefix = match[1] or ""
+        return event._replace(id=prefix + digits[: len(event.id) - len(prefix)])

@@ -1,7 +1,9 @@
 """The running answer to one HTTP request: turns events into text, usage and measurements."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -16,6 +18,9 @@ from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenization import TextWorker
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
+
+# Tokens that take a few milliseconds to turn into text.
+_MANY_TOKENS: Final = 500
 
 _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -45,6 +50,9 @@ class Prompt:
     """The text that each answer begins with; ``None`` if answers do not repeat the prompt."""
     reports: tuple[TokenReport, ...] | None = None
     """The prompt's tokens as part of an answer that repeats it, if they are reported and known."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that came from the prefix cache, once that is known. A request that is sent again finds
+    other prefixes there, which do not count."""
 
     @classmethod
     def of(cls, pending: PendingRequest, echo: str | None) -> "Prompt":
@@ -81,7 +89,6 @@ class SequenceText:
     stop_token_ids: frozenset[int]
     num_logprobs: int | None = None
     """How many of the likeliest tokens to report with each token; ``None``: no log-probabilities."""
-    num_cached_tokens: int = 0
     num_tokens: int = 0
     num_chars: int = 0
     """Length of the text so far, including text held back."""
@@ -235,6 +242,10 @@ class Generation:
     worker: TextWorker
     timing: Timing
     constraint_param: str = ""
+    one_by_one: bool = False
+    """Whether each token makes a delta of its own, so that a replay of the answer makes the same deltas."""
+    _backlog: deque[tuple[int, SequenceEvent]] = field(default_factory=deque)
+    """Events of a replay that are still to be turned into deltas."""
 
     @classmethod
     def begin(
@@ -283,6 +294,7 @@ class Generation:
             worker,
             timing,
             constraint_param,
+            body.resumable,
         )
 
     def __enter__(self) -> Self:
@@ -305,7 +317,7 @@ class Generation:
             TriptychError: if the request failed.
         """
         try:
-            while events := await self.group.take():
+            while events := await self._take():
                 answers = self._answer_events(events)
                 if self.reports_prompts:
                     await self._report_prompts({index // self.n for index, _ in answers})
@@ -317,14 +329,25 @@ class Generation:
             raise
         return []
 
+    async def _take(self) -> Sequence[tuple[int, SequenceEvent]]:
+        """Waits for events; returns one at a time if they are many, so that other streams go on meanwhile."""
+        if not self._backlog:
+            events = await self.group.take()
+            if not self.one_by_one or sum(len(event.token_ids) for _, event in events) < _MANY_TOKENS:
+                return events
+            self._backlog.extend(events)
+        await asyncio.sleep(0)
+        return [self._backlog.popleft()]
+
     def _answer_events(self, events: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
         """Returns the events that bring tokens or an end.
 
         The others concern only the prompt; the group has collected their log-probabilities.
         """
         for index, event in events:
-            if event.num_cached_tokens is not None:
-                self.sequences[index].num_cached_tokens = event.num_cached_tokens
+            prompt = self.prompts[index // self.n]
+            if prompt.num_cached_tokens is None:
+                prompt.num_cached_tokens = event.num_cached_tokens
         return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
 
     async def _report_prompts(self, numbers: set[int]) -> None:
@@ -337,7 +360,7 @@ class Generation:
 
     def _new_deltas(self, events: Sequence[tuple[int, SequenceEvent]]) -> Iterator[Delta]:
         now = self.timing.clock()
-        for index, event in events:
+        for index, event in _one_by_one(events) if self.one_by_one else events:
             sequence = self.sequences[index]
             if sequence.finished:
                 continue
@@ -383,5 +406,14 @@ class Generation:
         return Usage(
             sum(sequence.num_prompt_tokens for sequence in self.sequences),
             sum(sequence.num_tokens for sequence in self.sequences),
-            sum(sequence.num_cached_tokens for sequence in self.sequences),
+            sum(prompt.num_cached_tokens or 0 for prompt in self.prompts),
         )
+
+
+def _one_by_one(events: Iterable[tuple[int, SequenceEvent]]) -> Iterator[tuple[int, SequenceEvent]]:
+    """Yields the events with one token each; the last of an event has its end."""
+    for index, event in events:
+        token_ids, logprobs = event.token_ids, event.logprobs
+        for position, token_id in enumerate(token_ids[:-1]):
+            yield index, SequenceEvent((token_id,), logprobs=logprobs[position : position + 1])
+        yield index, event._replace(token_ids=token_ids[-1:], logprobs=logprobs[-1:])

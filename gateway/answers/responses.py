@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.answers.generation import Delta, Generation
 from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.resumable import ChunkNumbers
 from gateway.http.errors import ClientGone, error_body, internal
 from gateway.http.middleware import note
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
@@ -23,6 +24,7 @@ from protos.errors import TriptychError
 from protos.logs import get_logger
 
 DONE: Final = b"data: [DONE]\n\n"
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 
 
 def error_event(error: TriptychError) -> bytes:
@@ -37,6 +39,8 @@ class Chunks(ABC):
     """
 
     object: str
+    answer_id: str
+    """The answer's id."""
     _before_text: bytes
     _after_text: bytes
 
@@ -53,6 +57,7 @@ class Chunks(ABC):
                 OpenAI's do.
             reporter: writes log-probabilities, if they were asked for.
         """
+        self.answer_id = answer_id
         fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
         self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
@@ -160,7 +165,7 @@ class CompletionChunks(Chunks):
 T = TypeVar("T")
 
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"content-type", EVENT_STREAM.encode()),
     (b"cache-control", b"no-cache"),
     # Proxies (nginx) otherwise buffer the stream.
     (b"x-accel-buffering", b"no"),
@@ -258,6 +263,7 @@ class EventStream(Response):
         *,
         include_usage: bool,
         continuous_usage: bool,
+        numbers: ChunkNumbers | None = None,
     ) -> None:
         """Prepares the stream.
 
@@ -267,6 +273,7 @@ class EventStream(Response):
             write: encodes each delta.
             include_usage: end with a usage chunk.
             continuous_usage: put the usage so far into every chunk.
+            numbers: puts ids on the chunks of a resumable stream.
         """
         super().__init__(status_code=200)
         self._generation = generation
@@ -274,6 +281,7 @@ class EventStream(Response):
         self._write = write
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
+        self._numbers = numbers
         self._opened = [False] * len(generation.sequences)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -289,6 +297,7 @@ class EventStream(Response):
                             await send({"type": "http.response.body", "body": body, "more_body": True})
                         deltas = await generation.deltas()
                     last = self._chunks.usage(generation.usage.body()) if self._include_usage else b""
+                    last = self._numbers.last(last) if self._numbers else last
                 except ClientGone:
                     note(scope, client_gone=True)
                     return
@@ -308,10 +317,11 @@ class EventStream(Response):
     def _encoded(self, deltas: list[Delta]) -> bytes:
         out = []
         for delta in deltas:
-            if not self._opened[delta.sequence]:
-                self._opened[delta.sequence] = True
-                out.append(self._chunks.opening(delta.sequence))
-            out.append(self._write(delta))
+            choice, chunks = delta.sequence, self._write(delta)
+            if not self._opened[choice]:
+                self._opened[choice] = True
+                chunks = self._chunks.opening(choice) + chunks
+            out.append(self._numbers.number(choice, chunks) if self._numbers else chunks)
         return b"".join(out)
 
 

@@ -8,8 +8,10 @@ from starlette.responses import Response
 
 from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
-from gateway.answers.responses import Chunks, EventStream, collect
+from gateway.answers.responses import DONE, EVENT_STREAM, Chunks, EventStream, collect
+from gateway.answers.resumable import ChunkNumbers
 from gateway.http.middleware import note, tenant_of
+from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of
 from gateway.routes.request_builder import bad_word_tokens, generate_requests
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
@@ -80,9 +82,11 @@ async def respond(
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)
-    answer_id = form.id_prefix + context.new_id()
-    generation = await _begin(request, form, body, served, prompts, echoes)
-    created, model = int(context.wall_clock()), served.model.served_name
+    beginning = await begin_answer(request, body, form.id_prefix, len(prompts))
+    if beginning.is_over:
+        return Response(DONE, media_type=EVENT_STREAM)
+    generation = await _begin(request, form, body, served, prompts, echoes, beginning)
+    answer_id, created, model = beginning.answer_id, beginning.created, served.model.served_name
     reporter = Reporter(
         served.text.detokenizers.token_bytes,
         as_ids=body.return_tokens_as_token_ids,
@@ -98,6 +102,7 @@ async def respond(
             write,
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
+            numbers=ChunkNumbers(answer_id, beginning.seen) if body.resumable else None,
         )
     ends = await collect(generation, request.scope, request.receive)
 
@@ -117,6 +122,7 @@ async def _begin(
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
     echoes: Sequence[str] | None,
+    beginning: AnswerBeginning,
 ) -> Generation:
     """Submits ``prompts`` to the scheduler."""
     context = context_of(request)
@@ -135,7 +141,7 @@ async def _begin(
         constraint=form.constraint,
     )
     return Generation.begin(
-        context.client.submit(requests),
+        submit(context.client, requests, beginning),
         body,
         served,
         context.text_worker,

@@ -33,10 +33,13 @@ from scheduler_svc.convert.inference import (
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
+from scheduler_svc.convert.replay import log_to_protos
+from scheduler_svc.dispatch.event_log import EventLogs
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.request import Event
+from scheduler_svc.requests.request import Event, Sink
 from scheduler_svc.requests.sampling import FinishReason
+from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import EngineProtocol
 from scheduler_svc.workers.model_files import ServedFiles
@@ -65,11 +68,15 @@ def unserved(feature: str) -> Any:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The service that clients call."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, settings: Settings) -> None:
         """Serves `deployment`."""
         self._deployment = deployment
         self._pins = PinService(deployment)
         self._metrics = SchedulerMetrics(deployment)
+        self.logs = EventLogs(
+            lambda: deployment.engine, ttl_s=settings.event_log_ttl_s, max_tokens=settings.event_log_tokens
+        )
+        """The events of resumable streams."""
         self._draining = False
         # The buffers of open Connect streams.
         self._streams: set[EventBuffer] = set()
@@ -91,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Runs one request. The end of the call aborts it."""
         buffer = EventBuffer()
         try:
-            submission = self._submit(request, buffer)
+            submission = self._submit(request, buffer, self.logs.sink(buffer))
         except TriptychError as error:
             await abort(context, error)
         left = len(submission.sequences)
@@ -147,7 +154,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
     ) -> None:
         """Submits and aborts requests as a stream asks. The error of one request becomes its event."""
-        first = True
+        first, logged = True, self.logs.sink(buffer)
         async for message in messages:
             if first and message.schema_revision != SCHEMA_REVISION:
                 raise SchemaMismatch(
@@ -159,11 +166,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        mine.add(self._submit(message.generate, buffer).request_id)
+                        mine.add(self._submit(message.generate, buffer, logged).request_id)
                     except TriptychError as error:
                         buffer.push(Event(message.generate.request_id, error=error))
                 case "abort":
                     self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
+
+    async def Replay(
+        self, request: inference_pb2.ReplayRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.ReplayResponse]:
+        """Ends the run of a logged request and returns its events so far."""
+        try:
+            check_fields(request)
+            log = self.logs.take(request.log_id, request.digest)
+        except TriptychError as error:
+            await abort(context, error)
+        for message in list(log_to_protos(log)):
+            yield message
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs one request of a pooling model. The end of the call aborts it."""
@@ -199,11 +218,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 param="model",
             )
 
-    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> Submission:
+    def _submit(
+        self, request: inference_pb2.GenerateRequest, buffer: EventBuffer, logged: Sink
+    ) -> Submission:
         self._check_model(request.model)
         submission = submission_from_proto(request)
         with bind_request(submission.request_id):
-            self._engine.submit(submission, buffer)
+            self.logs.submit(submission, buffer, logged)
             self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
         return submission
 

@@ -4,12 +4,12 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 
-from protos.errors import NotFound
+from protos.errors import InvalidArgument, NotFound
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import check_generate, check_pool
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.pooling.engine import PoolSubmission
-from scheduler_svc.requests.admission import Resumed, Submission
+from scheduler_svc.requests.admission import EventLogSpec, Resumed, Submission
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 
@@ -45,7 +45,14 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
+        log=_log_spec(request.log) if request.HasField("log") else None,
     )
+
+
+def _log_spec(log: inference_pb2.EventLog) -> EventLogSpec:
+    if not log.log_id:
+        raise InvalidArgument("log.log_id is empty; send an unguessable id, or no log", param="log.log_id")
+    return EventLogSpec(log.log_id, log.digest, log.created_unix_s)
 
 
 def pool_submission_from_proto(request: inference_pb2.PoolRequest) -> PoolSubmission:

@@ -33,6 +33,18 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class EventLogSpec:
+    """Where the events of a request are kept, for another client that continues it."""
+
+    log_id: str
+    """Unguessable."""
+    digest: str
+    """Of what the request answers; a reader must know it."""
+    created_unix_s: int
+    """When the answer began, for its readers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Submission:
     """A client's request, validated as far as that is possible without knowing the model."""
 
@@ -50,6 +62,8 @@ class Submission:
     cache_salt: str = ""
     age_s: float | None = None
     """Seconds since an earlier scheduler accepted the request; None if none has."""
+    log: EventLogSpec | None = None
+    """Where to keep the events; None: nowhere."""
 
     @property
     def was_accepted(self) -> bool:

@@ -1,7 +1,7 @@
 """A worker on a simulated device that speaks the Worker service over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from protos.errors import Internal, TriptychError, abort
@@ -40,6 +40,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
     window: int = 0
     source: str = "simulated"
+    vocab_size: int = 97
+    """Ids that a prompt may have; the device makes tokens below 97."""
+    max_model_len: int = 64
+    files: Mapping[str, bytes] = field(default_factory=lambda: FILES)
+    """The tokenizer files."""
     default_chunk: int = 4
     default_block_size: int = 4
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,7 +72,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(
             schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
-            model=common_pb2.ModelInfo(source=self.source, architecture="Hash", vocab_size=97, max_model_len=64,
+            model=common_pb2.ModelInfo(source=self.source, architecture="Hash", vocab_size=self.vocab_size, max_model_len=self.max_model_len,
                                        eos_token_ids=[EOS], dtype="float32"),
             kv_groups=[self.group],
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
@@ -94,7 +99,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def GetModelFiles(
         self, request: worker_pb2.GetModelFilesRequest, context: Context
     ) -> AsyncIterator[common_pb2.FileChunk]:
-        for name, data in FILES.items():
+        for name, data in self.files.items():
             half = len(data) // 2
             yield common_pb2.FileChunk(name=name, data=data[:half])
             yield common_pb2.FileChunk(name=name, data=data[half:], last=True)

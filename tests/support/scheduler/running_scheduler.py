@@ -59,7 +59,7 @@ async def run_scheduler(
     deployment = Deployment(settings, engine)
     serving: asyncio.Queue[bool] = asyncio.Queue()
     deployment.on_serving(serving.put_nowait)
-    servicer = InferenceServicer(deployment)
+    servicer = InferenceServicer(deployment, settings)
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,
