@@ -36,6 +36,8 @@ _LIMITS: Final = (
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # The timeout above is not heeded on its own: a peer that was frozen was noticed after 70 s.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
