@@ -11,9 +11,10 @@ from typing import Final
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
-from protos.errors import Aborted, Overloaded, TriptychError, Unavailable, from_proto
+from protos.errors import Aborted, InvalidArgument, Overloaded, TriptychError, Unavailable, from_proto
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from protos.wire import MAX_MESSAGE_BYTES
 
 
 class Outbox:
@@ -54,6 +55,9 @@ class Outbox:
 
 # Pause before a refused request (no replica yet) is sent again, unless the scheduler says how long.
 _RESUBMIT_PAUSE_S: Final = 0.5
+
+# A longer request fits no message of the stream, with what else the message holds.
+_MAX_REQUEST_BYTES: Final = MAX_MESSAGE_BYTES - 1024
 
 # A scheduler refuses at once. A parked request that was sent this long ago waits in the scheduler's queue.
 _ACCEPTED_AFTER_S: Final = 1.0
@@ -139,6 +143,15 @@ class RequestTable:
 
     def _send(self, pending: PendingRequest) -> None:
         self._pending[pending.wire_id] = pending
+        if pending.request.ByteSize() > _MAX_REQUEST_BYTES:
+            # The transport would refuse the message, and break the stream of all requests.
+            pending.group.fail(
+                InvalidArgument(
+                    "the request, with the tokens generated so far, exceeds what one message holds; "
+                    "send a shorter prompt or a smaller n"
+                )
+            )
+            return
         self._outbox.put(inference.ConnectRequest(generate=pending.request))
 
     def deliver(self, response: inference.ConnectResponse) -> None:

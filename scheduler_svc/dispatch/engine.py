@@ -9,13 +9,14 @@ import itertools
 from collections.abc import Callable, Collection
 
 from protos.errors import (
-    ContextExceeded,
+    Internal,
     InvalidArgument,
     Overloaded,
     TriptychError,
     Unavailable,
     Unsupported,
 )
+from protos.logs import get_logger
 from scheduler_svc.dispatch.grammar_queue import GrammarQueue
 from scheduler_svc.dispatch.load import GroupMemory, Load, ReplicaLoad, ReplicaMemory
 from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
@@ -75,6 +76,7 @@ class Engine:
         self.model: ModelLimits | None = None
         """Set once a replica has been ready."""
         self._suspended = False
+        self._log = get_logger()
 
     # ---- load ----
 
@@ -246,7 +248,15 @@ class Engine:
         while self.waiting and (head := self.waiting.peek(self._clock())) is not None:
             if self._blocked is head:
                 return
-            if self._placer.settle(head):
+            try:
+                settled = self._placer.settle(head)
+            except Exception as error:  # noqa: BLE001 - any bug
+                # It must cost this request alone. Otherwise every replica would meet it in turn and be lost.
+                self._log.exception("placing_failed", request=head.request_id)
+                message = f"placing the request failed: {type(error).__name__}: {error}"
+                self._fail(head, error if isinstance(error, TriptychError) else Internal(message))
+                continue
+            if settled:
                 self.waiting.remove(head)
                 self.waiting.bring_back(self._placer.group_of(head))
             elif self._placer.skip(head):
@@ -348,20 +358,27 @@ class Engine:
         return tuple(failed)
 
     def _replicas_changed(self) -> None:
-        """Recomputes the limits, retries skipped requests and fails requests that fit no replica."""
+        """Recomputes the limits and retries skipped requests."""
         self.released()
         self.waiting.bring_all_back()
         if not self.replicas:
             return
         self._capacity.measure((replica.scheduler for replica in self.replicas.values()), self.model)
+
+    def fail_oversized(self) -> int:
+        """Fails waiting requests that fit no replica: a larger one was lost and has not come back.
+
+        Returns how many failed.
+        """
         room = self._capacity.max_request_tokens
-        for request in [*self.waiting, *self.grammars]:
-            needed = request.num_prompt_tokens + request.sampling.max_tokens
-            if needed > room:
-                message = (
-                    f"the request needs {needed} tokens of KV memory and the remaining workers hold {room}"
-                )
-                self._fail(request, ContextExceeded(message))
+        oversized = [request for request in [*self.waiting, *self.grammars] if request.end > room]
+        for request in oversized if self.replicas else ():
+            message = (
+                f"the request needs {request.end} tokens of KV memory and the remaining workers hold {room}; "
+                "send it again when more workers are back"
+            )
+            self._fail(request, Unavailable(message, retry_after_ms=5000))
+        return len(oversized) if self.replicas else 0
 
     # ---- grammars ----
 

@@ -267,6 +267,10 @@ class PoolEngine:
             self._end(request, Event(request.request_id, error=error))
         return len(requests)
 
+    def fail_oversized(self) -> int:
+        """Does nothing: all replicas have the same shapes."""
+        return 0
+
     async def drained(self, timeout_s: float) -> bool:
         """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
         return await self._live.drained(timeout_s)

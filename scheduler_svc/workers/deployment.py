@@ -50,6 +50,8 @@ class Deployment:
         self._settings = settings
         self._log = get_logger()
         self._give_up: asyncio.TimerHandle | None = None
+        # Runs after the last loss: until then, requests wait for a worker that is large enough.
+        self._oversized: asyncio.TimerHandle | None = None
         path = histogram_path(settings.state_dir) if settings.state_dir else None
         self.histogram = BatchHistogram(path, settings.batchsize_log_interval_s, clock, self._log)
         """Decode batch sizes of all replicas."""
@@ -139,9 +141,12 @@ class Deployment:
             self.losses.note(replica_id, loss, detached)
             asyncio.get_running_loop().call_later(_COLLECT_DELAY_S, _freeze_garbage)
             self._announce_serving()
+        wait_s, call_later = self._settings.replica_wait_s, asyncio.get_running_loop().call_later
         if not self._has_replicas and self._give_up is None:
-            wait_s = self._settings.replica_wait_s
-            self._give_up = asyncio.get_running_loop().call_later(wait_s, self._suspend)
+            self._give_up = call_later(wait_s, self._suspend)
+        if self._oversized is not None:
+            self._oversized.cancel()
+        self._oversized = call_later(wait_s, self._fail_oversized)
 
     def _factory_for(self, description: WorkerDescription) -> ReplicaFactory:
         return self._pooling if description.model.pool_tasks else self._generating
@@ -188,6 +193,13 @@ class Deployment:
     def _announce_serving(self) -> None:
         for listener in self._serving_listeners:
             listener(self._has_replicas)
+
+    def _fail_oversized(self) -> None:
+        self._oversized = None
+        if failed := self.engine.fail_oversized():
+            self._log.error(
+                "waiting_requests_failed", count=failed, reason="too large for the remaining workers"
+            )
 
     def _suspend(self) -> None:
         """Gives up waiting for a worker: requests fail at once until one is back."""

@@ -100,6 +100,9 @@ class EngineProtocol(Protocol):
         Returns how many ended.
         """
 
+    def fail_oversized(self) -> int:
+        """Fails waiting requests that are too large for every replica; returns how many."""
+
     async def drained(self, timeout_s: float) -> bool:
         """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
 

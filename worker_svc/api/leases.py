@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
-from protos.errors import Internal, TriptychError
+from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.logs import get_logger
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Decode, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
+from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc.execution.worker import Worker
 
 
@@ -74,6 +75,8 @@ def run_plan(
             work = plan.work
             result = StepResult(plan.step, outputs=outputs, lease_index=index, execute_us=elapsed_us(started))
             reply = result_to_proto(plan, result)
+            if reply.outputs:
+                check_size(reply)
             following: StepPlan | None = None
             # Only the compact form has tokens at the top level: one per slot, and nothing else to tell.
             if (
@@ -99,6 +102,20 @@ def run_plan(
             execute_us=elapsed_us(started),
         )
         emit(result_to_proto(StepPlan(message.step), failure))
+
+
+def check_size(reply: worker_pb2.StepResult) -> None:
+    """Checks that a result can be sent; one that cannot would end the stream, and with it the worker.
+
+    Raises:
+        InvalidArgument: the step's requests ask for too much at once.
+    """
+    size = reply.ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidArgument(
+            f"the step's results have {size >> 20} MiB and a message holds {MAX_MESSAGE_BYTES >> 20};"
+            " ask for fewer log-probabilities"
+        )
 
 
 def as_triptych_error(error: Exception, context: str) -> TriptychError:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from protos.logs import get_logger
+from protos.triptych.v1 import common_pb2
 from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ _LONGEST_INTERVAL_S = 1.0
 _GIVEN_UP_S = 3.0
 # A log that nobody reads, such as a full pipe, must not keep a hung process alive.
 _REPORT_S = 2.0
+
+
+# Codes of errors that say that a request is at fault.
+_OF_A_REQUEST = (
+    common_pb2.ERROR_CODE_INVALID_ARGUMENT,
+    common_pb2.ERROR_CODE_UNSUPPORTED,
+    common_pb2.ERROR_CODE_CONTEXT_EXCEEDED,
+)
 
 
 class WorkerFailed(Exception):  # noqa: N818 - a state, not an error
@@ -49,6 +58,8 @@ class FailedSteps:
 
     def note(self, plan: "worker_pb2.StepPlan", result: "worker_pb2.StepResult") -> None:
         """Counts a step's result. Call it on one thread."""
+        if result.error.code in _OF_A_REQUEST:
+            return  # the device is not at fault
         if result.HasField("error"):
             self._count += 1
             if self._limit and self._count >= self._limit:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.scheduler_link import request_table
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
-from protos.errors import Unavailable
+from protos.errors import InvalidArgument, Unavailable
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -30,6 +31,26 @@ async def test_a_refusal_before_the_write_returns_is_not_taken_for_silence() -> 
     group.fail(Unavailable("the test ends"))
     table.abort(pending)
     assert pending not in parking
+
+
+async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer has grown so long that it cannot be sent again; the other requests of the stream can."""
+    monkeypatch.setattr(request_table, "_MAX_REQUEST_BYTES", 300)
+    outbox = Outbox()
+    table = RequestTable(outbox, Parking(4, 30.0), 60.0)
+    long, short = (
+        table.submit([inference.GenerateRequest(request_id=name, prompt_token_ids=[5])]) for name in "ab"
+    )
+    event = inference.GenerateEvent(request_id="a", token_ids=[70_000] * 200)
+    table.deliver(inference.ConnectResponse(events=[event]))
+    outbox.open()
+    table.resubmit_all()
+    await long.take()
+    with pytest.raises(InvalidArgument, match="exceeds what one message holds"):
+        await long.take()
+    assert (await outbox.take()).HasField("abort")
+    assert (await outbox.take()).generate.request_id.startswith("b")
+    short.abort()
 
 
 async def test_columns_reach_their_sequences() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from protos.errors import (
     ContextExceeded,
+    Internal,
     InvalidArgument,
     Overloaded,
     TriptychError,
@@ -13,18 +14,22 @@ from protos.errors import (
     Unsupported,
 )
 from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import Placer
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
     EOS,
     ListSink,
+    expected_tokens,
     make_geometry,
     make_rig,
     make_sampling,
     make_submission,
 )
+from tests.support.scheduler.second_replica import add_replica, run
 
 
 @pytest.mark.parametrize(
@@ -127,18 +132,54 @@ async def test_drained_waits_for_the_last_request() -> None:
     assert await rig.engine.drained(0)
 
 
-def test_a_request_that_fits_no_remaining_replica_fails() -> None:
-    """After the large replica is lost, its request fails and does not block the smaller one."""
+def test_a_request_that_fits_no_remaining_replica_waits_for_a_large_one() -> None:
+    """After the large replica is lost, its request does not block the smaller one."""
+    rig = make_rig(num_blocks=17)
+    large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
+    small = rig.submit(make_submission(request_id="small"))
+    for _ in range(14):
+        rig.step()
+    assert large.tokens
+    rig.replace_replica(num_blocks=9, loss=Loss.LEFT)
+    rig.run()
+    assert small.events[-1].finish_reason is FinishReason.LENGTH
+    second = add_replica(rig, num_blocks=17)
+    run(rig, second)
+    assert large.tokens == expected_tokens([5] * 50, 10)
+
+
+def test_a_request_that_fits_no_remaining_replica_fails_after_a_while() -> None:
+    """The error is retryable, and the smaller replica's requests run meanwhile."""
     rig = make_rig(num_blocks=17)
     large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
     small = rig.submit(make_submission(request_id="small"))
     rig.step()
     rig.replace_replica(num_blocks=9)
     rig.run()
+    assert rig.engine.fail_oversized() == 1
     error = large.events[-1].error
-    assert isinstance(error, ContextExceeded)
+    assert isinstance(error, Unavailable)
     assert "needs 60 tokens of KV memory and the remaining workers hold 32" in error.message
     assert small.events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_request_that_cannot_be_placed_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in placing one request costs neither its replicas nor the requests behind it."""
+    rig = make_rig()
+    places = Placer.settle
+
+    def fails_for_one(placer: Placer, request: Request) -> bool:
+        if request.request_id == "bad":
+            raise KeyError("a bug")
+        return places(placer, request)
+
+    monkeypatch.setattr(Placer, "settle", fails_for_one)
+    bad = rig.submit(make_submission(request_id="bad"))
+    good = rig.submit(make_submission(request_id="good"))
+    rig.run()
+    assert isinstance(bad.events[-1].error, Internal)
+    assert good.tokens == expected_tokens([5, 6, 7], 8)
+    assert rig.engine.find("bad") is None
 
 
 def test_new_requests_are_measured_against_the_largest_replica() -> None:

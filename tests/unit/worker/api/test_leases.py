@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from protos.errors import Internal
 from protos.steps import Decode, SlotOutput, StepPlan
-from protos.triptych.v1 import worker_pb2
+from protos.triptych.v1 import common_pb2, worker_pb2
+from worker_svc.api import leases
 from worker_svc.api.leases import PlanStream, run_plan
 from worker_svc.execution.worker import Worker
 
@@ -88,6 +90,24 @@ def test_a_failed_step_ends_its_plan(error: Exception, message: str) -> None:
     assert (first.last, list(first.token_ids)) == (False, [7, 9])
     assert (failed.step, failed.lease_index, failed.last) == (3, 1, True)
     assert failed.error.message == message
+
+
+def test_a_result_that_no_message_holds_is_the_error_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream goes on, and the scheduler learns that the request asks for too much."""
+    monkeypatch.setattr(leases, "MAX_MESSAGE_BYTES", 1000)
+    results: list[worker_pb2.StepResult] = []
+    entries = [common_pb2.TokenLogprobs(logprob=-1.0, rank=1)] * 200
+    worker = Mock(execute=lambda _plan: [SlotOutput(1, (5,), prompt_logprobs=entries)])
+    run_plan(
+        worker,
+        worker_pb2.StepPlan(step=3, prefill=worker_pb2.Prefill(slot=1, num_tokens=4, sample=True)),
+        is_superseded=lambda: False,
+        emit=results.append,
+        on_progress=lambda: None,
+    )
+    (failed,) = results
+    assert failed.error.code == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+    assert "ask for fewer log-probabilities" in failed.error.message
 
 
 async def test_a_stream_reads_ahead() -> None:
