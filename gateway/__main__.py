@@ -63,15 +63,15 @@ class HttpServer(uvicorn.Server):
         timer.cancel()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket.
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """Returns a listening socket; with ``reuse_port`` one of several on the same port.
 
     Raises:
         ConfigurationRefused: if the address is not available; one line with the reason.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=2048, reuse_port=reuse_port)
     except OSError as error:
         raise ConfigurationRefused(
             f"cannot listen on {host}:{port}: {_reason(error)}; choose another --host or --port"
@@ -116,7 +116,10 @@ def allow_files(count: int) -> None:
 
 def serve(settings: Settings) -> None:
     """Runs the gateway until a signal ends it."""
-    listener = listen(settings.host, settings.port)
+    listeners = [listen(settings.host, settings.port, reuse_port=settings.reuse_port)]
+    if settings.metrics_port is not None:
+        listeners.append(listen(settings.host, settings.metrics_port))
+    ports = [listener.getsockname()[1] for listener in listeners]
     client = InferenceClient(
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
@@ -126,9 +129,13 @@ def serve(settings: Settings) -> None:
     config = http_config(settings, create_app(settings, client))
     allow_files(settings.max_connections + _OTHER_FILES)
     logs.get_logger().info(
-        "listening", host=settings.host, port=listener.getsockname()[1], scheduler=settings.scheduler_address
+        "listening",
+        host=settings.host,
+        port=ports[0],
+        metrics_port=ports[1] if len(ports) > 1 else None,
+        scheduler=settings.scheduler_address,
     )
-    HttpServer(config, client, settings.drain_timeout_s).run(sockets=[listener])
+    HttpServer(config, client, settings.drain_timeout_s).run(sockets=listeners)
     logs.get_logger().info("stopped")
 
 

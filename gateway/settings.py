@@ -33,7 +33,7 @@ class Settings(ServiceSettings):
             "max_parked_requests",
             "max_connections",
         ),
-        Group.ADDRESSES: ("host", "port", "scheduler_address"),
+        Group.ADDRESSES: ("host", "port", "reuse_port", "metrics_port", "scheduler_address"),
         Group.TIMEOUTS: (
             "resume_timeout_s",
             "park_timeout_s",
@@ -49,6 +49,22 @@ class Settings(ServiceSettings):
     port: Annotated[
         int, Field(ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")
     ] = 8000
+    reuse_port: Annotated[
+        bool,
+        Field(
+            description="Let other gateways of this machine listen on the same port. Linux spreads connections"
+            " over all of them."
+        ),
+    ] = False
+    metrics_port: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=65535,
+            description="A second HTTP port, which only this process has: for /metrics and /health of one of"
+            " several gateways that share a port. `triptych up` adds the gateway's number.",
+        ),
+    ] = None
     scheduler_address: Annotated[
         str, Field(description="Address of the scheduler, host:port or unix:PATH.")
     ] = "127.0.0.1:50051"

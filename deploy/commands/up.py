@@ -5,13 +5,11 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.launcher.ports import free_ports
 from deploy.launcher.process import ChildSpec
 from deploy.launcher.run_dir import claim, socket_folder
 from deploy.launcher.settings import LaunchSettings
@@ -85,12 +84,12 @@ class Launcher:
             LaunchError: A requested address is not free.
         """
         self._settings = settings
-        with free_ports(settings) as (self._port, scheduler_port, *worker_ports):
-            self._scheduler_port = scheduler_port
+        with free_ports(settings) as ports:
+            self._port, self._scheduler_port = ports.http, ports.scheduler
+            self._metrics_ports = ports.metrics
             run_dir = settings.run_dir
             scheduler_socket = sockets / "scheduler.sock"
-            gateway = service_flags.gateway_flags(settings, self._port, scheduler_socket)
-            scheduler = service_flags.scheduler_flags(settings, scheduler_port, scheduler_socket)
+            scheduler = service_flags.scheduler_flags(settings, ports.scheduler, scheduler_socket)
             worker_sockets = [sockets / f"worker-{index}.sock" for index in range(settings.workers)]
             self._workers = [
                 ChildSpec(
@@ -103,12 +102,23 @@ class Launcher:
                     run_dir,
                     service_flags.worker_environment(settings, index),
                 )
-                for index, (port, path) in enumerate(zip(worker_ports, worker_sockets, strict=True))
+                for index, (port, path) in enumerate(zip(ports.workers, worker_sockets, strict=True))
             ]
             self._names = {unix_address(path): path.stem for path in worker_sockets}
             # The stopping order: each service outlives its clients.
             self._stages = (
-                (ChildSpec("gateway", (*_COMMAND, "gateway", *gateway), run_dir),),
+                [
+                    ChildSpec(
+                        name,
+                        (
+                            *_COMMAND,
+                            "gateway",
+                            *service_flags.gateway_flags(settings, ports.http, own_port, scheduler_socket),
+                        ),
+                        run_dir,
+                    )
+                    for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
+                ],
                 (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
                 self._workers,
             )
@@ -174,19 +184,22 @@ class Launcher:
             say(f"  {self._names.get(target, worker or target)}: {text}")
 
     async def _print_address(self, started: float) -> None:
-        host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
-        base = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
-        model = None
-        while model is None:
-            await asyncio.sleep(_POLL_S)
-            model = await asyncio.to_thread(served_model, base)
+        base = self._url(self._port)
+        own = [self._url(port) for port in self._metrics_ports if port is not None]
+        model = (await asyncio.gather(*map(_wait_for_model, own or [base])))[0]
         self._supervisor.mark_served()
         path, body = first_request(model)
+        metrics = "".join(f"Metrics of a gateway: {gateway}/metrics\n" for gateway in own)
         say(
             f"\nServing {model['id']} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {base}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
-            f"gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
+            f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
         )
+
+    def _url(self, port: int) -> str:
+        """Returns the URL of a gateway's port for clients of this machine."""
+        host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -199,30 +212,11 @@ def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", body
 
 
-@contextlib.contextmanager
-def free_ports(settings: LaunchSettings) -> Iterator[list[int]]:
-    """Yields free ports for the gateway, the scheduler and each worker, and holds them until the block ends.
-
-    Raises:
-        LaunchError: A requested address is in use or does not belong to this machine.
-    """
-    with contextlib.ExitStack() as stack:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        wanted = [
-            (settings.host, settings.port, family, "--port or --host"),
-            ("127.0.0.1", settings.scheduler_port, socket.AF_INET, "--scheduler-port"),
-            *[("127.0.0.1", 0, socket.AF_INET, "")] * settings.workers,
-        ]
-        servers = []
-        for host, port, kind, flag in wanted:
-            try:
-                servers.append(stack.enter_context(socket.create_server((host, port), family=kind)))
-            except OSError as error:
-                reason = error.strerror or error
-                raise LaunchError(
-                    f"cannot listen on {host} port {port}: {reason}; choose another with {flag}", BAD_SETTING
-                ) from error
-        yield [server.getsockname()[1] for server in servers]
+def gateway_names(settings: LaunchSettings) -> list[str]:
+    """Returns the names of the gateways' logs and pid files."""
+    if settings.gateways == 1:
+        return ["gateway"]
+    return [f"gateway-{index}" for index in range(settings.gateways)]
 
 
 def served_model(base: str) -> dict[str, Any] | None:
@@ -237,6 +231,15 @@ def served_model(base: str) -> dict[str, Any] | None:
             return model
     except (OSError, urllib.error.HTTPError, ValueError, LookupError):
         return None
+
+
+async def _wait_for_model(base: str) -> dict[str, Any]:
+    """Returns the entry of /v1/models once the gateway at `base` serves a model."""
+    while True:
+        model = await asyncio.to_thread(served_model, base)
+        if model is not None:
+            return model
+        await asyncio.sleep(_POLL_S)
 
 
 def say(text: str) -> None:

@@ -1,6 +1,7 @@
 """The launcher behind `triptych up`: starts the services as child processes and keeps them running.
 
-`settings.py` derives its settings from the services'; `service_flags.py` turns them into command lines.
+`settings.py` derives its settings from the services'; `service_flags.py` turns them into command lines, and
+`ports.py` finds free ports.
 `supervisor.py` restarts children and stops them in order, `process.py` runs one child, and `parent.py` ends
 the children of a dead launcher. `run_dir.py` owns the folder with pid files and logs; `log_tail.py` reads the
 logs.

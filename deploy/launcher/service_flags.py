@@ -19,13 +19,17 @@ _GATEWAY_DRAIN_S = 5.0
 _SCHEDULER_DRAIN_S = 2.0
 
 
-def gateway_flags(settings: LaunchSettings, port: int, scheduler: Path) -> list[str]:
-    """Returns the gateway's flags; it alone listens where HTTP clients connect."""
+def gateway_flags(
+    settings: LaunchSettings, port: int, metrics_port: int | None, scheduler: Path
+) -> list[str]:
+    """Returns the flags of one gateway. Only gateways listen where HTTP clients connect."""
     return _flags(
         GatewaySettings,
         settings,
         host=settings.host,
         port=port,
+        metrics_port=metrics_port,
+        reuse_port=settings.gateways > 1 or None,
         scheduler_address=unix_address(scheduler),
         drain_timeout_s=_GATEWAY_DRAIN_S,
     )

@@ -25,10 +25,11 @@ class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.ADDRESSES: ("scheduler_port",),
-        Group.LAUNCHER: ("workers", "run_dir", "max_log_mb"),
+        Group.LAUNCHER: ("workers", "gateways", "run_dir", "max_log_mb"),
     }
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler_address": "the launcher knows where its scheduler listens",
+        "reuse_port": "the launcher knows how many gateways share the port",
         "socket": "the launcher chooses a path for each service",
         "advertise_host": "all services run on this machine",
         "drain_timeout_s": "a drain must end before the launcher kills the gateway",
@@ -42,6 +43,10 @@ class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
     """Port for direct gRPC clients; 0 takes a free one."""
     workers: int = Field(1, ge=1, le=64)
     """Number of replicas; each is one worker."""
+    gateways: int = Field(1, ge=1, le=64)
+    """Number of gateway processes that share the HTTP port. One fills a core with the streams of about 128
+    requests. Each has a port of its own for `/metrics` and `/health`: `--metrics-port` and the ports after
+    it, or free ones, which the launcher prints."""
     run_dir: Path = Path("run")
     """Folder for pid files and logs."""
     max_log_mb: int = Field(64, ge=1, le=65536)

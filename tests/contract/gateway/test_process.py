@@ -39,6 +39,8 @@ class Process:
 
     process: subprocess.Popen[str]
     base_url: str
+    own_url: str
+    """The URL of the port that no other gateway shares, if it has one."""
 
     def log(self) -> list[dict[str, object]]:
         """Returns all log lines of a gateway that has ended."""
@@ -48,14 +50,15 @@ class Process:
 
 @contextlib.contextmanager
 def started(*flags: str) -> Iterator[Process]:
-    """Starts a gateway on a free port and waits until it listens."""
+    """Starts a gateway, on a free port unless the flags name one, and waits until it listens."""
     command = [sys.executable, "-c", REPORTING, "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             line = json.loads(process.stderr.readline())
             assert line["event"] == "listening"
-            yield Process(process, f"http://127.0.0.1:{line['port']}")
+            base_url, own_url = (f"http://127.0.0.1:{line[name]}" for name in ("port", "metrics_port"))
+            yield Process(process, base_url, own_url)
         finally:
             process.kill()
 
@@ -195,3 +198,54 @@ def test_a_taken_port_is_one_line() -> None:
     assert done.stderr == (
         f"triptych gateway: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --host or --port\n"
     )
+
+
+async def test_gateways_share_a_port(scheduler: tuple[FakeScheduler, int]) -> None:
+    """Connections reach both. While one is gone, the other takes all; its successor gets its share again."""
+    shared = ("--port", str(free_port()), "--reuse-port", "--scheduler-address", f"127.0.0.1:{scheduler[1]}")
+    own = ("--metrics-port", "0")
+    with started(*shared, *own) as one, started(*shared, *own) as two:
+        assert one.base_url == two.base_url
+        for gateway in (one, two):
+            async with httpx.AsyncClient(base_url=gateway.own_url, timeout=20) as http:
+                await healthy(http)
+        assert sum([await connections_reach(gateway, one.base_url) for gateway in (one, two)]) == 2
+        two.process.kill()
+        await asyncio.to_thread(two.process.wait, 20)
+        for _ in range(20):
+            assert await answers(one.base_url)
+        with started(*shared, *own) as successor:
+            async with httpx.AsyncClient(base_url=successor.own_url, timeout=20) as http:
+                await healthy(http)
+            assert await connections_reach(successor, one.base_url)
+
+
+async def test_a_port_is_shared_only_on_request(scheduler: tuple[FakeScheduler, int]) -> None:
+    """A second gateway on the port is refused, unless both have the flag."""
+    with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
+        port = gateway.base_url.rpartition(":")[2]
+        command = [sys.executable, "-m", "gateway", "--port", port, "--reuse-port"]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "Address already in use" in done.stderr
+
+
+async def connections_reach(gateway: Process, shared_url: str) -> bool:
+    """Returns whether new connections to the shared port reach a gateway, by its count of requests."""
+    async with httpx.AsyncClient(base_url=gateway.own_url, timeout=20) as http:
+        before = num_completions((await http.get("/metrics")).text)
+        for _ in range(40):  # the chance that all miss one of two is 1e-12
+            assert await answers(shared_url)
+        return num_completions((await http.get("/metrics")).text) > before
+
+
+async def answers(url: str) -> bool:
+    """Returns whether a completion on a new connection succeeds."""
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        return (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
+
+
+def num_completions(metrics: str) -> float:
+    """Returns how many completions a gateway has answered."""
+    found = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in found)

@@ -105,6 +105,39 @@ def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_gateways_share_the_http_port(tmp_path: Path) -> None:
+    """Both serve; when one is killed, the other answers, and the launcher starts it again."""
+    with launcher(tmp_path, *QUICK, "--gateways", "2") as process:
+        address = next(
+            word for word in read_until(process, "Serving smollm2").split() if word.startswith("http")
+        )
+        own = [read_until(process, "Metrics of a gateway").split()[-1] for _ in range(2)]
+        before = pids(tmp_path)
+        assert set(before) == {"launcher", "gateway-0", "gateway-1", "scheduler", "worker-0"}
+        os.kill(before["gateway-1"], signal.SIGKILL)
+        read_until(process, "gateway-1 died (SIGKILL)")
+        assert "Paris" in ask(address)
+        read_until(process, "gateway-1 restarts")
+        wait_until_served(own)
+        assert pids(tmp_path)["gateway-1"] != before["gateway-1"]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+    wait_until_gone(before)
+
+
+def wait_until_served(urls: list[str]) -> None:
+    deadline = time.monotonic() + 30
+    for url in urls:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+                assert b"process_cpu_seconds_total" in answer.read()
+                break
+            assert time.monotonic() < deadline, f"{url} does not answer"
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     """The services of a killed launcher die with it."""
     with launcher(tmp_path, *QUICK) as process:

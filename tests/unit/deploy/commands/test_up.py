@@ -7,8 +7,6 @@ import pytest
 
 from deploy import cli
 from deploy.commands import up
-from deploy.launcher.settings import LaunchSettings
-from protos.settings import load
 
 
 @pytest.mark.parametrize(
@@ -48,12 +46,6 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureF
     assert f"port {port}" in error
     assert "--port" in error
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_ports_are_all_different() -> None:
-    """The gateway, the scheduler and every worker get a free port each."""
-    with up.free_ports(load(LaunchSettings, ["--port", "0", "--workers", "4"])) as ports:
-        assert len(set(ports)) == 6
 
 
 def test_the_example_request_fits_the_model() -> None:

@@ -16,7 +16,7 @@ SCHEDULER = Path("/run/s.sock")
 
 
 def gateway(*arguments: str) -> list[str]:
-    return service_flags.gateway_flags(load(LaunchSettings, list(arguments)), 8123, SCHEDULER)
+    return service_flags.gateway_flags(load(LaunchSettings, list(arguments)), 8123, None, SCHEDULER)
 
 
 def scheduler(*arguments: str) -> list[str]:
@@ -76,7 +76,7 @@ PASSED_ON = [
     pytest.param(service, flags, name, id=f"{service.__module__.partition('.')[0]}-{name}")
     for service, flags in SERVICES
     for name in service.model_fields
-    if name not in {"host", "port", *LaunchSettings.fixed}
+    if name not in {"host", "port", "metrics_port", *LaunchSettings.fixed}
 ]
 
 
