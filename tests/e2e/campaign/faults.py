@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.campaign import campaign, tiny_chat_model
+from tests.support.campaign import campaign
+from tests.support.campaign.processes import tiny_chat_model
 
 
 def main() -> int:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.campaign import campaign, faults, tiny_chat_model
+from tests.support.campaign import campaign, faults
+from tests.support.campaign.processes import tiny_chat_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -18,10 +18,10 @@ from protos.triptych.v1 import inference_pb2_grpc
 from protos.wire import open_channel
 from tests.support.campaign import faults
 from tests.support.campaign.faults import Fault, Scene
-from tests.support.campaign.leaks import leaks
 from tests.support.campaign.load import Load
+from tests.support.campaign.processes.inspection import leaks
+from tests.support.campaign.processes.stack import MODEL, Stack, running_stack
 from tests.support.campaign.questions import make_questions
-from tests.support.campaign.stack import MODEL, Stack, running_stack
 from tests.support.campaign.streams import Stream, ask_grpc, ask_http
 
 NUM_QUESTIONS: Final = 32

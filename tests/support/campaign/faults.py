@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from tests.support.campaign.faulty_worker import POISON, DeviceFault, DeviceOrder
 from tests.support.campaign.load import Load
-from tests.support.campaign.stack import Stack
+from tests.support.campaign.processes.faulty_worker import POISON, DeviceFault, DeviceOrder
+from tests.support.campaign.processes.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,16 @@ Inject: TypeAlias = Callable[[Scene, str], Awaitable[None]]
 
 async def kill(scene: Scene, service: str) -> None:
     """Kills a process with SIGKILL."""
-    await scene.stack.running(service)
+    pid = await scene.stack.running(service)
     scene.stack.signal(service, signal.SIGKILL)
+    await scene.stack.gone(service, pid)
 
 
 async def terminate(scene: Scene, service: str) -> None:
     """Asks a process to drain and to end."""
-    await scene.stack.running(service)
+    pid = await scene.stack.running(service)
     scene.stack.signal(service, signal.SIGTERM)
+    await scene.stack.gone(service, pid)
 
 
 async def freeze(scene: Scene, service: str) -> None:
@@ -67,7 +69,7 @@ async def freeze_for_good(scene: Scene, service: str) -> None:
     pid = scene.stack.signal(service, signal.SIGSTOP)
     await asyncio.sleep(scene.dice.uniform(1.0, 20.0))
     if scene.stack.pid(service) == pid:
-        scene.stack.signal(service, signal.SIGKILL)
+        await kill(scene, service)
 
 
 async def roll(scene: Scene, _target: str) -> None:
@@ -75,10 +77,7 @@ async def roll(scene: Scene, _target: str) -> None:
     services = list(scene.stack.services)
     scene.dice.shuffle(services)
     for service in services:
-        pid = await scene.stack.running(service)
         await terminate(scene, service)
-        while await scene.stack.running(service) == pid:
-            await asyncio.sleep(0.05)
         await scene.stack.serving()
 
 
@@ -130,8 +129,7 @@ def device(kind: DeviceFault) -> Inject:
             await asyncio.sleep(scene.dice.uniform(1.0, 6.0))
             file.unlink()
             return
-        while scene.stack.pid(worker) == pid:
-            await asyncio.sleep(0.05)
+        await scene.stack.gone(worker, pid)
 
     return inject
 

@@ -33,6 +33,8 @@ class Load:
         """The questions, and their answers without faults; filled by `learn`."""
         self.unsteady: list[str] = []
         """Questions that `learn` dropped: their answers differ without any fault."""
+        self.left = 0
+        """Requests whose clients went away."""
         self.poisoned = 0
         """Requests that failed and had to."""
         self._pause: Pause | None = None
@@ -62,12 +64,18 @@ class Load:
         return {stream.question: stream.answer for stream in streams}
 
     @asynccontextmanager
-    async def clients(self, width: int, dice: random.Random) -> AsyncIterator[None]:
-        """Keeps `width` requests running within the block, then lets them end."""
+    async def clients(self, width: int, dice: random.Random, *, leave: float = 0.0) -> AsyncIterator[None]:
+        """Keeps `width` requests running within the block, then lets them end.
+
+        Args:
+            width: requests at a time.
+            dice: chooses the questions.
+            leave: the share of clients that go away before their answer is complete.
+        """
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for _ in range(width):
-                group.create_task(self._client(dice, stop))
+                group.create_task(self._client(dice, stop, leave))
             try:
                 yield
             finally:
@@ -86,10 +94,30 @@ class Load:
             self._pause.watch(stream)
         return self._pause
 
-    async def _client(self, dice: random.Random, stop: asyncio.Event) -> None:
+    async def _client(self, dice: random.Random, stop: asyncio.Event, leave: float) -> None:
         questions = list(self.expected)
         while not stop.is_set():
-            await self.ask(dice.choice(questions))
+            question = dice.choice(questions)
+            if dice.random() < leave:
+                await self._ask_and_leave(question, dice.randrange(question.max_tokens))
+            else:
+                await self.ask(question)
+
+    async def _ask_and_leave(self, question: Question, after: int) -> None:
+        """Goes away after some tokens, or at the end of the answer if that comes first."""
+        enough = asyncio.Event()
+        stream = Stream(
+            question, next(self._numbers), lambda _: enough.set() if stream.tokens > after else None
+        )
+        asking = asyncio.create_task(stream.run(self._ask))
+        leaving = asyncio.create_task(enough.wait())
+        await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
+        asking.cancel()
+        leaving.cancel()
+        (failure, _) = await asyncio.gather(asking, leaving, return_exceptions=True)
+        if isinstance(failure, StreamError):
+            self._fail(stream, str(failure))
+        self.left += 1
 
     async def ask(self, question: Question) -> None:
         """Asks a question and judges the answer."""

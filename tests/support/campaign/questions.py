@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from protos.triptych.v1 import common_pb2, inference_pb2
-from tests.support.campaign.tiny_chat_model import END, PRINTABLE
+from tests.support.campaign.processes.tiny_chat_model import END, PRINTABLE
 
 Way: TypeAlias = Literal["http", "grpc"]
 Kind: TypeAlias = Literal["greedy", "seeded", "json", "choices"]
@@ -66,7 +66,7 @@ def make_questions(count: int, dice: random.Random) -> list[Question]:
     questions = []
     for index in range(count):
         kind = KINDS[index // 2 % len(KINDS)]
-        own = tuple(dice.choices(PRINTABLE, k=dice.choice((3, 40, 150, 400))))
+        own = tuple(dice.choices(PRINTABLE, k=dice.choice((3, 40, 150, 300))))
         sampling: dict[str, Any] = {"temperature": 0}
         if kind in {"seeded", "choices"} or (kind == "json" and dice.random() < 0.5):
             sampling = {"temperature": 0.9, "top_p": 0.95, "seed": dice.randrange(1 << 32)}

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.support.campaign.leaks import leaks
-from tests.support.campaign.link import Link
 from tests.support.campaign.load import Load
+from tests.support.campaign.processes.inspection import leaks
+from tests.support.campaign.processes.link import Link
 from tests.support.campaign.questions import Question
 from tests.support.campaign.streams import Stream
 

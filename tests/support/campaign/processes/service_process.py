@@ -1,4 +1,4 @@
-"""A service under test: ``python -m tests.support.campaign.service_process SERVICE FOLDER FLAGS``.
+"""A service under test: ``python -m tests.support.campaign.processes.service_process NAME FOLDER FLAGS``.
 
 It is the service's own command. On SIGUSR1 it writes what it holds to a file of FOLDER; a worker also obeys
 the file with its device's fault (see `faulty_worker`).
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from deploy.launcher.parent import die_with_launcher
-from tests.support.campaign import inspection
+from tests.support.campaign.processes import inspection
 
 MAIN_MODULES = {
     "gateway": "gateway.__main__",
@@ -21,14 +21,19 @@ MAIN_MODULES = {
 
 def main() -> int:
     """Runs the service; returns its exit code."""
-    die_with_launcher(os.environ)
     name, folder, *flags = sys.argv[1:]
-    service = name.partition("-")[0]
-    inspection.install(service, Path(folder) / f"{name}.json")
-    if service == "worker":
-        from tests.support.campaign import faulty_worker
+    return run(name, Path(folder), flags)
 
-        faulty_worker.install(Path(folder) / f"{name}.fault")
+
+def run(name: str, folder: Path, flags: list[str]) -> int:
+    """Runs the service in this process; returns its exit code."""
+    die_with_launcher(os.environ)
+    service = name.partition("-")[0]
+    inspection.install(service, folder / f"{name}.json")
+    if service == "worker":
+        from tests.support.campaign.processes import faulty_worker
+
+        faulty_worker.install(folder / f"{name}.fault")
     return int(importlib.import_module(MAIN_MODULES[service]).main(flags))
 
 

@@ -21,7 +21,8 @@ from deploy.launcher.process import ChildSpec
 from deploy.launcher.supervisor import RestartPolicy, Supervisor
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
-from tests.support.campaign.link import Link
+from tests.support.campaign.processes.link import Link
+from tests.support.campaign.processes.nursery import Nursery
 from tests.support.paths import ROOT
 
 MODEL: Final = "tiny"
@@ -79,6 +80,11 @@ class Stack:
         while (pid := self.pid(service)) is None:
             await asyncio.sleep(_POLL_S)
         return pid
+
+    async def gone(self, service: str, pid: int) -> None:
+        """Waits until a process of a service has ended."""
+        while self.pid(service) == pid:
+            await asyncio.sleep(_POLL_S)
 
     async def serving(self) -> None:
         """Waits until all workers are ready and the gateway is healthy."""
@@ -156,8 +162,7 @@ async def running_stack(
             )
             for worker, port in zip(workers, ports, strict=True)
         }  # fmt: skip
-        specs = {name: _spec(name, folder, service_flags) for name, service_flags in flags.items()}
-        stages = [[specs["gateway"]], [specs["scheduler"]], [specs[worker] for worker in workers]]
+        stages = [[_spec(name, folder, flags[name])] for name in ("gateway", "scheduler")]
         said = (folder / "supervisor.log").open("a")
         cleanup.callback(said.close)
         supervisor = Supervisor(
@@ -171,14 +176,16 @@ async def running_stack(
             f"{_LOOPBACK}:{links['client-scheduler'].port}", inference_pb2_grpc.InferenceStub(channel),
             f"http://{_LOOPBACK}:{gateway}", workers,
         )  # fmt: skip
-        supervising = asyncio.create_task(supervisor.run())
+        nursery = Nursery(folder, {worker: flags[worker] for worker in workers})
+        supervising = [asyncio.create_task(each) for each in (supervisor.run(), nursery.run())]
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await stack.serving()
             yield stack
         finally:
-            supervising.cancel()
-            await asyncio.gather(supervising, return_exceptions=True)
+            for task in supervising:
+                task.cancel()
+            await asyncio.gather(*supervising, return_exceptions=True)
 
 
 def _flags(**values: object) -> list[str]:
@@ -187,7 +194,7 @@ def _flags(**values: object) -> list[str]:
 
 def _spec(name: str, folder: Path, flags: list[str]) -> ChildSpec:
     command = (
-        sys.executable, "-m", "tests.support.campaign.service_process", name, str(folder), *flags,
+        sys.executable, "-m", "tests.support.campaign.processes.service_process", name, str(folder), *flags,
     )  # fmt: skip
     return ChildSpec(name, command, folder, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from protos.steps import Decode, Prefill, SlotOutput, StepPlan
-from tests.support.campaign.tiny_chat_model import SPECIAL
+from tests.support.campaign.processes.tiny_chat_model import SPECIAL
 from worker_svc import service
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
