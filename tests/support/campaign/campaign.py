@@ -118,11 +118,15 @@ async def run(
         await stack.idle()
         before = {service: await stack.inspect(service) for service in stack.services}
         scene = Scene(stack, load, dice)
+        told = 0
         async with load.clients(width, random.Random(seed)):
             for number, fault in enumerate(faults.plan(count, stack, dice), start=1):
                 await load.received(dice.randrange(50, 1500))
                 report.pauses.append((fault, await _apply(fault, scene)))
                 say(f"{number}/{count} {fault}: {report.pauses[-1][1]:.2f} s, {len(load.failures)} failures")
+                for failure in load.failures[told:]:
+                    say(f"  {failure}")
+                told = len(load.failures)
         await stack.serving()
         await stack.idle()
         after = {service: await stack.inspect(service) for service in stack.services}
