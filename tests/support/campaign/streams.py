@@ -1,7 +1,8 @@
 """Clients of a campaign: one question each, over HTTP or gRPC, until its answer is complete.
 
 A client does what a user's client does: when its connection breaks, it asks again. Over gRPC it says what it
-has received; over HTTP it asks from the start, and the new answer must begin with what it has.
+has received. Over HTTP it names the last chunk of a resumable stream. It asks for other streams from the
+start, and the new answer must begin with what it has.
 """
 
 import asyncio
@@ -62,6 +63,8 @@ class Stream:
         self.reads = asyncio.Event()
         """The client reads while this is set."""
         self.reads.set()
+        self.last_event_id = ""
+        """The id of the last chunk of a resumable stream."""
         self._place = [0] * question.n
         self._timeout: asyncio.Timeout | None = None
         self.began = self._latest = time.monotonic()
@@ -95,6 +98,7 @@ class Stream:
 
     def begin_again(self) -> None:
         """The next answer comes from the start."""
+        self.last_event_id = ""
         self._place = [0] * self.question.n
 
     def add(self, sequence: int, units: Sequence[Unit]) -> None:
@@ -214,13 +218,19 @@ def _message(stream: Stream) -> inference_pb2.GenerateRequest:
 
 
 async def ask_http(client: httpx.AsyncClient, model: str, stream: Stream) -> None:
-    """Asks for a stream from /v1/completions; after a lost connection, from the start."""
+    """Asks for a stream from /v1/completions; after a lost connection, for the rest or from the start."""
     body = stream.question.http_body(model)
     while not stream.complete:
         stream.attempts += 1
-        stream.begin_again()
+        headers = {"Last-Event-ID": stream.last_event_id} if stream.last_event_id else {}
+        if not headers:
+            stream.begin_again()
         try:
-            async with client.stream("POST", "/v1/completions", json=body) as response:
+            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+                if headers and response.status_code == 404:
+                    # A scheduler that was restarted does not know the streams of its predecessor.
+                    stream.begin_again()
+                    continue
                 if response.status_code != 200:
                     text = (await response.aread()).decode()
                     raise StreamError(f"HTTP {response.status_code}: {text}")
@@ -230,8 +240,10 @@ async def ask_http(client: httpx.AsyncClient, model: str, stream: Stream) -> Non
 
 
 async def _read(response: httpx.Response, stream: Stream) -> None:
-    count = 0
+    count, event_id = 0, ""
     async for line in response.aiter_lines():
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
         if not line.startswith("data: {"):
             continue
         chunk = json.loads(line.removeprefix("data: "))
@@ -241,6 +253,7 @@ async def _read(response: httpx.Response, stream: Stream) -> None:
             stream.add(choice["index"], choice["text"])
             if choice["finish_reason"]:
                 stream.end(choice["index"], choice["finish_reason"])
+        stream.last_event_id = event_id
         if chunk.get("usage"):
             count = chunk["usage"]["completion_tokens"]
         await stream.reads.wait()
