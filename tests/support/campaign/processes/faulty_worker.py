@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -84,6 +84,8 @@ class FaultyWorker(Worker):
             return
         if self._order.kind == "broken":
             if self.file.exists():
+                # The host's part of the plan is done; the kernels fail.
+                super().execute(replace(plan, work=None))
                 raise RuntimeError("the device is gone")
             self._order = None
         elif self._order.kind == "hung":
