@@ -125,7 +125,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """vLLM's JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels
     for."""
     compile_cache_root: Path = Path("~/.cache/triptych/compiled")
-    """Folder of the compile cache; it has a folder for each kind of device."""
+    """Folder of the compile cache (a folder for each kind of device) and of the digests of weight files."""
     compile_cache_dir: Path | None = None
     """Folder of this device's compiled code. Default: the device's folder in --compile-cache-root."""
     compile_cache: bool = True
@@ -240,6 +240,11 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         config = self.compilation_config.level if self.compilation_config else None
         asked = config if self.optimization_level is None else self.optimization_level
         return default if asked is None else asked
+
+    @property
+    def digest_folder(self) -> Path:
+        """The folder that keeps the digests of weight files."""
+        return self.compile_cache_root.expanduser() / "weights"
 
     def cache_folder(self, device: str) -> Path | None:
         """Returns the folder for a device's compiled code, or `None` if the compile cache is off."""

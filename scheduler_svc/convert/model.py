@@ -28,6 +28,8 @@ class ModelDescription:
     """Values of one pooling result; 0 for a generating model."""
     message: common_pb2.ModelInfo
     """The worker's message; its other fields pass unopened to clients."""
+    weights_digest: str = ""
+    """Hash of the weights, once the worker is configured; empty if the worker does not know it."""
 
 
 @dataclass(frozen=True, slots=True)

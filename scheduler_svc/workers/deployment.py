@@ -121,6 +121,8 @@ class Deployment:
         self._factory = self._factory_for(description)
         if self.served is None:
             self.served = served
+        elif not self.served.model.weights_digest:
+            self.served = replace(self.served, model=served.model)
         if self._give_up is not None:
             self._give_up.cancel()
             self._give_up = None
@@ -154,6 +156,12 @@ class Deployment:
     def _check_same_model(self, new: ServedFiles, replica_id: str) -> None:
         if self.served is None:
             return
+        weights, other = self.served.model.weights_digest, new.model.weights_digest
+        if weights and other and weights != other:
+            raise ConfigurationRefused(
+                f"replica {replica_id} has other weights of {new.model.source} (digest {other[:12]}) than this"
+                f" deployment serves ({weights[:12]}); give all workers the same files"
+            )
         ours, theirs = self._facts_of(self.served), self._facts_of(new)
         for fact, value in theirs.items():
             if ours[fact] != value:

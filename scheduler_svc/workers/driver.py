@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -183,7 +183,8 @@ class WorkerDriver:
             worker_pb2.GetModelFilesRequest(), timeout=MODEL_FILES_TIMEOUT_S
         ):
             files.add(chunk.name, chunk.data, last=chunk.last)
-        return _Configured(description, setup, ready, files.files())
+        model = replace(description.model, weights_digest=ready.weights_digest)
+        return _Configured(replace(description, model=model), setup, ready, files.files())
 
     def _attach(self, worker: _Configured, link: WorkerLink) -> StepScheduler:
         """Attaches the worker to the deployment."""

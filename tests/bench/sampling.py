@@ -1,4 +1,4 @@
-"""Measures the cost of sampling, compared with the forward pass before it.
+"""Measures the cost of sampling, compared with the forward pass before it, and how far seeds replay.
 
 `python -m tests.bench.sampling [--quick] [--device cpu|cuda]` runs SmolLM2 in bfloat16 in this process,
 without a scheduler and on all cores; on a GPU it runs random weights in the shape of Llama 3.2 1B. It
@@ -6,6 +6,9 @@ measures decode steps of 32 rows in alternating rounds: greedy, sampled, with fi
 with penalties, with all of these, and with log-probabilities. On a CPU, `forward` is the time until the
 logits are computed. The same batch with grammars follows, and the savings of jump-ahead
 (`tests/bench/support/constrained.py`).
+
+`--same-tokens` measures instead how often a seeded request draws another token in another batch, or after a
+lost worker, in float32 and in bfloat16 (`tests/bench/support/same_tokens.py`).
 """
 
 import argparse
@@ -24,15 +27,20 @@ from tests.bench.support.constrained import measured as constrained_measured
 from tests.bench.support.constrained import measured_on_words
 from tests.bench.support.gpu_model import model_folder
 from tests.bench.support.report import report
+from tests.bench.support.same_tokens import BATCHES, measure_rates
+from tests.support.prompts import PROMPTS
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel
 
 BATCH: Final = 32
 CONTEXT: Final = 256
+CHUNK: Final = 128
+RANDOM_TEMPERATURE: Final = 0.3
 MAX_MODEL_LEN: Final = 1024
 _WARM_UP_STEPS: Final = 3
 
@@ -113,25 +121,61 @@ def measure(
     }
 
 
-def _model(device: Device, parent: Path) -> tuple[ClockedModel, Path]:
-    """Loads SmolLM2 for a CPU or the larger random model for a GPU; returns it and its folder."""
-    on_cpu = device.name == "cpu"
-    folder = fetch("smollm2") if on_cpu else model_folder(parent)
+def _model(device: Device, folder: Path, dtype: Dtype) -> ClockedModel:
+    """Loads SmolLM2 for a CPU, or makes up the larger model's weights for a GPU."""
     startup.prepare(device)
-    model = ClockedModel(folder, device, dtype="bfloat16", seed=0, dummy_weights=not on_cpu)
+    model = ClockedModel(folder, device, dtype=dtype, seed=0, dummy_weights=device.name != "cpu")
     model.load_weights()
-    return model, folder
+    return model
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     quick: bool = arguments.quick
     device = open_device(arguments.device)
     with tempfile.TemporaryDirectory() as parent:
-        _measure_all(device, Path(parent), quick=quick)
+        folder = fetch("smollm2") if device.name == "cpu" else model_folder(Path(parent))
+        if arguments.same_tokens:
+            _measure_rates(device, folder, quick=quick)
+        else:
+            _measure_all(device, folder, quick=quick)
 
 
-def _measure_all(device: Device, parent: Path, *, quick: bool) -> None:
-    model, folder = _model(device, parent)
+def _measure_rates(device: Device, folder: Path, *, quick: bool) -> None:
+    figures: dict[str, dict[str, float]] = {}
+    print("per 1000 tokens: another token, by an inverse CDF; share of answers; difference of logits")
+    for dtype in ("float32", "bfloat16"):
+        model = _model(device, folder, dtype)
+        harness = Harness(
+            model,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=BATCH,
+            decode_buckets=(1, *BATCHES),
+            device=device,
+        )
+        # The logits of random weights are closer to one another than a trained model's.
+        temperature = 0.9 if device.name == "cpu" else RANDOM_TEMPERATURE
+        prompts = _text_prompts(folder) if device.name == "cpu" else [_prompt(seed) for seed in range(16)]
+        for name, rates in measure_rates(harness, prompts, temperature, quick=quick):
+            columns = {
+                "race": 1000 * rates.race,
+                "inverse": 1000 * rates.inverse,
+                "answer": rates.answer,
+                "logits": rates.logits,
+            }
+            figures[f"{dtype}, {name}"] = {key: float(f"{value:.2g}") for key, value in columns.items()}
+            print(f"{dtype:<9}{name:<34}" + "".join(f"{value:>12.2g}" for value in columns.values()))
+    report("same_tokens", {"device": device.product_name(), "rates": figures}, {})
+
+
+def _text_prompts(folder: Path) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.encode(text).ids[:CHUNK] for text in PROMPTS[:16]]
+
+
+def _measure_all(device: Device, folder: Path, *, quick: bool) -> None:
+    model = _model(device, folder, "bfloat16")
     harness = Harness(
         model, max_model_len=MAX_MODEL_LEN, max_num_seqs=BATCH, decode_buckets=(BATCH,), device=device
     )
@@ -176,6 +220,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--same-tokens", action="store_true", help="measure how often a draw differs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     try:
         _bench(parser.parse_args())

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.model_files.weights_digest import dummy_digest, start_digest
 from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
@@ -44,6 +46,8 @@ class Ready:
     """Bytes of one block of each KV group, over all of its layers; empty for a pooling model."""
     phase_seconds: Mapping[Phase, float]
     """How long each phase of the configuration took."""
+    weights_digest: str
+    """Equal for workers with the same weights; see `weights_digest.start_digest`."""
 
 
 class Worker:
@@ -66,6 +70,7 @@ class Worker:
         self._model: VllmModel | None = None
         self._engine: Engine[Any] | None = None
         self._loaded = False
+        self._digest: Future[str] = Future()
         self._requested: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
         self.grammars = None
@@ -111,6 +116,9 @@ class Worker:
         self.device = _open_device(settings)
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device)
+            self._digest = start_digest([shard.path for shard in checkpoint.shards], settings.digest_folder)
+        else:
+            self._digest.set_result(dummy_digest(settings.seed, self.device.name))
         options = graph_options(settings, self.device)
         from worker_svc.vllm_adapter import startup
         from worker_svc.vllm_adapter.model import VllmModel
@@ -164,7 +172,7 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._requested = geometry
-        self._ready = Ready(started, engine.bytes_per_block, phases.seconds)
+        self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result())
         return self._ready
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:

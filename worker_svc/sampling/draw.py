@@ -1,59 +1,93 @@
-"""Draws a token from each row, with random numbers hashed from (seed, sequence, position).
+"""Draws a token from each row by an exponential race, with numbers hashed from (seed, position, token).
 
-The drawn token is the first, in the order of token ids, at which the running sum of masses exceeds a random
-number in [0, total). Masses are integers, so their sum does not depend on the order of additions. The same
-row therefore gives the same token in any batch and on any device.
+In a race, each token finishes after an exponential time whose rate is its mass, and the first one is drawn.
+So a token's chance is its share of the mass, whatever the other tokens are. When masses change a little, as
+they do when a step of another shape rounds differently, the outcome changes only if the two best times are
+that close. (An inverse CDF also moves with every mass before the drawn token.)
+
+A race over the whole vocabulary would hash every token. The same distribution takes two short races: one
+between blocks of tokens, with the blocks' masses, and one between the tokens of the block that wins. Masses
+are integers, so the sums of blocks do not depend on the order of additions, and hashes are of integers, so
+they are the same on every device.
 """
 
 import torch
 
-# Masses are first summed within blocks of this many tokens.
-_BLOCK = 128
+BLOCK = 256
+"""Tokens of a block. Block i has the token ids from i * BLOCK on, whatever a request's filters keep."""
+
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15
+# Odd constants, so that no two of the small numbers that a key is made of give the same sum.
+_POSITION_64 = 0xD1342543DE82EF95
+_ATTEMPT_64 = 0xAF251AF3B0F025B5
+_BLOCK_64 = 0xDA942042E4DD58B5
+_TOKEN_64 = 0x9FB21C651E98DF25
+_SHIFTS_AND_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
+# Bits of a random number. With half a step added it is exact in float64, and never 0 or 1.
+_RANDOM_BITS = 52
 
 
 def sequence_seed(seed: int, sequence: int) -> int:
-    """Returns the seed of one of a request's sequences as a signed 64-bit word; `seed` is unsigned."""
-    return _signed((seed + sequence * _GOLDEN_64) & _MASK_64)
+    """Returns a hash of a request's seed and a sequence's number as a signed 64-bit word.
 
-
-def uniform(seeds: torch.Tensor, positions: torch.Tensor, attempt: int = 0) -> torch.Tensor:
-    """Returns random numbers in [0, 1), float64 [rows].
-
-    Each is a hash of its row's seed and position, int64 [rows] both, and of `attempt`.
+    Args:
+        seed: unsigned, 64 bits.
+        sequence: index of the sequence within the request.
     """
-    words = _mix_64(_mix_64(seeds) + positions)
-    if attempt:
-        words = _mix_64(words + attempt)
-    return ((words >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
+    word = (seed + (sequence + 1) * _GOLDEN_64) & _MASK_64
+    for shift, factor in _SHIFTS_AND_FACTORS:
+        word = (word ^ (word >> shift)) * factor & _MASK_64
+    return _signed(word ^ (word >> _LAST_SHIFT))
 
 
-def draw(mass: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def draw_keys(seeds: torch.Tensor, positions: torch.Tensor, attempt: int = 0) -> torch.Tensor:
+    """Returns the keys of the rows' random numbers, int64 [rows].
+
+    Args:
+        seeds: the rows' `sequence_seed`, int64 [rows].
+        positions: the positions of the drawn tokens in their sequences, int64 [rows].
+        attempt: number of earlier draws for the same position.
+    """
+    return seeds + positions * _signed(_POSITION_64) + _signed(attempt * _ATTEMPT_64 & _MASK_64)
+
+
+def draw(mass: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draws one token per row, with probability proportional to its mass.
 
     Args:
         mass: int64 [rows, vocab], non-negative; each row's sum is below 2**63.
-        numbers: float64 [rows] in [0, 1).
+        keys: the result of `draw_keys`, int64 [rows].
 
     Returns:
-        int64 [rows]. A row without any mass gets an arbitrary token of the vocabulary.
+        int64 [rows]. A row without any mass gets token 0.
     """
     rows, vocab = mass.shape
-    if vocab % _BLOCK:
-        mass = torch.nn.functional.pad(mass, (0, _BLOCK - vocab % _BLOCK))
-    blocks = mass.view(rows, -1, _BLOCK)
-    sums = blocks.sum(dim=-1)
-    ends = sums.cumsum(dim=-1)
-    total = ends[:, -1:]
-    # For totals above 2**53 the product skips some integers; the error is one in 2**53.
-    target = torch.minimum((numbers[:, None] * total).long(), total - 1)
-    block = (ends <= target).sum(dim=-1, keepdim=True).clamp_(max=blocks.shape[1] - 1)
-    start = ends.gather(1, block) - sums.gather(1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(dim=-1).add_(start)
-    offset = (inside <= target).sum(dim=-1)
-    return (block[:, 0] * _BLOCK + offset).clamp_(max=vocab - 1)
+    if vocab % BLOCK:
+        mass = torch.nn.functional.pad(mass, (0, BLOCK - vocab % BLOCK))
+    blocks = mass.view(rows, -1, BLOCK)
+    # Counted from 1: no block has the key of token 0.
+    numbers = torch.arange(1, blocks.shape[1] + 1, device=mass.device)
+    block = _race(blocks.sum(dim=-1), keys[:, None] + numbers * _signed(_BLOCK_64))
+    inside = blocks.gather(1, block[:, None, None].expand(-1, -1, BLOCK))[:, 0]
+    tokens = block[:, None] * BLOCK + torch.arange(BLOCK, device=mass.device)
+    offset = _race(inside, keys[:, None] + tokens * _signed(_TOKEN_64))
+    return block * BLOCK + offset
+
+
+def _race(mass: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns the winner of each row's race, int64 [rows]; 0 where no contender has any mass.
+
+    Args:
+        mass: int64 [rows, contenders], the rates.
+        keys: int64 [rows, contenders], what their random numbers are hashes of.
+    """
+    random = (_mix_64(keys) >> (64 - _RANDOM_BITS)) & ((1 << _RANDOM_BITS) - 1)
+    uniform = random.double().add_(0.5).mul_(2.0**-_RANDOM_BITS)
+    # The negative times: -infinity without mass.
+    return uniform.log_().div_(mass).argmax(dim=-1)
 
 
 def _mix_64(words: torch.Tensor) -> torch.Tensor:
@@ -61,10 +95,9 @@ def _mix_64(words: torch.Tensor) -> torch.Tensor:
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
     """
-    words = words + _signed(_GOLDEN_64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    for shift, factor in _SHIFTS_AND_FACTORS:
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    return words ^ ((words >> 31) & ((1 << 33) - 1))
+    return words ^ ((words >> _LAST_SHIFT) & ((1 << (64 - _LAST_SHIFT)) - 1))
 
 
 def _signed(word: int) -> int:

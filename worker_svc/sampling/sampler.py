@@ -3,7 +3,7 @@
 import torch
 
 from worker_svc.sampling.adjust import adjust_logits
-from worker_svc.sampling.draw import draw, uniform
+from worker_svc.sampling.draw import draw, draw_keys
 from worker_svc.sampling.filters import apply_filters
 from worker_svc.sampling.state import Needs, Reach, SamplingState
 from worker_svc.sampling.workspace import Tile
@@ -75,9 +75,9 @@ def sample(
     chosen = argmax_rows(adjusted)
     best = adjusted.gather(1, chosen[:, None])
     if needs.random:
-        numbers = uniform(state.seed[rows], positions, attempt)
+        keys = draw_keys(state.seed[rows], positions, attempt)
         parts = [
-            draw(filtered_masses(state, needs, adjusted[part], best[part], rows[part], tile), numbers[part])
+            draw(filtered_masses(state, needs, adjusted[part], best[part], rows[part], tile), keys[part])
             for part, tile in workspace.tiles(logits.shape[0])
         ]
         drawn = torch.cat(parts)

@@ -312,9 +312,14 @@ class ConfigureReady(_message.Message):
     GRAPHS_FIELD_NUMBER: _builtins.int
     PHASE_SECONDS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     first_step_timeout_s: _builtins.float
     """How long a step may take that makes its graph, seconds; the first step of each kind may. 0: all graphs are
     made, so no step has more time than others.
+    """
+    weights_digest: _builtins.str
+    """Hash of the names and contents of the weight files, hexadecimal. Workers whose hashes differ serve
+    different models, whatever their names. Empty: unknown.
     """
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -338,10 +343,11 @@ class ConfigureReady(_message.Message):
         graphs: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
         phase_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         first_step_timeout_s: _builtins.float = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,6 +131,22 @@ async def test_a_worker_with_another_model_is_refused() -> None:
     assert "all workers must run one model" in caught.message
 
 
+async def test_a_worker_with_other_weights_of_the_same_name_is_refused() -> None:
+    """The first worker that knows its weights decides, and a worker that does not know them may join."""
+    async with (
+        run_scheduler() as scheduler,
+        joined(scheduler, FakeWorker(), "unknown"),
+        joined(scheduler, FakeWorker(weights_digest="ab" * 32), "w1"),
+        joined(scheduler, FakeWorker(weights_digest="ab" * 32), "w2"),
+        run_worker(FakeWorker(weights_digest="cd" * 32)) as port,
+    ):
+        caught = await failure(scheduler.registry.Register(registration(port, "tuned")))
+        assert len(scheduler.engine.replicas) == 3
+    assert isinstance(caught, ConfigurationRefused)
+    assert caught.message.startswith("replica tuned has other weights of simulated (digest cdcdcdcdcdcd)")
+    assert "this deployment serves (abababababab)" in caught.message
+
+
 @pytest.mark.parametrize("other", [{"default_chunk": 8}, {"default_block_size": 8}])
 async def test_a_worker_with_other_chunks_or_blocks_is_refused(other: dict[str, int]) -> None:
     """A worker with other default sizes is refused with the settings to use, and joins once they are set."""

@@ -36,7 +36,7 @@ class FakeWorker:
         if self.gate is not None:
             self.gate.wait()
         self.geometry = geometry
-        return Ready(geometry, (64,), {"load": 0.5})
+        return Ready(geometry, (64,), {"load": 0.5}, "ab12")
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
         if plan.work is None:

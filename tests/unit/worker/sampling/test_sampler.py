@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import changed, complete_params
-from tests.support.worker.sampling import admit, chi_square_p, choose, draw_many, make_state, request
-from worker_svc.sampling.draw import draw, sequence_seed, uniform
+from tests.support.worker.sampling import admit, choose, draw_many, make_state, request
 from worker_svc.sampling.filters import find_threshold
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
 from worker_svc.sampling.sampler import argmax_rows, filtered_masses, sample
@@ -66,60 +65,6 @@ def test_greedy_rows_ignore_random_neighbours() -> None:
         logits, [complete_params(temperature=0.0), complete_params(temperature=1.0, seed=3, top_k=3)]
     )
     assert tokens[0] == int(logits[0].argmax())
-
-
-def test_positions_are_independent_draws() -> None:
-    """Pairs of draws at neighbouring positions of one seed fit the product of the distributions."""
-    probabilities = torch.tensor([1.0, 0.5, 0.0, -0.5]).softmax(-1)
-    mass = (probabilities * 2**40).long().expand(20_000, -1)
-    tokens = draw(mass, uniform(torch.full((20_000,), 7), torch.arange(20_000)))
-    assert chi_square_p(tokens, probabilities) > 1e-4
-    pairs = tokens[::2] * 4 + tokens[1::2]
-    assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
-
-
-def test_a_redraw_under_a_mask_keeps_the_masked_distribution() -> None:
-    """Rejecting a token and drawing again under the mask yields the same distribution as the mask alone."""
-    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    mass = (probabilities * 2**40).long().expand(20_000, -1).contiguous()
-    seeds, positions = torch.arange(20_000), torch.full((20_000,), 9)
-    tokens = draw(mass, uniform(seeds, positions))
-    mass[:, 0] = mass[:, 2] = 0
-    again = draw(mass, uniform(seeds, positions, attempt=1))
-    tokens = torch.where((tokens == 0) | (tokens == 2), again, tokens)
-    assert chi_square_p(tokens, torch.tensor([0.0, 0.75, 0.0, 0.25])) > 1e-4
-
-
-def test_sequences_are_independent_draws() -> None:
-    """Pairs of draws of neighbouring sequences of a request fit the product of the distributions."""
-    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    mass = (probabilities * 2**40).long().expand(20_000, -1)
-    words = [sequence_seed(seed, sequence) for seed in range(10_000) for sequence in (0, 1)]
-    tokens = draw(mass, uniform(torch.tensor(words), torch.full((20_000,), 3)))
-    pairs = tokens[::2] * 4 + tokens[1::2]
-    assert chi_square_p(pairs, torch.outer(probabilities, probabilities).flatten()) > 1e-4
-
-
-def test_numbers_are_uniform() -> None:
-    """Numbers of neighbouring seeds and positions are uniform in [0, 1) and uncorrelated."""
-    keys = torch.cartesian_prod(torch.arange(200), torch.arange(200))
-    numbers = uniform(keys[:, 0], keys[:, 1])
-    assert float(numbers.min()) >= 0
-    assert float(numbers.max()) < 1
-    assert chi_square_p((numbers * 100).long(), torch.full((100,), 0.01)) > 1e-4
-    grid = numbers.view(200, 200)
-    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
-        correlation = float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])
-        assert abs(correlation) < 0.02
-
-
-def test_a_draw_reaches_the_first_and_the_last_token() -> None:
-    """Random numbers at the ends of [0, 1) give the first and last tokens with mass, for any vocabulary."""
-    for vocab in (1, 3, 127, 128, 129, 1000):
-        mass = torch.zeros(2, vocab, dtype=torch.int64)
-        mass[:, vocab // 3 : vocab // 2 + 1] = 1 << 44
-        tokens = draw(mass, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
-        assert tokens.tolist() == [vocab // 3, vocab // 2]
 
 
 def test_tiny_temperature_is_greedy() -> None:
