@@ -186,7 +186,7 @@ def probabilities(logits: torch.Tensor, fields: dict[str, float]) -> torch.Tenso
 def race_changes(one: torch.Tensor, two: torch.Tensor) -> float:
     """Returns the probability that `draw` gives different tokens for two distributions [rows, vocab]."""
     padding = -one.shape[1] % BLOCK
-    pair = [torch.nn.functional.pad(each, (0, padding)).unflatten(1, (-1, BLOCK)) for each in (one, two)]
+    pair = [torch.nn.functional.pad(each, (0, padding)).view(len(each), -1, BLOCK) for each in (one, two)]
     same_token = _same_winner(*pair).sum(dim=-1)
     same_block = _same_winner(*(each.sum(dim=-1) for each in pair))
     return float(1 - (same_block * same_token).sum(dim=-1).mean())
