@@ -121,11 +121,8 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
             ready=worker_pb2.ConfigureReady(
                 graphs=graphs,
                 phase_seconds=dict(ready.phase_seconds.items()),
-<<<<<<< HEAD
                 first_step_timeout_s=first_step_timeout_s,
-=======
                 weights_digest=ready.weights_digest,
->>>>>>> a5ad696 (A draw is an exponential race between blocks, then tokens: a seed's tokens change only where two almost tie)
             )
         )
     prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=geometry.chunk)
@@ -139,10 +136,7 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
             bytes_per_block=ready.bytes_per_block,
             graphs=[prefill, *decode],
             phase_seconds=dict(ready.phase_seconds.items()),
-<<<<<<< HEAD
             first_step_timeout_s=first_step_timeout_s,
-=======
             weights_digest=ready.weights_digest,
->>>>>>> a5ad696 (A draw is an exponential race between blocks, then tokens: a seed's tokens change only where two almost tie)
         )
     )

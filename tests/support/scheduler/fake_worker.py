@@ -40,15 +40,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
     window: int = 0
     source: str = "simulated"
-<<<<<<< HEAD
     vocab_size: int = 97
     """Ids that a prompt may have; the device makes tokens below 97."""
     max_model_len: int = 64
     files: Mapping[str, bytes] = field(default_factory=lambda: FILES)
     """The tokenizer files."""
-=======
     weights_digest: str = ""
->>>>>>> a5ad696 (A draw is an exponential race between blocks, then tokens: a seed's tokens change only where two almost tie)
     default_chunk: int = 4
     default_block_size: int = 4
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,13 +92,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
         yield worker_pb2.ConfigureEvent(progress=progress)
         yield worker_pb2.ConfigureEvent(
-<<<<<<< HEAD
             ready=worker_pb2.ConfigureReady(
-                num_blocks=[self.num_blocks], first_step_timeout_s=self.first_step_timeout_s
+                num_blocks=[self.num_blocks],
+                first_step_timeout_s=self.first_step_timeout_s,
+                weights_digest=self.weights_digest,
             )
-=======
-            ready=worker_pb2.ConfigureReady(num_blocks=[self.num_blocks], weights_digest=self.weights_digest)
->>>>>>> a5ad696 (A draw is an exponential race between blocks, then tokens: a seed's tokens change only where two almost tie)
         )
 
     async def GetModelFiles(
