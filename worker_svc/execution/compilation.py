@@ -6,6 +6,7 @@ from pathlib import Path
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from worker_svc.devices import Device
+from worker_svc.graphs.checked_graphs import CheckedGraphs
 from worker_svc.graphs.compile_cache import CompileCache
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
@@ -86,7 +87,18 @@ class Compilation:
                 self._log.info("nothing_to_precompile", level=options.level)
             return
         folder = settings.cache_folder(self._device.name)
-        fields = code_fields(
+        cache = CompileCache(folder) if folder else None
+        self._code = CompiledCode(cache, self._fields(geometry), required=settings.require_precompiled)
+
+    def checked_graphs(self, geometry: Geometry) -> CheckedGraphs:
+        """Returns which graphs of a geometry were compared with the model in earlier starts."""
+        if self._device.has_own_compiler or not self._options.level:
+            return CheckedGraphs(None, {})  # nothing is replayed
+        return CheckedGraphs(self._settings.cache_folder(self._device.name), self._fields(geometry))
+
+    def _fields(self, geometry: Geometry) -> dict[str, str]:
+        options, settings = self._options, self._settings
+        return code_fields(
             self._model_folder,
             device=self._device,
             level=options.level,
@@ -97,8 +109,6 @@ class Compilation:
             sizes=options.sizes,
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
         )
-        cache = CompileCache(folder) if folder else None
-        self._code = CompiledCode(cache, fields, required=settings.require_precompiled)
 
     def use(self) -> None:
         """Makes compilers read and write the folder of the code."""

@@ -109,17 +109,20 @@ class GenerationEngine:
         geometry = self._budget.fit(geometry, self._groups)
         blocks = " + ".join(map(str, geometry.num_blocks))
         phases.progress("allocate")(0, 0, f"KV cache of {blocks} blocks")
+        checked = self._compilation.checked_graphs(geometry)
         self._runner = Runner(
             self._model,
             self._device,
             self._groups,
             geometry,
             vocabulary=SamplingVocabulary(self._description.vocab_size, self._description.eos_token_ids),
-            options=self._options,
+            options=replace(self._options, checked=checked.read()),
             constraints=self._constraints(geometry),
         )
         phases.finish("allocate")
         self._make_graphs(self._runner, phases)
+        if self._runner.graphs.checked:
+            checked.write(self._runner.graphs.checked)
         return geometry
 
     def _make_graphs(self, runner: Runner, phases: Phases) -> None:

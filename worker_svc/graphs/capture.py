@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from worker_svc.devices.attention import AttentionCall
 
@@ -27,6 +27,10 @@ _UNRECORDABLE = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.inplace_view,  # changes the shape of a tensor that earlier calls took
 )
+
+
+# Recording needs the shapes of a step's matrix products, which take nearly all of its time, not their values.
+_PRODUCTS = frozenset({_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm})
 
 
 class NotStatic(Exception):  # noqa: N818 - a property of the step, not an error
@@ -100,11 +104,23 @@ class LayerAttention:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls that run under it."""
+    """Records the calls that run under it.
 
-    def __init__(self) -> None:
-        """Starts with an empty recording."""
+    A matrix product of something that differs from step to step is recorded without being computed. Its
+    result is zeros: a replay computes it before anything reads it. Products of weights alone are computed,
+    because a graph may keep them as constants.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Starts with an empty recording.
+
+        Args:
+            inputs: tensors that the step reads and that differ from step to step.
+        """
         super().__init__()
+        self._inputs = tuple(inputs)
+        # Storages whose contents differ from step to step.
+        self._varying = {storage_id(tensor) for tensor in inputs}
         self._calls: list[KernelCall | LayerAttention] = []
         # The trace also keeps every tensor alive: a freed storage's id could be given to another storage.
         self._trace: list[TracedCall | LayerAttention] = []
@@ -113,6 +129,7 @@ class Recorder(TorchDispatchMode):
     def attend(self, layer: str, call: AttentionCall) -> None:
         """Records a call of `Device.attend` without running it, so its output stays undefined."""
         recorded = LayerAttention(layer, call)
+        self._varying |= {storage_id(tensor) for tensor in recorded.written()}
         self._calls.append(recorded)
         self._trace.append(recorded)
 
@@ -128,33 +145,37 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(tag in func.tags for tag in _UNRECORDABLE):
             raise NotStatic(f"{func} depends on data")
-        result = func(*args, **kwargs)
+        given = {storage_id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        varies = not self._varying.isdisjoint(given)
+        if varies and func.overloadpacket in _PRODUCTS:
+            result = _zeros_of_result(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         self._trace.append(TracedCall(func, args, kwargs, result))
         if func.overloadpacket in ALLOCATIONS:
             self._allocated.add(storage_id(result))
             return result
         arguments = func._schema.arguments  # noqa: SLF001 - the only way to an operator's schema
         if any(each.alias_info is not None and each.alias_info.is_write for each in arguments):
-            self._calls.append(KernelCall(func, args, kwargs, None))
+            call = KernelCall(func, args, kwargs, None)
+            self._calls.append(call)
+            if varies:
+                self._varying |= {storage_id(tensor) for tensor in call.written()}
             return result
-        given = {storage_id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             raise NotStatic(f"{func} returns no tensor")
+        if varies:
+            self._varying |= {storage_id(tensor) for tensor in made}
         if not all(storage_id(tensor) in given for tensor in made):  # otherwise they are views
             self._allocated |= {storage_id(tensor) for tensor in made} - given
             self._calls.append(KernelCall(func, args, kwargs, result))
         return result
 
-    def finish(self, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> "Recording":
-        """Returns the recording.
-
-        Args:
-            inputs: tensors that the step reads and that differ from step to step.
-            output: the tensor that holds the step's result.
-        """
+    def finish(self, output: torch.Tensor) -> "Recording":
+        """Returns the recording of a step whose result is in `output`."""
         return Recording(
-            tuple(self._calls), tuple(self._trace), frozenset(self._allocated), tuple(inputs), output
+            tuple(self._calls), tuple(self._trace), frozenset(self._allocated), self._inputs, output
         )
 
 
@@ -172,6 +193,14 @@ class Recording:
     """Tensors that differ from step to step."""
     output: torch.Tensor
     """The step's result."""
+
+
+def _zeros_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns zeros where an operator with one result would put it."""
+    shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs)))
+    shape: torch.Tensor = func(*shapes[0], **shapes[1])
+    device = next(leaf.device for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor))
+    return torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device=device).zero_()
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -168,14 +168,14 @@ class VllmModel:
 
         from worker_svc.vllm_adapter.attention import RecordedAttention
 
-        recorder = Recorder()
         inputs = (token_ids.clone(), positions.clone())
+        recorder = Recorder(inputs)
         self._context.attn_metadata = {
             layer.name: RecordedAttention(recorder, layer.name) for layer in self.description.layers
         }
         with override_forward_context(self._context), recorder:
             hidden = self._model(*inputs)
-        return recorder.finish(inputs, hidden)
+        return recorder.finish(hidden)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model.compute_logits(hidden)

@@ -23,7 +23,7 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 6, 2, 64, 32, 24
 def device() -> CpuDevice:
     """The CPU device with vLLM's kernels loaded."""
     device = CpuDevice()
-    startup.prepare(device)
+    startup.prepare(device.name)
     return device
 
 
@@ -232,10 +232,10 @@ def test_a_layers_sinks_reach_the_device(device: CpuDevice) -> None:
     module = torch.nn.Module()
     layer.forward(module, query, key, value, cache, plan, output)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-    recorder = Recorder()
+    recorder = Recorder((query,))
     with torch.inference_mode(), recorder:
         recorded = layer.forward(
             module, query, key, value, cache, RecordedAttention(recorder, "a"), torch.empty_like(query)
         )
-    graph = build_kernel_graph(recorder.finish((query,), recorded), device)
+    graph = build_kernel_graph(recorder.finish(recorded), device)
     torch.testing.assert_close(graph.replay((query,), {"a": plan}), expected, atol=1e-5, rtol=1e-5)

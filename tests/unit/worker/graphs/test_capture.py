@@ -37,10 +37,10 @@ class Metadata:
 
 def record(step: Step, example: torch.Tensor) -> KernelGraph:
     static = example.clone()
-    recorder = Recorder()
+    recorder = Recorder((static,))
     with torch.inference_mode(), recorder:
         output = step(static)
-    return build_kernel_graph(recorder.finish((static,), output), AddingDevice())
+    return build_kernel_graph(recorder.finish(output), AddingDevice())
 
 
 def views_and_kernels(x: torch.Tensor) -> torch.Tensor:
@@ -122,11 +122,11 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
             x = output + 1
         return x
 
-    recorder = Recorder()
     static = query.clone()
+    recorder = Recorder((static,))
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = build_kernel_graph(recorder.finish((static,), output), AddingDevice())
+    graph = build_kernel_graph(recorder.finish(output), AddingDevice())
     for first, second in ((10.0, 20.0), (30.0, 40.0)):
         plans = {"a": Metadata(first), "b": Metadata(second)}
         result = graph.replay((query,), plans)
@@ -143,11 +143,11 @@ def test_attention_gets_its_sinks_in_each_replay() -> None:
         recorder.attend("a", AttentionCall(PARAMS, x * 2, x, x, torch.zeros(1), output, sinks.float()))
         return output * 3
 
-    recorder = Recorder()
     static = torch.zeros(2, 4)
+    recorder = Recorder((static,))
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = build_kernel_graph(recorder.finish((static,), output), AddingDevice())
+    graph = build_kernel_graph(recorder.finish(output), AddingDevice())
     for x in (torch.ones(2, 4), torch.full((2, 4), 5.0)):
         assert torch.equal(graph.replay((x,), {"a": Metadata(10.0)}), (x * 2 + 10 + sinks) * 3)
 
@@ -191,14 +191,41 @@ def test_a_profile_is_a_replay_with_each_kernels_seconds() -> None:
         recorder.attend("a", AttentionCall(PARAMS, functional.silu(x * 2), x, x, torch.zeros(1), output))
         return output + 1
 
-    recorder = Recorder()
     static = torch.ones(2, 4)
+    recorder = Recorder((static,))
     with torch.inference_mode(), recorder:
         output = step(static)
-    graph = build_kernel_graph(recorder.finish((static,), output), AddingDevice())
+    graph = build_kernel_graph(recorder.finish(output), AddingDevice())
     inputs, plans = (torch.full((2, 4), 3.0),), {"a": Metadata(10.0)}
     result, timed = graph.profile(inputs, plans, wait)
     assert torch.equal(result.clone(), graph.replay(inputs, plans))
     assert [name for name, _ in timed] == ["aten::mul.Tensor", "aten::silu", ATTENTION, "aten::add.Tensor"]
     assert all(seconds > 0 for _, seconds in timed)
     assert waited == 1 + len(timed)
+
+
+def test_products_of_weights_alone_are_computed_while_recording() -> None:
+    """A product of the inputs is only recorded; one of weights may become a constant and is computed."""
+    x = torch.ones(2, 4)
+    recorder = Recorder((x,))
+    with torch.inference_mode(), recorder:
+        weights = torch.mm(WEIGHT, WEIGHT)
+        product = functional.linear(x, weights)
+    assert torch.equal(weights, WEIGHT @ WEIGHT)
+    assert torch.count_nonzero(product) == 0
+    graph = build_kernel_graph(recorder.finish(product), AddingDevice())
+    assert graph.operators == ("aten::linear",)
+    torch.testing.assert_close(graph.replay((x,), {}), x @ (WEIGHT @ WEIGHT).T)
+
+
+def test_a_product_of_what_a_kernel_wrote_is_not_computed_while_recording() -> None:
+    """A tensor that a kernel writes in place from the inputs differs from step to step, like its views."""
+    x = torch.ones(2, 4)
+    recorder = Recorder((x,))
+    with torch.inference_mode(), recorder:
+        copied = torch.ones(2, 4)
+        copied.add_(x)
+        product = torch.mm(copied[:, :2], WEIGHT[:2])
+    assert torch.count_nonzero(product) == 0
+    graph = build_kernel_graph(recorder.finish(product), AddingDevice())
+    torch.testing.assert_close(graph.replay((x,), {}), (x + 1)[:, :2] @ WEIGHT[:2])

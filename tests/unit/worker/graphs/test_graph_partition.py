@@ -65,10 +65,11 @@ class Layers:
         return x + residual
 
     def record(self, rows: int) -> Recording:
-        inputs, self.recorder = torch.ones(rows, 4), Recorder()
+        inputs = torch.ones(rows, 4)
+        self.recorder = Recorder((inputs,))
         with torch.inference_mode(), self.recorder:
             output = self(inputs)
-        return self.recorder.finish((inputs,), output)
+        return self.recorder.finish(output)
 
 
 def subgraphs(recording: Recording) -> list[Subgraph]:
@@ -110,10 +111,11 @@ def test_literals_are_part_of_the_structure() -> None:
     """Two subgraphs that differ in a factor have different structures."""
 
     def times(factor: float) -> str:
-        recorder, x = Recorder(), torch.ones(2)
+        x = torch.ones(2)
+        recorder = Recorder((x,))
         with torch.inference_mode(), recorder:
             y = x * factor
-        (subgraph,) = subgraphs(recorder.finish((x,), y))
+        (subgraph,) = subgraphs(recorder.finish(y))
         return subgraph.structure
 
     assert times(2.0) == times(2.0)
@@ -122,11 +124,12 @@ def test_literals_are_part_of_the_structure() -> None:
 
 def test_unread_results_are_dropped() -> None:
     """A subgraph omits calls with unread results, and their inputs."""
-    recorder, x, unused = Recorder(), torch.ones(2), torch.ones(2)
+    x, unused = torch.ones(2), torch.ones(2)
+    recorder = Recorder((x,))
     with torch.inference_mode(), recorder:
         _ = unused * 3
         y = x + 1
-    (subgraph,) = subgraphs(recorder.finish((x,), y))
+    (subgraph,) = subgraphs(recorder.finish(y))
     assert [id(tensor) for tensor in subgraph.inputs] == [id(x)]
     assert [node.target for node in subgraph.module.graph.nodes if node.op == "call_function"] == [
         torch.ops.aten.add.Tensor

@@ -34,10 +34,11 @@ class TriplingModel:
         return (token_ids * 3 + positions)[:, None]
 
     def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        inputs, recorder = (token_ids.clone(), positions.clone()), Recorder()
+        inputs = (token_ids.clone(), positions.clone())
+        recorder = Recorder(inputs)
         with torch.inference_mode(), recorder:
             output = self.forward(*inputs, {})
-        return recorder.finish(inputs, output)
+        return recorder.finish(output)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -66,6 +67,17 @@ def built(
     graphs.build(DECODE, TOKENS, POSITIONS, {})
     graphs.finish_warm_up()
     return graphs
+
+
+def test_a_graph_that_an_earlier_process_compared_is_only_recorded() -> None:
+    """Building it runs the model's code once instead of twice, and it counts as compared again."""
+    new, known = TriplingModel(), TriplingModel()
+    for model, checked in ((new, frozenset[str]()), (known, frozenset({str(DECODE)}))):
+        graphs = GraphRunner(model, CpuDevice(), GraphOptions(required=True, checked=checked))
+        graphs.build(DECODE, TOKENS, POSITIONS, {})
+        assert graphs.checked == {str(DECODE)}
+        assert torch.equal(graphs.run(DECODE, TOKENS, POSITIONS, {}), (TOKENS * 3 + POSITIONS)[:, None])
+    assert (new.calls, known.calls) == (2, 1)
 
 
 def test_a_graph_runs_without_the_models_code() -> None:

@@ -1,0 +1,68 @@
+"""Remembers which replays equalled the model, so that a later process with the same model need not compare.
+
+The comparison of a graph with the model's own forward costs two steps, for each graph and at every start. Its
+result depends on code and shapes alone. It is kept in a file whose name is a hash of both.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from worker_svc.graphs.compile_cache import key_of
+
+_SOURCES = Path(__file__).parents[1]
+
+
+class CheckedGraphs:
+    """The graphs of one model with one geometry that were compared."""
+
+    def __init__(self, cache: Path | None, fields: Mapping[str, str]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            cache: the folder of the device's compiled code; with `None` nothing is remembered.
+            fields: what the graphs depend on besides this package; see `fingerprint.code_fields`.
+        """
+        self._file: Path | None = None
+        if cache is not None:
+            key = key_of({**fields, "worker": _digest_of_sources()})
+            self._file = cache / "checked" / f"{key}.json"
+
+    def read(self) -> frozenset[str]:
+        """Returns the graphs' signatures, in words; none if the file is missing or damaged."""
+        if self._file is None:
+            return frozenset()
+        try:
+            signatures = json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return frozenset()
+        return frozenset(map(str, signatures)) if isinstance(signatures, list) else frozenset()
+
+    def write(self, signatures: Iterable[str]) -> None:
+        """Remembers these graphs. Does nothing if the folder cannot be written."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self._file.parent, suffix=".tmp")
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(sorted(signatures), file)
+                Path(temporary).replace(self._file)
+            except OSError:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Hashes this package's code: another version of it may record other graphs."""
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.rglob("*.py")):
+        digest.update(str(path.relative_to(_SOURCES)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
