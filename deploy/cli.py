@@ -31,6 +31,9 @@ _COMMANDS = {
     "gateway": _Command("gateway.__main__", "start the HTTP gateway alone", "gateway"),
     "scheduler": _Command("scheduler_svc.__main__", "start the scheduler alone", "scheduler"),
     "worker": _Command("worker_svc.__main__", "start one worker alone", "worker"),
+    "keep-worker": _Command(
+        "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
+    ),
     "plan": _Command(
         "deploy.commands.plan", "propose decode buckets that fit the recorded traffic", "scheduler"
     ),

@@ -20,9 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
         configure("worker", level=settings.log_level, log_format=settings.log_format)
-        silence_libraries()
-        # Idle threads must not spin: the gateway and the scheduler need the processor between steps.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        prepare_process()
         # Imported late, so that a bad flag is reported before torch takes seconds to import.
         from worker_svc.service import serve
 
@@ -41,6 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def prepare_process() -> None:
+    """Sets what libraries read when they are imported. Call it before torch and vLLM are."""
+    silence_libraries()
+    # Idle threads must not spin: the gateway and the scheduler need the processor between steps.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.ports import free_ports
-from deploy.launcher.process import ChildSpec
+from deploy.launcher.process import ChildSpec, worker_spec
 from deploy.launcher.run_dir import claim, socket_folder
 from deploy.launcher.settings import LaunchSettings
-from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor
+from deploy.launcher.standbys import Standbys, standby_spec
+from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from protos.wire import unix_address
@@ -92,13 +93,9 @@ class Launcher:
             scheduler = service_flags.scheduler_flags(settings, ports.scheduler, scheduler_socket)
             worker_sockets = [sockets / f"worker-{index}.sock" for index in range(settings.workers)]
             self._workers = [
-                ChildSpec(
+                worker_spec(
                     f"worker-{index}",
-                    (
-                        *_COMMAND,
-                        "worker",
-                        *service_flags.worker_flags(settings, port, path, scheduler_socket),
-                    ),
+                    tuple(service_flags.worker_flags(settings, port, path, scheduler_socket)),
                     run_dir,
                     service_flags.worker_environment(settings, index),
                 )
@@ -122,7 +119,10 @@ class Launcher:
                 (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
                 self._workers,
             )
-        self._supervisor = Supervisor(self._stages, say, max_log_bytes=settings.max_log_mb << 20)
+        standbys = Standbys(standby_spec(self._workers[0]), settings.standby_workers, say)
+        self._supervisor = Supervisor(
+            self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
+        )
 
     async def run(self) -> int:
         """Serves until a signal.
@@ -153,7 +153,7 @@ class Launcher:
         except asyncio.CancelledError:
             say("Stopped.")
         except ExceptionGroup as group:
-            raise _first_launch_error(group) from group
+            raise first_launch_error(group) from group
         return 0 if signals <= 1 else 130
 
     async def _serve(self) -> None:
@@ -246,14 +246,6 @@ def say(text: str) -> None:
     """Prints a message. A closed terminal does not stop the launcher."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
-
-
-def _first_launch_error(group: ExceptionGroup[Exception]) -> Exception:
-    for error in group.exceptions:
-        found = _first_launch_error(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(found, LaunchError):
-            return found
-    return group
 
 
 if __name__ == "__main__":

@@ -47,5 +47,6 @@ WORKDIR /tmp
 EXPOSE 50061
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s \
   CMD ["/opt/triptych/bin/python", "-m", "deploy.healthcheck", "127.0.0.1:50061"]
-ENTRYPOINT ["/opt/triptych/bin/triptych", "worker"]
+# Restarts a dead worker from a process that has imported everything (TRIPTYCH_STANDBY_WORKERS).
+ENTRYPOINT ["/opt/triptych/bin/triptych", "keep-worker"]
 CMD ["--host", "0.0.0.0"]

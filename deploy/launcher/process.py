@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,10 @@ class ChildSpec:
     """Folder for the log and the pid file."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to add to the launcher's own."""
+    worker_flags: tuple[str, ...] | None = None
+    """The flags if it is a worker, which a standby can replace; `None` for another service."""
+    has_log: bool = True
+    """Whether its output goes to the log; otherwise it goes where the launcher's goes."""
 
     @property
     def log(self) -> Path:
@@ -34,6 +39,21 @@ class ChildSpec:
     def pid_file(self) -> Path:
         """The file with the process id; it exists exactly while the process runs."""
         return self.run_dir / f"{self.name}.pid"
+
+
+def worker_spec(
+    name: str, flags: tuple[str, ...], run_dir: Path, environment: Mapping[str, str], *, has_log: bool = True
+) -> ChildSpec:
+    """Returns the command of a worker with these flags; for the other arguments see `ChildSpec`."""
+    command = (sys.executable, "-m", "deploy.cli", "worker", *flags)
+    return ChildSpec(name, command, run_dir, environment, worker_flags=flags, has_log=has_log)
+
+
+def _reap_group(leader: int) -> None:
+    """Reaps the killed rest of a group: as a container's first process, the launcher inherits orphans."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-leader, 0)
 
 
 def describe_exit(status: int) -> str:
@@ -60,19 +80,44 @@ class Child:
         """Whether a process was started and `wait` has not seen it end."""
         return self._process is not None
 
-    async def start(self) -> None:
-        """Starts the process and appends its output to the log."""
+    async def start(self, *, with_input: bool = False) -> None:
+        """Starts the process and appends its output to the log.
+
+        Args:
+            with_input: whether the launcher can write to its standard input; see `hand_over`.
+        """
         environment = {**os.environ, **self.spec.environment, PARENT_VARIABLE: str(os.getpid())}
-        with self.spec.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(self.spec.log.open("ab")) if self.spec.has_log else None
+            process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdin=asyncio.subprocess.PIPE if with_input else asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 env=environment,
                 start_new_session=True,
             )
-        self.spec.pid_file.write_text(f"{self._process.pid}\n")
+        self.adopt(process)
+
+    def adopt(self, process: asyncio.subprocess.Process) -> None:
+        """Takes a running process for this child's."""
+        self._process = process
+        self.spec.pid_file.write_text(f"{process.pid}\n")
+
+    def hand_over(self, message: bytes) -> asyncio.subprocess.Process | None:
+        """Writes to the process' standard input, closes that, and gives the process away.
+
+        Returns:
+            The process, which is no longer this child's; `None` if it has ended.
+        """
+        process = self._process
+        if process is None or process.returncode is not None or process.stdin is None:
+            return None
+        process.stdin.write(message)
+        process.stdin.close()
+        self._process = None
+        self.spec.pid_file.unlink(missing_ok=True)
+        return process
 
     async def wait(self) -> int:
         """Waits for the process to end, removes its pid file and kills the rest of its group.
@@ -86,6 +131,7 @@ class Child:
         status = await process.wait()
         if self._process is process:
             self._signal_group(process, signal.SIGKILL)
+            await asyncio.to_thread(_reap_group, process.pid)
             self._process = None
             self.spec.pid_file.unlink(missing_ok=True)
         return status

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.settings import ServiceSettings
 from protos.wire import unix_address
@@ -76,14 +76,24 @@ def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     return {variable: visible[index % len(visible)]}
 
 
+def kept_worker_flags(settings: KeepWorkerSettings) -> list[str]:
+    """Returns the flags of the worker of `triptych keep-worker`."""
+    return _given_flags(WorkerSettings, settings)
+
+
 def _flags(service: type[ServiceSettings], settings: LaunchSettings, **launcher_values: object) -> list[str]:
+    return _given_flags(service, settings, **launcher_values, log_format="json")
+
+
+def _given_flags(
+    service: type[ServiceSettings], settings: ServiceSettings, **launcher_values: object
+) -> list[str]:
     """Returns what the user set for a service, overridden by what the launcher decides.
 
     Settings that the user did not set are omitted: the service applies its own defaults.
     """
     given = [name for name in service.model_fields if name in settings.model_fields_set]
     values = {name: getattr(settings, name) for name in given} | launcher_values
-    values["log_format"] = "json"
     return [_flag(name, value) for name, value in values.items() if value is not None]
 
 

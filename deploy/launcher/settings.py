@@ -1,4 +1,4 @@
-"""The settings of `triptych up`: those of the three services, and a few of the launcher's own."""
+"""The settings of launchers: those of the services that they start, and a few of their own."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,31 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from gateway.settings import Settings as GatewaySettings
-from protos.settings import Group
+from protos.settings import Group, ServiceSettings
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
 
-class LaunchSettings(GatewaySettings, SchedulerSettings, WorkerSettings):
+class StandbySettings(ServiceSettings):
+    """How a launcher replaces dead workers."""
+
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LAUNCHER: ("standby_workers",)}
+
+    standby_workers: int = Field(1, ge=0, le=64)
+    """Processes that have imported what a worker needs, for all workers together. One takes the place of a
+    worker that dies, which is then back sooner. Each takes about 450 MiB and holds no device. 0: none."""
+
+
+class KeepWorkerSettings(StandbySettings, WorkerSettings):
+    """Runs one worker and restarts it when it dies: the command of the worker's image."""
+
+    model_config = SettingsConfigDict(cli_prog_name="triptych keep-worker")
+
+    port: int = Field(50061, ge=1, le=65535)
+    """Port that the worker listens on."""
+
+
+class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, WorkerSettings):
     """Serves one model on this machine: starts a gateway, a scheduler and workers, and keeps them running.
 
     The class inherits every setting of a service, with its name, type, bounds, default and variable. Where

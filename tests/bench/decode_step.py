@@ -192,7 +192,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     quick: bool = arguments.quick
     device = open_device(arguments.device)
     folder = fetch(arguments.model)
-    startup.prepare(device)
+    startup.prepare(device.name)
     model = TimedModel(folder, device, dtype="bfloat16", seed=0)
     model.load_weights()
     buckets = (1, 32) if quick else BUCKETS

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a prompt of 1,000 tokens, each setting once")
     quick = parser.parse_args().quick
     device = open_device("cpu")
-    startup.prepare(device)
+    startup.prepare(device.name)
     model = VllmModel(fetch("smollm2", None), device, dtype="bfloat16", seed=0)
     model.load_weights()
     long, rounds = (1000, 1) if quick else (LONG, 3)

@@ -123,7 +123,7 @@ def measure(
 
 def _model(device: Device, folder: Path, dtype: Dtype) -> ClockedModel:
     """Loads SmolLM2 for a CPU, or makes up the larger model's weights for a GPU."""
-    startup.prepare(device)
+    startup.prepare(device.name)
     model = ClockedModel(folder, device, dtype=dtype, seed=0, dummy_weights=device.name != "cpu")
     model.load_weights()
     return model

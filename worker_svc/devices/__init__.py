@@ -6,12 +6,24 @@ without such kernels, and the reference of tests. `graphs`, `vllm_adapter` and `
 room; it imports `shapes` and `protos` only.
 """
 
+import os
 from collections.abc import Callable
 from typing import Literal
+
+import torch
 
 from worker_svc.devices.base import Device, DeviceOptions
 
 DeviceName = Literal["cpu", "cuda", "rbln"]
+
+
+def choose_device(setting: Literal["auto"] | DeviceName) -> DeviceName:
+    """Returns the device that a setting means; `auto` is a GPU if there is one, else the CPU."""
+    if setting != "auto":
+        return setting
+    # Asks the driver's management library, which leaves CUDA uninitialized in this process.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Device:
@@ -49,4 +61,4 @@ def _rbln(options: DeviceOptions) -> Device:
 
 _OPENERS: dict[DeviceName, Callable[[DeviceOptions], Device]] = {"cpu": _cpu, "cuda": _cuda, "rbln": _rbln}
 
-__all__ = ["Device", "DeviceName", "DeviceOptions", "open_device"]
+__all__ = ["Device", "DeviceName", "DeviceOptions", "choose_device", "open_device"]

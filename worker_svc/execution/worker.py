@@ -12,7 +12,7 @@ from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan
-from worker_svc.devices import Device, DeviceOptions, open_device
+from worker_svc.devices import Device, DeviceOptions, choose_device, open_device
 from worker_svc.execution.compilation import Compilation, graph_options
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
@@ -123,7 +123,7 @@ class Worker:
         from worker_svc.vllm_adapter import startup
         from worker_svc.vllm_adapter.model import VllmModel
 
-        startup.prepare(self.device)
+        startup.prepare(self.device.name)
         imported = time.monotonic()
         self._model = VllmModel(
             self.folder,
@@ -268,14 +268,11 @@ class Worker:
 
 
 def _open_device(settings: Settings) -> Device:
-    """Opens the device that the settings name; `auto` takes a GPU if there is one."""
+    """Opens the device that the settings name."""
     import torch
 
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
-    name = settings.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     options = DeviceOptions(
         rbln_backend=settings.rbln_backend,
         rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
@@ -284,4 +281,4 @@ def _open_device(settings: Settings) -> Device:
         rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,
         rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
     )
-    return open_device(name, options)
+    return open_device(choose_device(settings.device), options)

@@ -8,19 +8,18 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import Device
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 
-def prepare(device: Device) -> None:
-    """Imports vLLM with our platform for `device`.
+def prepare(device_name: str) -> None:
+    """Imports vLLM with our platform for the device of that name, which need not be open.
 
-    Takes seconds; call it once, before anything else in this package.
+    Takes seconds; call it before anything else in this package. Later calls change nothing.
 
     Raises:
         ConfigurationRefused: if vLLM is missing or does not find our platform.
     """
-    os.environ[PLATFORM_VARIABLE] = device.name
+    os.environ[PLATFORM_VARIABLE] = device_name
     # Loads no other platform and no LoRA resolvers, which we do not use.
     os.environ["VLLM_PLUGINS"] = "triptych"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -47,7 +46,7 @@ def prepare(device: Device) -> None:
         import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
     finally:
         gc.enable()
-    if device.name == "cpu":
+    if device_name == "cpu":
         from worker_svc.devices.cpu.device import check_kernels
 
         current_platform.import_kernels()

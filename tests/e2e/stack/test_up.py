@@ -70,6 +70,19 @@ def running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def wait_for_standby(run_dir: Path) -> None:
+    """Waits until a standby has imported what a worker needs."""
+    log, deadline = run_dir / "standby-0.log", time.monotonic() + 120
+    while not (log.exists() and "standby_ready" in log.read_text()):
+        assert time.monotonic() < deadline, "no standby is ready"
+        time.sleep(0.05)
+
+
+def open_files(pid: int) -> list[str]:
+    """Returns what a process has open: paths, and sockets and pipes by number."""
+    return [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
+
+
 def wait_until_gone(processes: dict[str, int]) -> None:
     deadline = time.monotonic() + 20
     while left := {name: pid for name, pid in processes.items() if running(pid)}:
@@ -86,15 +99,23 @@ def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> No
         assert "curl" in read_until(process, "/chat/completions")
         assert "Paris" in ask(address)
         before = pids(tmp_path)
-        assert set(before) == {"launcher", "gateway", "scheduler", "worker-0"}
+        assert set(before) - {"standby-0"} == {"launcher", "gateway", "scheduler", "worker-0"}
 
+        wait_for_standby(tmp_path)
+        before = pids(tmp_path)
+        opened = open_files(before["standby-0"])
+        assert not [name for name in opened if name.startswith(("socket:", "/dev/nvidia", "/dev/rbln"))]
         os.kill(before["worker-0"], signal.SIGKILL)
         assert str(tmp_path / "worker-0.log") in read_until(process, "worker-0 died (SIGKILL)")
-        read_until(process, "worker-0 restarts")
+        read_until(process, "A standby takes the place of worker-0")
         assert "Paris" in ask(address)
         after = pids(tmp_path)
-        assert after["worker-0"] != before["worker-0"]
+        assert after["worker-0"] == before["standby-0"]
         assert after["gateway"] == before["gateway"]
+        log = [json.loads(line) for line in (tmp_path / "worker-0.log").read_text().splitlines()]
+        imports_s = [entry["import_s"] for entry in log if entry["event"] == "prepared"]
+        assert len(imports_s) == 2
+        assert imports_s[1] < 0.1 * imports_s[0]
 
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)

@@ -47,7 +47,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_model(folder: Path, *, trust: bool = False) -> VllmModel:
     device = open_device("cpu")
     torch.set_num_threads(1)
-    startup.prepare(device)
+    startup.prepare(device.name)
     return VllmModel(folder, device, dtype="float32", seed=0, trust_remote_code=trust)
 
 

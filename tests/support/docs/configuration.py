@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.settings import Group, ServiceSettings, declared, group_of
 from scheduler_svc.settings import Settings as SchedulerSettings
@@ -46,10 +46,10 @@ NAMES = {int: "integer", float: "number", str: "text", bool: "switch", Path: "pa
 
 def configuration() -> str:
     """Returns the whole page."""
-    commands = ["triptych up", *(command for command, _, _ in SERVICES)]
+    commands = ["triptych up", *(command for command, _, _ in SERVICES), "triptych keep-worker"]
     index = [*(f"- [`{command}`](#{anchor(command)})" for command in commands), ""]
     services = [line for command, cls, text in SERVICES for line in _section(command, cls, text)]
-    return page([NOTICE, "", *INTRODUCTION.splitlines(), ""], index, _launcher(), services)
+    return page([NOTICE, "", *INTRODUCTION.splitlines(), ""], index, _launcher(), services, _keeper())
 
 
 def _launcher() -> list[str]:
@@ -67,6 +67,18 @@ def _launcher() -> list[str]:
     lines += ["It sets these itself, so they have neither a flag nor a variable here:", ""]
     fixed = declared(LaunchSettings, "fixed")
     return lines + table(("setting", "why"), [(f"`{name}`", reason) for name, reason in fixed.items()])
+
+
+def _keeper() -> list[str]:
+    """Returns the section of the command of the worker's image."""
+    worker = next(cls for command, cls, _ in SERVICES if command == "triptych worker")
+    own = [name for name in KeepWorkerSettings.model_fields if name not in worker.model_fields]
+    text = (
+        "Runs one worker and restarts it when it dies; the worker's image starts it. It takes every setting of `triptych worker`,"
+        " with `--port` from 1. This is its own:"
+    )
+    rows = [_row(KeepWorkerSettings, name, KeepWorkerSettings.model_fields[name]) for name in own]
+    return ["## triptych keep-worker", "", text, "", *table(HEAD, rows)]
 
 
 def _section(command: str, cls: type[ServiceSettings], text: str) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from worker_svc.devices import open_device
 from worker_svc.vllm_adapter import configuration, startup
 
 VOCAB_SIZE: Final = 32_000
@@ -36,7 +35,7 @@ _CONFIG: Final = {
 @cache
 def prepare() -> None:
     """Imports vLLM with our platform, once per process, and seeds its block hashes."""
-    startup.prepare(open_device("cpu"))
+    startup.prepare("cpu")
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
 

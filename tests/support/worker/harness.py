@@ -47,7 +47,7 @@ def load(
     device = device or open_device(device_name)
     key = folder, dtype, compiled
     if key not in _MODELS:
-        startup.prepare(device)
+        startup.prepare(device.name)
         model = VllmModel(folder, device, dtype=dtype, seed=0, compiled=compiled)
         model.load_weights()
         _MODELS[key] = model

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.launcher.settings import KeepWorkerSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.settings import ServiceSettings, load
 from scheduler_svc.settings import Settings as SchedulerSettings
@@ -20,7 +21,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
     "scheduler": SchedulerSettings,
-    "worker": WorkerSettings,
+    "worker": KeepWorkerSettings,
 }
 
 

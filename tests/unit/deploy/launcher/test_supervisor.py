@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.launcher.deaths import RestartPolicy
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.process import Child, ChildSpec, describe_exit
-from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor
+from deploy.launcher.supervisor import LaunchError, Supervisor
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -229,3 +230,28 @@ async def test_a_log_that_cannot_be_copied_is_emptied(tmp_path: Path) -> None:
     child.rotate_log(1000)
     assert child.spec.log.stat().st_size == 0
     assert not (tmp_path / "talks.log.1").is_symlink()
+
+
+async def test_orphans_of_a_dead_child_are_reaped(tmp_path: Path) -> None:
+    """A launcher that inherits orphans, as a container's first process does, keeps no zombies of them."""
+    code = (
+        "import asyncio, ctypes, os, sys\n"
+        "from pathlib import Path\n"
+        "from deploy.launcher.process import Child, ChildSpec\n"
+        "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # inherits orphans\n"
+        "orphan = 'import subprocess, sys; "
+        'subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])\'\n'
+        "async def main():\n"
+        "    child = Child(ChildSpec('c', (sys.executable, '-c', orphan), Path(sys.argv[1])))\n"
+        "    await child.start()\n"
+        "    await child.wait()\n"
+        "asyncio.run(main())\n"
+        "try:\n"
+        "    os.waitpid(-1, 0)\n"
+        "except ChildProcessError:\n"
+        "    print('none')\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert (await process.communicate())[0] == b"none\n"

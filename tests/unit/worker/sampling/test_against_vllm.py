@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import make_state, request
-from worker_svc.devices import open_device
 from worker_svc.sampling.adjust import adjust_logits
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.sampler import filtered_masses, sample
@@ -74,7 +73,7 @@ def logits_of(seed: int, count: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def _platform() -> None:
-    startup.prepare(open_device("cpu"))
+    startup.prepare("cpu")
 
 
 def vllm_results(batch: list[Row], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,107 @@
+"""`triptych keep-worker`: runs one worker, and restarts it from a standby when it dies.
+
+It is the first process of the worker's image. The worker's output goes where this process' goes.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.launcher.process import worker_spec
+from deploy.launcher.service_flags import kept_worker_flags
+from deploy.launcher.settings import KeepWorkerSettings
+from deploy.launcher.standbys import Standbys, standby_spec
+from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+
+# What stops a container has a deadline of its own, and it knows how long the worker may take.
+_GRACE_S = 86_400.0
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared, not bound
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs until SIGTERM or SIGINT.
+
+    Returns:
+        0 after a clean stop, 2 if a setting is bad, 130 after a second signal, 1 if the worker keeps dying
+        before it has served.
+    """
+    try:
+        settings = load(KeepWorkerSettings, argv)
+        with tempfile.TemporaryDirectory(prefix="triptych-worker-") as folder:
+            return asyncio.run(_run(settings, Path(folder)))
+    except ConfigurationRefused as error:
+        _say(f"triptych keep-worker: {error.message}")
+        return BAD_SETTING
+
+
+async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
+    worker = worker_spec("worker", tuple(kept_worker_flags(settings)), folder, {}, has_log=False)
+    standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
+    supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)
+    loop = asyncio.get_running_loop()
+    keeping = asyncio.ensure_future(_keep(supervisor, settings))
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            keeping.cancel()
+        else:
+            supervisor.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await keeping
+    except asyncio.CancelledError:
+        return 0 if signals == 1 else 130
+    except ExceptionGroup as group:
+        error = first_launch_error(group)
+        if not isinstance(error, LaunchError):
+            raise
+        if error.exit_code != BAD_SETTING:  # otherwise the worker has said why
+            _say(f"triptych keep-worker: {error}")
+        return error.exit_code
+    return 1
+
+
+async def _keep(supervisor: Supervisor, settings: KeepWorkerSettings) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(supervisor.run())
+        group.create_task(
+            _mark_served(supervisor, f"{_ANY.get(settings.host, settings.host)}:{settings.port}")
+        )
+
+
+async def _mark_served(supervisor: Supervisor, address: str) -> None:
+    """Tells the supervisor as soon as the worker's health is SERVING."""
+    async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            # A worker that dies before it serves ends the call. The next one waits for its successor.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                answers = stub.Watch(  # type: ignore[attr-defined]
+                    health_pb2.HealthCheckRequest(), wait_for_ready=True
+                )
+                async for answer in answers:
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        supervisor.mark_served()
+                        return
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

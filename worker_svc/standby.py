@@ -1,0 +1,96 @@
+"""A process that waits to become a worker: everything is imported, and nothing that a worker owns is held.
+
+Importing vLLM and torch takes most of a worker's start. A standby has no device, no weights, no port and no
+registration. Its launcher starts it with a worker's flags, and writes one line of JSON to its standard input
+when a worker has died. The standby then runs the worker's command in this same process.
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from protos.errors import ConfigurationRefused
+from protos.logs import configure, get_logger
+from protos.settings import load
+from worker_svc import __main__ as worker
+from worker_svc.settings import Settings
+from worker_svc.standby_orders import Orders
+
+_LOWEST_PRIORITY = 19
+_BAD_SETTING = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Imports what a worker needs, waits for orders, and is a worker from then on.
+
+    Args:
+        argv: the flags of one of the workers that it may replace. The orders have the flags that count.
+
+    Returns:
+        The worker's exit code; 0 if standard input ends without orders, 2 for a bad setting.
+    """
+    try:
+        settings = load(Settings, argv)
+    except ConfigurationRefused as error:
+        _say(error.message)
+        return _BAD_SETTING
+    configure("standby", level=settings.log_level, log_format=settings.log_format)
+    importing = threading.Thread(target=_import, args=(settings,), name="imports", daemon=True)
+    importing.start()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        # The launcher stops, or is gone. The imports may still run, so a normal exit is not safe.
+        os._exit(0)
+    orders = Orders.from_line(line)
+    importing.join()
+    _detach_from_launcher(orders)
+    return worker.main(list(orders.flags))
+
+
+def _import(settings: Settings) -> None:
+    """Imports on a thread of the lowest priority, so that running workers keep the processors.
+
+    Priorities are a thread's own on Linux, and an unprivileged process cannot raise one again. The threads
+    that serve later come from the main thread and have its priority. Ends the process if an import fails.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    started = time.monotonic()
+    try:
+        worker.prepare_process()
+        from worker_svc import preloading
+
+        preloading.import_for(settings)
+    except ConfigurationRefused as error:
+        _say(error.message)
+        os._exit(_BAD_SETTING)
+    except BaseException:  # noqa: BLE001 - a process that misses a module must not become a worker
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    # Modules live as long as the process; later collections can skip them.
+    gc.collect()
+    gc.freeze()
+    get_logger().info("standby_ready", import_s=round(time.monotonic() - started, 2))
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"triptych standby: {message}\n")
+    sys.stderr.flush()
+
+
+def _detach_from_launcher(orders: Orders) -> None:
+    """Applies the orders that concern the process: its variables, its log, and no standard input."""
+    os.environ.update(orders.environment)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    if orders.log is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with Path(orders.log).open("ab") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
