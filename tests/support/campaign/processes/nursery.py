@@ -109,12 +109,11 @@ def main() -> int:
 
 def _import() -> None:
     from worker_svc import service  # noqa: F401 - imports what a worker needs
-    from worker_svc.devices import open_device
     from worker_svc.log_silencing import silence_libraries
     from worker_svc.vllm_adapter import model, startup  # noqa: F401
 
     silence_libraries()
-    startup.prepare(open_device("cpu"))
+    startup.prepare("cpu")
     gc.collect()
     gc.freeze()
     # A fork has the calling thread alone.
