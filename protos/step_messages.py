@@ -28,6 +28,7 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         copies=[_copy_to_proto(copy) for copy in plan.copies],
         admit=[_admission_to_proto(admission) for admission in plan.admit],
         grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
+        continues=plan.continues,
     )
     match plan.work:
         case Prefill(slot, start, num_tokens, sample):
@@ -62,6 +63,7 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
         grow=tuple(
             Growth(grown.slot, grown.group_id, tuple(grown.block_ids)) for grown in message.grow
         ),
+        continues=message.continues,
     )  # fmt: skip
 
 
@@ -80,14 +82,13 @@ def shape_from_proto(signature: common_pb2.GraphSignature) -> PoolShape:
 def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult:
     """Returns a result's message; it is compact if one token per slot is the whole result."""
     message = worker_pb2.StepResult(
-        step=result.step, lease_index=result.lease_index, last=result.last, execute_us=result.execute_us
-    )
+        step=result.step, lease_index=result.lease_index, last=result.last, execute_us=result.execute_us,
+        void=result.void,
+    )  # fmt: skip
     if result.error is not None:
         message.error.CopyFrom(result.error.to_proto())
-    elif result.token_ids:
-        message.token_ids.extend(result.token_ids)
-    elif _is_compact(plan, result.outputs):
-        message.token_ids.extend([output.token_ids[0] for output in result.outputs])
+    elif token_ids := result.token_ids or one_token_each(plan.work, result.outputs):
+        message.token_ids.extend(token_ids)
     else:
         message.outputs.extend(_output_to_proto(output) for output in result.outputs)
     return message
@@ -103,21 +104,23 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         last=message.last,
         lease_index=message.lease_index,
         execute_us=message.execute_us,
+        void=message.void,
     )
 
 
-def _is_compact(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
-    """Whether the outputs are one token for each slot of the plan's work, in its order, and nothing else."""
-    if plan.work is None or isinstance(plan.work, Pool):
-        return False
-    slots = slots_of(plan.work)
-    return len(outputs) == len(slots) and all(
+def one_token_each(work: Work | None, outputs: Sequence[SlotOutput]) -> Sequence[int]:
+    """Returns the tokens if the outputs are one for each slot of the work, in its order, and nothing else."""
+    if work is None or isinstance(work, Pool):
+        return ()
+    slots = slots_of(work)
+    compact = len(outputs) == len(slots) and all(
         output.slot == slot
         and len(output.token_ids) == 1
         and not (output.logprobs or output.prompt_logprobs)
         and output.error is None
         for slot, output in zip(slots, outputs, strict=True)
     )
+    return [output.token_ids[0] for output in outputs] if compact else ()
 
 
 def _work_from_proto(message: worker_pb2.StepPlan) -> Work | None:

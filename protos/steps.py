@@ -126,6 +126,8 @@ class StepPlan:
     copies: Sequence[BlockCopy] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
+    continues: bool = False
+    """Whether the work goes on where the plan before it ends, and runs only if that plan ran whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,8 @@ class StepResult:
     """Index of the step within the plan's lease, from 0."""
     execute_us: int = 0
     """Time that the step took on the worker, microseconds."""
+    void: bool = False
+    """Whether the work of a plan that continues another did not run."""
 
 
 def slots_of(work: Work | None) -> Sequence[int]:

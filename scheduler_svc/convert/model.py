@@ -49,6 +49,7 @@ class WorkerDescription:
     default_block_size: int
     """Tokens of a KV block that the device usually runs with."""
     max_lease_steps: int
+    plans_ahead: bool
     """Decode steps that one lease may span."""
     max_logprobs: int
     """Most log-probabilities per token."""
@@ -84,6 +85,7 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         default_chunk=message.default_chunk,
         default_block_size=message.default_block_size,
         max_lease_steps=max(1, message.max_lease_steps),
+        plans_ahead=message.plans_ahead,
         max_logprobs=message.max_logprobs,
         sampling_fields=frozenset(message.sampling_fields),
     )

@@ -108,6 +108,10 @@ class PoolScheduler:
         """Returns None: a pooling batch is one step and cannot be cut short."""
         return None
 
+    def renew(self) -> StepPlan | None:
+        """Returns None: a pooling batch is one step."""
+        return None
+
     def update(self, result: StepResult) -> None:
         """Delivers the results of a batch; all its requests end.
 

@@ -6,9 +6,10 @@ from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.decode_batch import DecodeBatch
 from scheduler_svc.replica.plans import InFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
-from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
+from scheduler_svc.replica.slots import RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import accuse
 from scheduler_svc.requests.request import Event, Request

@@ -73,8 +73,9 @@ class PlanBuilder:
             self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
 
     def build(
-        self, work: Prefill | Decode | None, copies: Sequence[PendingCopy], suspect: Request | None = None
-    ) -> tuple[StepPlan, bool]:
+        self, work: Prefill | Decode | None, copies: Sequence[PendingCopy], suspect: Request | None = None,
+        *, continues: bool = False,
+    ) -> tuple[StepPlan, bool]:  # fmt: skip
         """Returns the plan and starts the next one.
 
         Args:
@@ -82,6 +83,7 @@ class PlanBuilder:
             copies: the block copies that come before it.
             suspect: the suspect that the work is for. A suspect is admitted together with its first work, and
                 no other request in the same plan.
+            continues: see :attr:`StepPlan.continues`.
 
         Returns:
             The plan, and whether a request was refused that may fit into the next plan.
@@ -94,6 +96,7 @@ class PlanBuilder:
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
             admit=self._take_admissions(suspect) if self._admitted else (),
             grow=tuple(self._grown),
+            continues=continues,
         )
         refused, self._refused = self._refused, False
         if self._released:
@@ -181,12 +184,17 @@ class StepsInFlight:
 
     @property
     def leasing(self) -> bool:
-        """Whether the latest plan leases several steps."""
-        return bool(self._steps) and self._steps[-1].lease > 1
+        """Whether the latest plan allows further decode steps, which another plan would cut short."""
+        return bool(self._steps) and (self._steps[-1].lease > 1 or self._steps[-1].plan.continues)
 
-    def is_behind(self, step: InFlight) -> bool:
-        """Whether a later plan than ``step`` was sent."""
-        return bool(self._steps) and self._steps[-1] is not step
+    @property
+    def alone(self) -> InFlight | None:
+        """The plan in flight, if there is exactly one."""
+        return self._steps[0] if len(self._steps) == 1 else None
+
+    def is_cut_short(self, step: InFlight) -> bool:
+        """Whether a later plan than ``step`` was sent that does not continue it."""
+        return bool(self._steps) and self._steps[-1] is not step and not self._steps[-1].plan.continues
 
     def send(self, step: InFlight) -> None:
         """Adds a plan that is sent now."""

@@ -14,10 +14,11 @@ from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
+from scheduler_svc.replica.decode_batch import DecodeBatch
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
-from scheduler_svc.replica.slots import DecodeBatch, RequestOwner, Slots
+from scheduler_svc.replica.slots import RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
@@ -54,7 +55,7 @@ class ReplicaScheduler:
     def __init__(
         self, geometry: Geometry, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
         clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
-        observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1,
+        observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1, plans_ahead: bool = False,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -67,6 +68,7 @@ class ReplicaScheduler:
             preemption: chooses the request to preempt.
             observe_batch: receives the number of rows of each decode step.
             max_lease: decode steps that one plan may allow.
+            plans_ahead: whether the worker takes plans that continue another.
         """
         self.geometry = geometry
         """The static shapes."""
@@ -81,6 +83,7 @@ class ReplicaScheduler:
         self._interleave = interleave
         self._clock = clock
         self._max_lease = max_lease
+        self._plans_ahead = plans_ahead
         self._copies = kv.copies
         self._kv_events = kv.events
         # Suspects and the decode batch take turns.
@@ -255,11 +258,42 @@ class ReplicaScheduler:
             return None
         return self._send(None, ())
 
-    def _send(self, work: Prefill | Decode | None, requests: Sequence[Request]) -> StepPlan:
+    def renew(self) -> StepPlan | None:
+        """Continues a lease that nears its end, so that the worker need not wait for the next plan.
+
+        Call it after :meth:`interrupt`: nothing else may wait for a plan.
+
+        Returns:
+            A plan that runs only if the lease runs to its end. Its blocks belong to their requests either
+            way.
+        """
+        step = self._in_flight.alone
+        if not self._plans_ahead or step is None or not isinstance(work := step.plan.work, Decode):
+            return None
+        left = step.lease - step.num_results
+        # The first result must be in: until then the batch counts a step that no request has a token of.
+        if not step.num_results or left > self._max_lease // 2 or step.left or not self._steady:
+            return None
+        lease = self._decoding.renew(self._max_lease, self._grow, behind=left)
+        if lease < 1:
+            return None
+        positions = tuple([position + step.lease for position in work.positions])
+        return self._send(Decode(work.slots, positions, work.bucket, lease), step.requests, continues=True)
+
+    @property
+    def _steady(self) -> bool:
+        """Whether there is nothing to do but to decode."""
+        plan, slots = self._plan, self._slots
+        waiting = slots.prefilling or slots.trials or self.num_deferred or self._copies
+        return not (waiting or plan.admits or plan.releases)
+
+    def _send(
+        self, work: Prefill | Decode | None, requests: Sequence[Request], *, continues: bool = False
+    ) -> StepPlan:
         """Returns the plan with this work and everything that comes before it."""
         copies = self._copies.take()
         suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
-        plan, refused = self._plan.build(work, copies, suspect)
+        plan, refused = self._plan.build(work, copies, suspect, continues=continues)
         if refused:
             self._owner.released()  # the next plan has room again
         self._in_flight.send(InFlight(plan, requests, copies, self._clock(), alone=suspect is not None))
@@ -336,14 +370,15 @@ class ReplicaScheduler:
             Internal: if results and plans do not match; the replica's state is then unknown.
         """
         step = self._in_flight.match(result)
-        if step.num_results > 1:
-            # A further step of a lease; planning counted only the first.
-            work = step.plan.work
-            assert isinstance(work, Decode)
-            self._decoding.count_step(len(step.requests), work.bucket)
-            if not self._in_flight.is_behind(step):
-                self._interleave.decoded()  # else a chunk may be on its way already, and this step is before it
-        self._outputs.apply(step, result)
+        if not result.void:
+            if step.num_results > 1 or step.plan.continues:
+                # Planning counted only the first step of a lease, and none of one that may not run.
+                work = step.plan.work
+                assert isinstance(work, Decode)
+                self._decoding.count_step(len(step.requests), work.bucket)
+                if not self._in_flight.is_cut_short(step):
+                    self._interleave.decoded()  # else a chunk may be on its way already, and this step is before it
+            self._outputs.apply(step, result)
         if self.idle:
             self._owner.released()  # no other release will follow, and pins may have to go
         if self._kv_events.active:

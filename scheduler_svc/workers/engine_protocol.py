@@ -35,6 +35,9 @@ class StepScheduler(Protocol):
     def interrupt(self) -> StepPlan | None:
         """Returns a plan that ends the running lease, if there is other work to do."""
 
+    def renew(self) -> StepPlan | None:
+        """Returns a plan that continues the running lease, if the worker should have it by now."""
+
     def update(self, result: StepResult) -> None:
         """Delivers the result of a plan."""
 

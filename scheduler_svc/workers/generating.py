@@ -138,6 +138,7 @@ class GeneratingReplicas:
             clock=self._clock,
             observe_batch=self._histogram.observe,
             max_lease=min(self._settings.lease_steps, description.max_lease_steps),
+            plans_ahead=description.plans_ahead,
         )
 
         def ask(grammar: Grammar) -> None:

@@ -76,7 +76,8 @@ class StepLoop:
         self._work = asyncio.Event()
         # Ends a lease early; set while results are outstanding.
         self._interrupt: Callable[[], None] | None = None
-        self._interrupting: asyncio.Future[None] | None = None
+        # The last write of a plan that another one was in flight before.
+        self._writing: asyncio.Future[None] | None = None
         self._leaving = False
 
     def leave(self) -> None:
@@ -149,9 +150,9 @@ class StepLoop:
         finally:
             self._deadline.close()
             call.cancel()
-            if self._interrupting is not None:
-                self._interrupting.cancel()
-                await asyncio.gather(self._interrupting, return_exceptions=True)
+            if self._writing is not None:
+                self._writing.cancel()
+                await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _step(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Runs one plan to its last result, or idles if there is nothing to do."""
@@ -172,18 +173,29 @@ class StepLoop:
             while scheduler.has_pending:
                 self._dispatch()
                 self.wake()
+                self._send_behind(call, scheduler.renew())
                 await self._deliver(call, scheduler)
         finally:
             self._interrupt = None
-        if self._interrupting is not None:
-            written, self._interrupting = self._interrupting, None
+        if self._writing is not None:
+            written, self._writing = self._writing, None
             await written
 
     def _cut_short(self, call: "_Call", scheduler: StepScheduler) -> None:
-        plan = scheduler.interrupt()
+        self._send_behind(call, scheduler.interrupt())
+
+    def _send_behind(self, call: "_Call", plan: StepPlan | None) -> None:
+        """Sends a plan, if there is one, while another is in flight."""
         if plan is not None:
             self._sent.append((plan, self._budgets.of(plan)))
-            self._interrupting = asyncio.ensure_future(self._write(call, plan))
+            self._writing = asyncio.ensure_future(self._write_behind(self._writing, call, plan))
+
+    async def _write_behind(
+        self, earlier: asyncio.Future[None] | None, call: "_Call", plan: StepPlan
+    ) -> None:
+        if earlier is not None:
+            await earlier  # a call takes one write at a time
+        await self._write(call, plan)
 
     async def _write(self, call: "_Call", plan: StepPlan) -> None:
         # A write fails if the call has ended; reading from it gives the reason.
@@ -199,8 +211,9 @@ class StepLoop:
         if answer is grpc.aio.EOF:
             raise await _end_of(call)
         result = result_from_proto(cast("worker_pb2.StepResult", answer))
-        # A result may have lain here for a while, so the time of the worker counts, too.
-        usual.observe(max(seconds, result.execute_us * 1e-6))
+        if not result.void:
+            # A result may have lain here for a while, so the time of the worker counts, too.
+            usual.observe(max(seconds, result.execute_us * 1e-6))
         if result.last:
             self._sent.popleft()
         if result.error is not None:
@@ -210,7 +223,7 @@ class StepLoop:
             return  # of the request, not of the worker
         if result.error is not None:
             self._failed_steps.failed(result.error.message)
-        elif plan.work is not None:
+        elif plan.work is not None and not result.void:
             self._failed_steps.succeeded()
 
     async def _idle(self, call: "_Call") -> None:

@@ -68,6 +68,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         sampling_fields=_sampling_fields(worker),
         max_logprobs=MAX_LOGPROBS,
         max_lease_steps=1 if pooling else _MAX_LEASE,
+        plans_ahead=not pooling,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
     )
 

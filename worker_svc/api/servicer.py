@@ -10,9 +10,10 @@ from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
-from worker_svc.api.leases import PlanStream, as_triptych_error, elapsed_us, run_plan
+from worker_svc.api.leases import as_triptych_error, elapsed_us
 from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.watchdog import STEP, FailedSteps
+from worker_svc.api.plan_stream import PlanStream
+from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
 from worker_svc.model_files import loader
@@ -180,43 +181,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             why = "another Execute stream is open" if self._ready else "the worker is not configured yet"
             await abort(context, Unavailable(why, retry_after_ms=1000))
         self._executing = True
-        plans = PlanStream(request_iterator)
-        results: asyncio.Queue[worker_pb2.StepResult] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def emit(result: worker_pb2.StepResult) -> None:
-            loop.call_soon_threadsafe(results.put_nowait, result)
-
+        plans = PlanStream(
+            request_iterator,
+            self._worker,
+            self._thread,
+            failed_steps=self._failed_steps,
+            step_limit_s=self._step_limit_s,
+        )
         try:
-            while (plan := await plans.next()) is not None:
-                self._submit(plan, plans, emit)
-                while not (result := await results.get()).last:
-                    yield result
+            async for result in plans.results():
                 yield result
         finally:
             self._executing = False
             plans.close()
             # Queued after a step that may still run, and before the plans of a new stream.
             self._thread.submit(self._worker.reset, what="reset", limit_s=self._step_limit_s)
-
-    def _submit(
-        self, plan: worker_pb2.StepPlan, plans: PlanStream, emit: Callable[[worker_pb2.StepResult], None]
-    ) -> None:
-        """Queues a plan on the model thread."""
-
-        def count_and_emit(result: worker_pb2.StepResult) -> None:
-            # Counted first, so that the count is up to date when the scheduler reads the result.
-            self._failed_steps.note(plan, result)
-            emit(result)
-
-        self._thread.submit(
-            lambda: run_plan(
-                self._worker,
-                plan,
-                is_superseded=lambda: plans.is_superseded(plan.step),
-                emit=count_and_emit,
-                on_progress=self._thread.progressed,
-            ),
-            what=STEP,
-            limit_s=self._step_limit_s,
-        )

@@ -10,14 +10,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from protos.logs import get_logger
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
-
-if TYPE_CHECKING:
-    from protos.triptych.v1 import worker_pb2
 
 EXIT_CODE = 1
 """The exit code of a worker that ended itself. 2 would mean a bad setting."""
@@ -56,11 +53,11 @@ class FailedSteps:
         self._on_limit = on_limit
         self._count = 0
 
-    def note(self, plan: "worker_pb2.StepPlan", result: "worker_pb2.StepResult") -> None:
+    def note(self, plan: StepPlan, result: StepResult) -> None:
         """Counts a step's result. Call it on one thread."""
-        if result.error.code in _OF_A_REQUEST:
+        if result.error is not None and result.error.code in _OF_A_REQUEST:
             return  # the device is not at fault
-        if result.HasField("error"):
+        if result.error is not None:
             self._count += 1
             if self._limit and self._count >= self._limit:
                 self._on_limit(
@@ -69,7 +66,7 @@ class FailedSteps:
                         " the worker ends, so that its supervisor starts another (--max-failed-steps)"
                     )
                 )
-        elif plan.WhichOneof("work") is not None:
+        elif plan.work is not None and not result.void:
             # A plan that only releases slots does not touch the device and proves nothing.
             self._count = 0
 

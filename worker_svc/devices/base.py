@@ -85,6 +85,9 @@ class Device(abc.ABC):
     """Whether a prefill chunk may start at any position, or only at multiples of its size."""
     captures: ClassVar[bool] = False
     """Whether `capture` does more than return its argument."""
+    runs_ahead: ClassVar[bool] = False
+    """Whether the device works through its kernels in order while the host goes on, so that the host may
+    launch a step before it reads the results of the one before. Such a device overrides `start_reading`."""
 
     def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - optional
         """Sets the folder of compiled code, and drops what `compile` has compiled so far.
@@ -139,6 +142,15 @@ class Device(abc.ABC):
 
     def synchronize(self) -> None:  # noqa: B027 - a host computes synchronously
         """Waits until the device has finished all work submitted so far."""
+
+    def start_reading(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to copy a tensor to the host.
+
+        Returns:
+            A function that waits for the copy and returns it. If the device runs ahead, the copy has the
+            tensor's present values even if later kernels overwrite them.
+        """
+        return tensor.cpu
 
     def capture(
         self,

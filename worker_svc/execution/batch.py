@@ -110,7 +110,7 @@ class Batch:
         self._append(growth)
 
     def check(self, work: Prefill | Decode) -> None:
-        """Refuses work that contradicts the state of its slots.
+        """Refuses work that contradicts the state of its slots, for all steps of a lease.
 
         Raises:
             Internal: naming the first slot that does not match.
@@ -144,7 +144,7 @@ class Batch:
                     f"the plan decodes slot {slot} at position {position},"
                     f" which has {computed} of {known} computed"
                 )
-            self._check_blocks(slot, known)
+            self._check_blocks(slot, known + work.lease - 1)
 
     def prefill_inputs(self, work: Prefill | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the static-shaped tensors of a prefill step; `None` makes a step of padding only.

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from protos.steps import SlotOutput, StepPlan
+from protos.steps import StepPlan
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
@@ -57,8 +58,12 @@ class Engine(Protocol[G]):
         """
         ...
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step.
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Applies a plan and hands its step to the device.
+
+        Args:
+            plan: the plan; for a further step of a lease, its next position and nothing else.
+            leased: whether this is a further step of a lease, which was checked with its first step.
 
         Raises:
             Internal: if the engine is not started or the plan contradicts earlier plans.

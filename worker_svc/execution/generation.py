@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.steps import SlotOutput, StepPlan
+from protos.steps import StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.execution.compilation import Compilation
 from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.execution.runner import Model, Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
@@ -137,11 +138,11 @@ class GenerationEngine:
         runner.graphs.finish_warm_up()
         self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step; see `Runner.execute`."""
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Hands one step to the device; see `Runner.launch`."""
         if self._runner is None:
             raise Internal("the worker is not configured")
-        return self._runner.execute(plan)
+        return self._runner.launch(plan, leased=leased)
 
     def reset(self) -> None:
         """Frees every slot."""

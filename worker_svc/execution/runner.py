@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.token_selection import (
     DecodeStep,
     PromptLogprobs,
+    Selection,
     TokenSelector,
     captured_step,
     make_sampler,
@@ -25,6 +26,7 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Progress
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
@@ -142,20 +144,33 @@ class Runner:
                 self._decode_step(signature.batch).forward(rows)
         progress(len(signatures), len(signatures), "done")
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step.
-
-        A request whose admission is refused fails alone; the rest of the plan runs without its slot.
+        """Launches one step and waits for it; see `launch`.
 
         Returns:
             One output for each refused admission, then one for each slot that produced a token, in the plan's
             order.
+        """
+        return self.launch(plan).wait(plan.work)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Applies a plan and hands its step to the device.
+
+        A request whose admission is refused fails alone; the rest of the plan runs without its slot.
+
+        Args:
+            plan: the plan.
+            leased: whether this is a further step of a lease: the plan has nothing but the work, and the
+                lease was checked with its first step.
 
         Raises:
             Internal: if the plan contradicts earlier plans. The state of the slots that it names is then
                 undefined.
         """
+        if leased:
+            assert isinstance(plan.work, Decode)
+            return self._decode(plan.work)
         for slot in plan.release:
             self._release(slot)
         self.cache.copy(plan.copies)
@@ -173,10 +188,10 @@ class Runner:
             raise Internal("the plan pools prompts, but this model generates tokens")
         work = _drop_slots(plan.work, refused)
         if work is None:
-            return list(refused.values())
+            return LaunchedStep(list(refused.values()))
         self._batch.check(work)
-        outputs = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
-        return [*refused.values(), *outputs]
+        launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
+        return LaunchedStep([*refused.values(), *launched.wait(work)]) if refused else launched
 
     def reset(self) -> None:
         """Frees every slot. Blocks keep their contents: the scheduler may have cached them as prefixes."""
@@ -214,20 +229,30 @@ class Runner:
             self._release(request.slot)
             raise
 
-    def _prefill(self, work: Prefill) -> list[SlotOutput]:
+    def _prefill(self, work: Prefill) -> LaunchedStep:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         hidden = self._prefill_hidden(tokens, positions, inputs)
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
-            return [SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
+            outputs = [SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
+            return LaunchedStep(outputs)
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits = self._model.logits(hidden[last])
         rows = torch.tensor([work.slot], device=self._device.torch_device)
         selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample)
         self._batch.advance_prefill(work, selection.tokens)
+        if selection.is_plain and not prompt_logprobs:
+            return self._read_later(selection, 1)
         (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
-        return [replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output]
+        return LaunchedStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
+
+    def _read_later(self, selection: Selection, count: int) -> LaunchedStep:
+        """Starts to copy the first `count` tokens to the host."""
+        read = self._device.start_reading(selection.tokens[:count])
+        return LaunchedStep(
+            read_tokens=lambda: cast("list[int]", read().tolist()), runs_ahead=self._device.runs_ahead
+        )
 
     def _prefill_hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
@@ -240,7 +265,7 @@ class Runner:
         (hidden,) = self._captured_prefill(tokens, positions, *_tensors_of(inputs))
         return hidden
 
-    def _decode(self, work: Decode) -> list[SlotOutput]:
+    def _decode(self, work: Decode) -> LaunchedStep:
         rows = self._rows_of(work)
         step = self._decode_step(work.bucket)
         logits, positions, *tokens = step.forward(rows)
@@ -248,7 +273,9 @@ class Runner:
         selection = self._selector.select(work.slots, rows, logits, positions, step.sample, argmax)
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
-        return list(self._selector.outputs(work.slots, selection, step.compute_logprobs))
+        if selection.is_plain:
+            return self._read_later(selection, len(work.slots))
+        return LaunchedStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:
         """Returns the slots of a step's rows, int64 [bucket]. Steps with the same slots share a tensor."""

@@ -47,6 +47,11 @@ class Selection:
     choice: Choice | None = None
     """What the grammars decided; `None` if no row has a grammar."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row is certain to have one token, and the tokens are all that a result has."""
+        return self.choice is None and self.reported is self.tokens and not self.batch.reports
+
 
 class TokenSelector:
     """Selects tokens for the slots of a batch."""

@@ -21,6 +21,7 @@ from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.weights_digest import dummy_digest, start_digest
@@ -175,15 +176,19 @@ class Worker:
         self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result())
         return self._ready
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step; see `Engine.execute`.
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Hands one step to the device; see `Engine.launch`.
 
         Raises:
             Internal: if the worker is not configured, or the plan contradicts earlier plans.
         """
         if self._engine is None or self._ready is None:
             raise Internal("the worker is not configured")
-        return self._engine.execute(plan)
+        return self._engine.launch(plan, leased=leased)
+
+    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+        """Launches one step and waits for its outputs."""
+        return self.launch(plan).wait(plan.work)
 
     def reset(self) -> None:
         """Frees every slot."""

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.steps import SlotOutput, StepPlan
+from protos.steps import StepPlan
 from worker_svc.devices.base import Device
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -78,11 +79,12 @@ class PoolingEngine:
             phases.finish("warm_up")
         return geometry
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step; see `PoolRunner.execute`."""
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Runs one step; see `PoolRunner.execute`. Pooling has no leases."""
+        del leased
         if self._runner is None:
             raise Internal("the worker is not configured")
-        return self._runner.execute(plan)
+        return LaunchedStep(self._runner.execute(plan))
 
     def reset(self) -> None:
         """Frees every slot."""

@@ -67,6 +67,7 @@ class DescribeResponse(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_LEASE_STEPS_FIELD_NUMBER: _builtins.int
     POOL_TASKS_FIELD_NUMBER: _builtins.int
+    PLANS_AHEAD_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -90,6 +91,8 @@ class DescribeResponse(_message.Message):
     """Most log-probabilities per token."""
     max_lease_steps: _builtins.int
     """Most steps of a lease. 1: no leases."""
+    plans_ahead: _builtins.bool
+    """Whether the worker understands StepPlan.continues. False: no such plan may be sent."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """The model, without `served_name`. Here `max_model_len` is the longest context that the model was made
@@ -133,10 +136,11 @@ class DescribeResponse(_message.Message):
         max_logprobs: _builtins.int = ...,
         max_lease_steps: _builtins.int = ...,
         pool_tasks: _abc.Iterable[_common_pb2.PoolTask.ValueType] | None = ...,
+        plans_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -426,9 +430,16 @@ class StepPlan(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan on this stream, from 1. An empty plan with the number 0 comes first: its result shows
     that the worker has accepted the stream.
+    """
+    continues: _builtins.bool
+    """This plan was sent ahead, and its work goes on where the plan before it ends. The work runs only if that
+    plan ran whole: every step that it allowed, each with one token for each slot (or none, for a chunk that
+    samples nothing). Otherwise only the rest of this plan is applied, and its one result is `void`. Unlike
+    any other plan, it does not end a lease that runs when it arrives.
     """
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -465,10 +476,11 @@ class StepPlan(_message.Message):
         prefill: Global___Prefill | None = ...,
         decode: Global___Decode | None = ...,
         pool: Global___Pool | None = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "decode", b"decode", "grow", b"grow", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "continues", b"continues", "copies", b"copies", "decode", b"decode", "grow", b"grow", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["prefill", "decode", "pool"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
@@ -641,8 +653,8 @@ class Decode(_message.Message):
     bucket: _builtins.int
     """Rows of the graph; at least the number of slots."""
     lease_steps: _builtins.int
-    """Steps that the worker may run in a row before the next plan arrives; their blocks are allocated. 0 and 1:
-    a single step. Each step has its own result.
+    """Steps that the worker may run in a row before the next plan without `continues` arrives; their blocks are
+    allocated. 0 and 1: a single step. Each step has its own result.
     """
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -705,6 +717,7 @@ class StepResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     EXECUTE_US_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    VOID_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan."""
     lease_index: _builtins.int
@@ -713,6 +726,8 @@ class StepResult(_message.Message):
     """Whether this is the plan's last result."""
     execute_us: _builtins.int
     """Time on the device and around it, microseconds."""
+    void: _builtins.bool
+    """The work of a plan with `continues` did not run, because the plan before it did not run whole."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotOutput]:
         """Outputs by slot, in the plan's order; empty if `token_ids` is the whole result."""
@@ -737,10 +752,11 @@ class StepResult(_message.Message):
         error: _common_pb2.Error | None = ...,
         execute_us: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        void: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "step", b"step", "token_ids", b"token_ids", "void", b"void"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,8 +14,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from unittest import mock
@@ -23,12 +23,13 @@ from unittest import mock
 import torch
 
 from protos.kv_groups import GroupKind
-from protos.steps import Decode, Prefill, SlotOutput, StepPlan
+from protos.steps import Decode, Prefill, StepPlan
 from worker_svc import service
 from worker_svc.__main__ import main as worker_main
 from worker_svc.devices import open_device
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.worker import Worker
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import AttentionLayer, Geometry, PoolGeometry, group_layers
@@ -81,13 +82,22 @@ class MeasuredWorker(Worker):
         self._file = file
         self._steps: list[tuple[int, int, float, float]] = []
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """See the base class."""
         start = time.monotonic()
-        outputs = super().execute(plan)
+        launched = super().launch(plan, leased=leased)
         rows = len(plan.work.slots) if isinstance(plan.work, Decode) else 0
-        self._steps.append((plan.step, rows, start, time.monotonic()))
-        return outputs
+        read = launched.read_tokens
+        if read is None:
+            self._steps.append((plan.step, rows, start, time.monotonic()))
+            return launched
+
+        def read_and_note() -> Sequence[int]:
+            tokens = read()
+            self._steps.append((plan.step, rows, start, time.monotonic()))
+            return tokens
+
+        return replace(launched, read_tokens=read_and_note)
 
     def close(self) -> None:
         """Writes the steps, too."""
@@ -112,6 +122,7 @@ class NullWorker(MeasuredWorker):
         self._model = cast("VllmModel", _NullModel())
         self.groups = group_layers(self.description.layers, GroupKind.PAGED_WINDOW)
         self._engine: Engine[Geometry] = NullEngine(self._step_s)
+        self._digest.set_result("")
 
     def close(self) -> None:
         """Removes the empty folder, too."""
@@ -149,18 +160,19 @@ class NullEngine:
             (blocks,),
         )
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """Waits for the step's time; a plan without work takes none."""
+        del leased
         until = time.monotonic() + self._step_s
         match plan.work:
             case Decode(slots):
-                outputs = [SlotOutput(slot, (TOKEN,)) for slot in slots]
-            case Prefill(slot, sample=sample):
-                outputs = [SlotOutput(slot, (TOKEN,))] if sample else []
+                tokens = [TOKEN] * len(slots)
+            case Prefill(sample=sample):
+                tokens = [TOKEN] if sample else []
             case _:
-                return []
+                return LaunchedStep()
         time.sleep(max(0.0, until - time.monotonic()))
-        return outputs
+        return LaunchedStep(read_tokens=lambda: tokens) if tokens else LaunchedStep()
 
     def reset(self) -> None:
         """Does nothing: there is no state."""

@@ -157,20 +157,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
-        generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 9]), jump=st.sampled_from([0, 1, 3, 7]),
-        streams=st.integers(0, 2), losses=st.integers(1, 3),
+        generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 4, 9]), jump=st.sampled_from([0, 1, 3, 7]),
+        streams=st.integers(0, 2), losses=st.integers(1, 3), ahead=st.booleans(), lag=st.integers(0, 3),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
-        losses: int,
+        losses: int, ahead: bool, lag: int,
     ) -> None:  # fmt: skip
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
-                                 num_streams=streams, max_worker_losses=losses)  # fmt: skip
+                                 num_streams=streams, max_worker_losses=losses, plans_ahead=ahead, lag=lag)  # fmt: skip
         self.jump = self.rig.device.jump = jump
         self.losses = losses
         # Requests that kill the device: what it may not do for them, and from how many computed tokens on.
@@ -185,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Few distinct tokens and lengths: prefixes repeat.
     @rule(
-        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12),
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 20),
         salt=st.sampled_from(["", "", "a"]), priority=st.integers(0, 1), n=st.sampled_from([1, 1, 1, 2, 3, 6]),
         stop_at=st.sampled_from([None, None, None, 0, 1, 5]),
     )  # fmt: skip
@@ -249,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.meanwhile = lambda: None
 
     @rule(
-        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), after=st.integers(0, 3),
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 20), after=st.integers(0, 3),
         n=st.sampled_from([1, 1, 3]), stop_at=st.sampled_from([None, 0, 1, 5]),
     )  # fmt: skip
     def submit_while_a_step_runs(
@@ -266,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.meanwhile = lambda: None
 
     @rule(
-        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 12), n=st.sampled_from([1, 1, 3]),
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 20), n=st.sampled_from([1, 1, 3]),
         kind=st.sampled_from(["admit", "chunk", "decode"]), end=st.integers(0, 24), meanwhile=st.booleans(),
     )  # fmt: skip
     def submit_poison(

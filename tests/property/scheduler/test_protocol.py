@@ -42,7 +42,10 @@ class Replica:
 
     def send(self) -> None:
         """Sends what the step loop would send now."""
-        plan = self.scheduler.interrupt() if self.scheduler.has_pending else self.scheduler.step()
+        if self.scheduler.has_pending:
+            plan = self.scheduler.interrupt() or self.scheduler.renew()
+        else:
+            plan = self.scheduler.step()
         if plan is not None:
             self.stream.plans.append(plan)
 
@@ -235,6 +238,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             Interleave(1),
             clock=lambda: 0.0,
             max_lease=self.lease,
+            plans_ahead=True,
         )
         self.replicas[index] = Replica(scheduler, self.workers[index].open())
         self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))

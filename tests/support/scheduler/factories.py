@@ -2,8 +2,9 @@
 
 import hashlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import Internal
@@ -24,6 +25,7 @@ from scheduler_svc.requests.admission import EventLogSpec, ModelLimits, Resumed,
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
 from tests.support.scheduler import poison
 from tests.support.scheduler.poison import Kind, Moment
@@ -139,13 +141,6 @@ def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
     """Extends ``contexts`` to the tokens; a context identifies all tokens up to a position."""
     for position in range(len(contexts), len(tokens)):
         contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
-
-
-def next_leased(plan: StepPlan) -> StepPlan:
-    """Returns the next step of a leasing plan: one position further, with nothing else to do."""
-    assert isinstance(plan.work, Decode)
-    positions = tuple(position + 1 for position in plan.work.positions)
-    return StepPlan(plan.step, replace(plan.work, positions=positions))
 
 
 @dataclass
@@ -329,8 +324,14 @@ class Rig:
     """Reading of the clock."""
     max_lease: int = 1
     """Decode steps that a plan may allow."""
+    plans_ahead: bool = False
+    """Whether leases are renewed before they end."""
+    lag: int = 0
+    """Results that the worker has sent and the scheduler has not read."""
     interrupts: list[StepPlan] = field(default_factory=list)
     """Plans that ended a lease."""
+    renewals: list[StepPlan] = field(default_factory=list)
+    """Plans that continue a lease."""
     kills: Callable[[Moment], bool] = poison.nothing_kills
     """Whether the device dies instead of doing this; the next one starts at once."""
     fails: Callable[[Moment], bool] = poison.nothing_fails
@@ -354,7 +355,7 @@ class Rig:
         self.device = SimulatedDevice(self.geometry, self.groups, kills=kills, fails=fails)
         self.scheduler = ReplicaScheduler(
             self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
-            max_lease=self.max_lease,
+            max_lease=self.max_lease, plans_ahead=self.plans_ahead,
         )  # fmt: skip
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
 
@@ -386,26 +387,25 @@ class Rig:
         return plan
 
     def answer(self, plan: StepPlan) -> int:
-        """Runs a plan to its last result, as a worker and its driver do; new work ends a lease early.
-
-        Returns:
-            The number of steps run.
-        """
-        lease = plan.work.lease if isinstance(plan.work, Decode) else 1
-        for index in range(lease):
+        """Runs plans until all are answered, as a worker and its driver do; returns this plan's steps."""
+        worker, results, count = SimulatedWorker(self._run), deque[StepResult](), 0
+        worker.take(plan)
+        while self.scheduler.has_pending:
             self.meanwhile()
             self.engine.dispatch()
-            newer = self.scheduler.interrupt()
-            result = self._run(plan)
-            last = newer is not None or result.error is not None or index + 1 == lease or bool(result.outputs)
-            self.scheduler.update(replace(result, last=last))
-            if newer is not None:
-                self.interrupts.append(newer)
-                self.scheduler.update(self._run(newer))
-            if last:
-                return index + 1
-            plan = next_leased(plan)
-        raise AssertionError("a lease of no steps")
+            for newer in filter(None, (self.scheduler.interrupt(), self.scheduler.renew())):
+                (self.renewals if newer.continues else self.interrupts).append(newer)
+                worker.take(newer)
+            try:
+                while worker.has_work and len(results) <= self.lag:
+                    results.append(worker.run())
+            except poison.DeviceLostError:
+                for result in results:
+                    self.scheduler.update(result)
+                raise
+            count += results[0].step == plan.step
+            self.scheduler.update(results.popleft())
+        return count
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:
@@ -427,12 +427,12 @@ def make_rig(
     geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
-    num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4,
+    num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated)
     rig = Rig(
         groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease,
-        num_streams=num_streams,
+        num_streams=num_streams, plans_ahead=plans_ahead, lag=lag,
     )  # fmt: skip
     rig.engine = Engine(
         max_waiting=max_waiting,

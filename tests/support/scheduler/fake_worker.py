@@ -11,7 +11,8 @@ from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.convert.configuration import groups_from_proto
 from scheduler_svc.shapes.geometry import Geometry
-from tests.support.scheduler.factories import EOS, SimulatedDevice, next_leased
+from tests.support.plan_order import next_leased
+from tests.support.scheduler.factories import EOS, SimulatedDevice
 from tests.support.scheduler.poison import DeviceLostError, Moment, nothing_kills
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}

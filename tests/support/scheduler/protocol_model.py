@@ -15,7 +15,8 @@ from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.sequence import HashChain, seed_key
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
-from tests.support.scheduler.factories import ListSink, SimulatedDevice, expected_tokens, next_leased
+from tests.support.plan_order import next_leased
+from tests.support.scheduler.factories import ListSink, SimulatedDevice, expected_tokens
 
 
 class Stream:
@@ -36,13 +37,15 @@ class ModelWorker:
         # The step that runs next, and its index in the lease.
         self._next: StepPlan | None = None
         self._index = 0
+        # The number of the last plan on this stream that ran whole.
+        self._whole = 0
         # What the thread still has to do for streams that are gone: late steps, and None to free all slots.
         self._late: deque[StepPlan | None] = deque()
 
     def open(self) -> Stream:
         """Accepts a stream."""
         assert self.stream is None
-        self.stream = Stream()
+        self.stream, self._whole = Stream(), 0
         return self.stream
 
     def break_stream(self, *, arrived: int, running: bool) -> None:
@@ -88,13 +91,19 @@ class ModelWorker:
     def _take(self) -> StepPlan | None:
         if self._next is None and self._read:
             self._next, self._index = self._read.popleft(), 0
+            if self._next.continues and self._whole != self._next.step - 1:
+                self._next = replace(self._next, work=None)
         return self._next
 
     def _answer(self, plan: StepPlan) -> StepResult:
         lease = plan.work.lease if isinstance(plan.work, Decode) else 1
         result = self.device.run(plan)
-        last = self._index + 1 == lease or bool(result.outputs) or bool(self._read)
-        result = replace(result, lease_index=self._index, last=last)
+        void = plan.continues and plan.work is None
+        ended = self._index + 1 == lease
+        if ended and not (result.outputs or void):
+            self._whole = plan.step
+        last = ended or bool(result.outputs) or any(not newer.continues for newer in self._read)
+        result = replace(result, lease_index=self._index, last=last, void=void)
         self._next, self._index = None if last else next_leased(plan), self._index + 1
         return result
 

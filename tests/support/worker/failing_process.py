@@ -9,10 +9,11 @@ import threading
 import time
 
 from protos.errors import ConfigurationRefused
-from protos.steps import SlotOutput, StepPlan
+from protos.steps import StepPlan
 from tests.support.worker.fake_worker import FakeWorker
 from worker_svc import __main__, service
 from worker_svc.execution.worker import Ready
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -39,14 +40,14 @@ class FailingWorker(FakeWorker):
             threading.Event().wait()
         return super().configure(geometry, progress)
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         if KIND == "hang":
             threading.Event().wait()
         if KIND == "native":  # keeps the interpreter's lock
             ctypes.PyDLL(None).sleep(NATIVE_SLEEP_S)
         if KIND == "broken":
             raise RuntimeError("the device is gone")
-        return super().execute(plan)
+        return super().launch(plan, leased=leased)
 
 
 if __name__ == "__main__":

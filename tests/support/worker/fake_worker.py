@@ -2,8 +2,9 @@
 
 import threading
 
-from protos.steps import Decode, SlotOutput, StepPlan
+from protos.steps import Decode, StepPlan
 from worker_svc.execution.worker import Ready
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
@@ -38,15 +39,15 @@ class FakeWorker:
         self.geometry = geometry
         return Ready(geometry, (64,), {"load": 0.5}, "ab12")
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        del leased
         if plan.work is None:
-            return []
+            return LaunchedStep()
         if self.step_error is not None:
             raise self.step_error
         assert isinstance(plan.work, Decode)
-        return [
-            SlotOutput(slot, (at,)) for slot, at in zip(plan.work.slots, plan.work.positions, strict=True)
-        ]
+        positions = plan.work.positions
+        return LaunchedStep(read_tokens=lambda: positions)
 
     def reset(self) -> None:
         self.resets += 1

@@ -105,13 +105,15 @@ def test_a_null_step_takes_its_time() -> None:
     """A step with work takes at least its length and answers each slot; a plan without work does not wait."""
     engine = NullEngine(0.2)
     started = time.monotonic()
-    assert engine.execute(StepPlan(1, release=(0,))) == []
+    assert engine.launch(StepPlan(1, release=(0,))).read_tokens is None
     released = time.monotonic()
-    outputs = engine.execute(StepPlan(2, work=Decode((0, 2), (5, 9), 4)))
+    work = Decode((0, 2), (5, 9), 4)
+    outputs = engine.launch(StepPlan(2, work=work)).wait(work)
     decoded = time.monotonic()
     assert released - started < 0.2 <= decoded - released
     assert [(output.slot, output.token_ids) for output in outputs] == [(0, (TOKEN,)), (2, (TOKEN,))]
-    assert engine.execute(StepPlan(3, work=Prefill(1, 0, 8, sample=False))) == []
+    chunk = Prefill(1, 0, 8, sample=False)
+    assert engine.launch(StepPlan(3, work=chunk)).wait(chunk) == []
 
 
 def test_a_measured_worker_writes_its_steps(tmp_path: Path) -> None:

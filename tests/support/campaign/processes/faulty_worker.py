@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from protos.steps import Decode, Prefill, SlotOutput, StepPlan
+from protos.steps import Decode, Prefill, StepPlan
 from tests.support.campaign.processes.tiny_chat_model import SPECIAL
 from worker_svc import service
 from worker_svc.execution.worker import Worker
+from worker_svc.launched_step import LaunchedStep
 from worker_svc.settings import Settings
 
 POISON: Final = (SPECIAL.index("<pad>"),) * 2
@@ -55,15 +56,15 @@ class FaultyWorker(Worker):
         self._last_decode = -1
         self._poisoned: set[int] = set()
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """Runs a step, unless the device fails."""
         started = time.monotonic()
         self._obey(plan)
         self._swallow_poison(plan)
-        outputs = super().execute(plan)
+        launched = super().launch(plan, leased=leased)
         if plan.work is not None:
             time.sleep(max(0.0, STEP_S - (time.monotonic() - started)))
-        return outputs
+        return launched
 
     def reset(self) -> None:
         """Frees every slot."""
@@ -85,7 +86,7 @@ class FaultyWorker(Worker):
         if self._order.kind == "broken":
             if self.file.exists():
                 # The host's part of the plan is done; the kernels fail.
-                super().execute(replace(plan, work=None))
+                super().launch(replace(plan, work=None))
                 raise RuntimeError("the device is gone")
             self._order = None
         elif self._order.kind == "hung":

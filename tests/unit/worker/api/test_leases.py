@@ -1,74 +1,183 @@
-"""Plans and leased steps, without a model."""
+"""Plans, leased steps and plans that continue others, without a model."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import cast
-from unittest.mock import Mock
+from dataclasses import dataclass, field
 
 import pytest
 
-from protos.errors import Internal
-from protos.steps import Decode, SlotOutput, StepPlan
-from protos.triptych.v1 import common_pb2, worker_pb2
+from protos.errors import Internal, InvalidArgument
+from protos.steps import Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
+from protos.triptych.v1 import common_pb2
 from worker_svc.api import leases
-from worker_svc.api.leases import PlanStream, run_plan
-from worker_svc.execution.worker import Worker
+from worker_svc.api.leases import PlanRunner
+from worker_svc.launched_step import LaunchedStep
 
 
+@dataclass
 class StubWorker:
-    """Answers each decode step with its positions; may fail at one position."""
+    """Answers each decode step with its positions; notes what is launched and read, in order."""
 
-    def __init__(self, fail_at: int = -1, error: Exception | None = None) -> None:
-        self._fail_at = fail_at
-        self._error = error
+    runs_ahead: bool = False
+    launch_fails_at: int = -1
+    read_fails_at: int = -1
+    forces_at: int = -1
+    """The position at which slot 1 gets a second token."""
+    error: Exception = field(default_factory=lambda: Internal("the device failed"))
+    log: list[tuple[str, int]] = field(default_factory=list)
+    """("launch" or "read", position of the first slot)."""
+    grown: list[Growth] = field(default_factory=list)
 
-    def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        assert isinstance(plan.work, Decode)
-        if self._error is not None and self._fail_at in plan.work.positions:
-            raise self._error
-        return [
-            SlotOutput(slot, (position,))
-            for slot, position in zip(plan.work.slots, plan.work.positions, strict=True)
-        ]
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        assert not (leased and plan.grow)
+        self.grown += plan.grow
+        if not isinstance(plan.work, Decode):
+            return LaunchedStep()
+        positions = plan.work.positions
+        self.log.append(("launch", positions[0]))
+        if self.launch_fails_at in positions:
+            raise self.error
+        if self.forces_at in positions:
+            return LaunchedStep([SlotOutput(1, (7, 8)), SlotOutput(2, (9,))])
+
+        def read() -> list[int]:
+            self.log.append(("read", positions[0]))
+            if self.read_fails_at in positions:
+                raise self.error
+            return list(positions)
+
+        return LaunchedStep(read_tokens=read, runs_ahead=self.runs_ahead)
 
 
-def leased_plan() -> worker_pb2.StepPlan:
-    """Two slots, four steps."""
-    return worker_pb2.StepPlan(
-        step=3, decode=worker_pb2.Decode(slots=[1, 2], positions=[7, 9], bucket=2, lease_steps=4)
-    )
+@dataclass
+class Stream:
+    """A stream whose plans have all arrived before the first one runs, unless `arriving` has some."""
+
+    worker: StubWorker
+    plans: list[StepPlan]
+    arriving: dict[int, StepPlan] = field(default_factory=dict)
+    """Plans that arrive once so many results have been handed over."""
+    results: list[StepResult] = field(default_factory=list)
+    progress: list[int] = field(default_factory=list)
+
+    def run(self) -> list[StepResult]:
+        runner = PlanRunner(
+            self.worker,
+            self,
+            hand_over=self._take,
+            on_progress=lambda: self.progress.append(len(self.results)),
+        )
+        for plan in self.plans:  # grows meanwhile
+            runner.run(plan)
+        return self.results
+
+    def _take(self, plan: StepPlan, result: StepResult) -> None:
+        assert plan.step == result.step
+        self.results.append(result)
+        if (newer := self.arriving.pop(len(self.results), None)) is not None:
+            self.plans.append(newer)
+
+    def is_superseded(self, step: int) -> bool:
+        return any(plan.step > step and not plan.continues for plan in self.plans)
+
+    def is_continued(self, step: int) -> bool:
+        return any(plan.step == step + 1 and plan.continues for plan in self.plans)
+
+    @property
+    def answers(self) -> list[tuple[int, int, bool]]:
+        """Plan, index in its lease and whether it is the plan's last, of each result."""
+        return [(result.step, result.lease_index, result.last) for result in self.results]
 
 
-def test_a_lease_reports_progress_after_each_step() -> None:
+def leased(step: int = 3, position: int = 7, steps: int = 4, **fields: object) -> StepPlan:
+    """Two slots, some steps."""
+    return StepPlan(step, Decode((1, 2), (position, position + 2), 2, steps), **fields)  # type: ignore[arg-type]
+
+
+both = pytest.mark.parametrize("runs_ahead", [False, True])
+
+
+@both
+def test_a_lease_reports_progress_after_each_step(runs_ahead: bool) -> None:
     """A lease may take longer than the stall timeout, so each of its steps counts as progress."""
-    results: list[worker_pb2.StepResult] = []
-    progress: list[int] = []
-    run_plan(
-        cast("Worker", StubWorker()),
-        leased_plan(),
-        is_superseded=lambda: False,
-        emit=results.append,
-        on_progress=lambda: progress.append(len(results)),
-    )
+    stream = Stream(StubWorker(runs_ahead), [leased()])
+    results = stream.run()
     assert [list(result.token_ids) for result in results] == [[7, 9], [8, 10], [9, 11], [10, 12]]
-    assert [result.lease_index for result in results] == [0, 1, 2, 3]
-    assert [result.last for result in results] == [False, False, False, True]
-    assert progress == [1, 2, 3]
+    assert stream.answers == [(3, 0, False), (3, 1, False), (3, 2, False), (3, 3, True)]
+    assert len(stream.progress) == 3
 
 
-def test_a_superseded_lease_ends() -> None:
-    """The running step is the last one once another plan has arrived."""
-    results: list[worker_pb2.StepResult] = []
-    run_plan(
-        cast("Worker", StubWorker()),
-        leased_plan(),
-        is_superseded=lambda: len(results) == 1,
-        emit=results.append,
-        on_progress=lambda: None,
+def test_the_next_step_is_launched_before_a_step_is_read() -> None:
+    """A device that runs ahead always has a step while the host reads the one before."""
+    worker = StubWorker(runs_ahead=True)
+    Stream(worker, [leased(steps=3)]).run()
+    assert worker.log == [
+        ("launch", 7), ("launch", 8), ("read", 7), ("launch", 9), ("read", 8), ("read", 9),
+    ]  # fmt: skip
+
+
+def test_other_devices_run_one_step_after_the_other() -> None:
+    """A step's tokens leave before the next step takes the device."""
+    worker = StubWorker()
+    Stream(worker, [leased(steps=2)]).run()
+    assert worker.log == [("launch", 7), ("read", 7), ("launch", 8), ("read", 8)]
+
+
+@both
+def test_a_superseded_lease_ends(runs_ahead: bool) -> None:
+    """Once another plan has arrived, no further step is launched; launched ones are answered."""
+    stream = Stream(StubWorker(runs_ahead), [leased(steps=9)], {1: StepPlan(4)})
+    stream.run()
+    assert stream.answers == [(3, 0, False), (3, 1, True), (4, 0, True)]
+
+
+@both
+def test_a_continued_lease_goes_on_without_a_pause(runs_ahead: bool) -> None:
+    """The plan that continues it is no reason to end it, and runs behind it."""
+    worker = StubWorker(runs_ahead)
+    growth = Growth(1, 0, (5,))
+    stream = Stream(worker, [leased(steps=2)], {1: leased(4, 9, 2, continues=True, grow=(growth,))})
+    results = stream.run()
+    assert stream.answers == [(3, 0, False), (3, 1, True), (4, 0, False), (4, 1, True)]
+    assert [result.token_ids[0] for result in results] == [7, 8, 9, 10]
+    assert worker.grown == [growth]
+    if runs_ahead:
+        assert worker.log.index(("launch", 9)) < worker.log.index(("read", 8))
+
+
+@both
+@pytest.mark.parametrize(
+    "why", ["interrupted", "forced tokens", "failed launch", "failed read", "failed last read"]
+)
+def test_a_plan_that_continues_another_is_void_unless_that_ran_whole(runs_ahead: bool, why: str) -> None:
+    """Its blocks are given all the same; a plan behind it runs."""
+    worker = StubWorker(
+        runs_ahead,
+        forces_at=9 if why == "forced tokens" else -1,
+        launch_fails_at=9 if why == "failed launch" else -1,
+        read_fails_at={"failed read": 9, "failed last read": 10}.get(why, -1),
     )
-    assert [(list(result.token_ids), result.last) for result in results] == [([7, 9], False), ([8, 10], True)]
+    growth = Growth(1, 0, (5,))
+    plans = [leased(), leased(4, 11, 2, continues=True, grow=(growth,))]
+    behind = leased(5, 20, 1)
+    stream = Stream(worker, [*plans, behind] if why == "interrupted" else plans)
+    results = stream.run()
+    assert [result.void for result in results if result.step == 4] == [True]
+    assert results[-1].last
+    assert worker.grown == [growth]
+    assert (results[-1].step == 5) == (why == "interrupted")
+    failures = [result for result in results if result.error is not None]
+    assert len(failures) == ("failed" in why)
+    assert all(failure.step == 3 and failure.last for failure in failures)
 
 
+def test_a_chunk_that_samples_nothing_runs_whole() -> None:
+    """A plan that continues it runs."""
+    stream = Stream(
+        StubWorker(), [StepPlan(3, Prefill(0, 0, 4, sample=False)), leased(4, 7, 1, continues=True)]
+    )
+    assert [result.void for result in stream.run()] == [False, False]
+
+
+@both
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -76,56 +185,22 @@ def test_a_superseded_lease_ends() -> None:
         (ValueError("broken\nin two lines"), "the step failed: ValueError: broken"),
     ],
 )
-def test_a_failed_step_ends_its_plan(error: Exception, message: str) -> None:
+def test_a_failed_step_ends_its_plan(runs_ahead: bool, error: Exception, message: str) -> None:
     """The last result has a typed error of one line."""
-    results: list[worker_pb2.StepResult] = []
-    run_plan(
-        cast("Worker", StubWorker(fail_at=8, error=error)),
-        leased_plan(),
-        is_superseded=lambda: False,
-        emit=results.append,
-        on_progress=lambda: None,
-    )
-    first, failed = results
+    first, failed = Stream(StubWorker(runs_ahead, launch_fails_at=8, error=error), [leased()]).run()
     assert (first.last, list(first.token_ids)) == (False, [7, 9])
     assert (failed.step, failed.lease_index, failed.last) == (3, 1, True)
+    assert failed.error is not None
     assert failed.error.message == message
 
 
 def test_a_result_that_no_message_holds_is_the_error_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream goes on, and the scheduler learns that the request asks for too much."""
     monkeypatch.setattr(leases, "MAX_MESSAGE_BYTES", 1000)
-    results: list[worker_pb2.StepResult] = []
     entries = [common_pb2.TokenLogprobs(logprob=-1.0, rank=1)] * 200
-    worker = Mock(execute=lambda _plan: [SlotOutput(1, (5,), prompt_logprobs=entries)])
-    run_plan(
-        worker,
-        worker_pb2.StepPlan(step=3, prefill=worker_pb2.Prefill(slot=1, num_tokens=4, sample=True)),
-        is_superseded=lambda: False,
-        emit=results.append,
-        on_progress=lambda: None,
-    )
-    (failed,) = results
-    assert failed.error.code == common_pb2.ERROR_CODE_INVALID_ARGUMENT
+    large = LaunchedStep([SlotOutput(1, (5,), prompt_logprobs=entries)])
+    worker = StubWorker()
+    monkeypatch.setattr(worker, "launch", lambda *_, **__: large)
+    (failed,) = Stream(worker, [StepPlan(3, Prefill(1, 0, 4, sample=True))]).run()
+    assert isinstance(failed.error, InvalidArgument)
     assert "ask for fewer log-probabilities" in failed.error.message
-
-
-async def test_a_stream_reads_ahead() -> None:
-    """A plan is superseded once a later one has arrived or the stream has ended."""
-    arrived = asyncio.Event()
-
-    async def messages() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield worker_pb2.StepPlan(step=1)
-        await arrived.wait()
-        yield worker_pb2.StepPlan(step=2)
-
-    plans = PlanStream(messages())
-    first = await plans.next()
-    assert first is not None
-    assert not plans.is_superseded(first.step)
-    arrived.set()
-    assert (await plans.next()) == worker_pb2.StepPlan(step=2)
-    assert plans.is_superseded(first.step)
-    assert await plans.next() is None
-    assert plans.is_superseded(2)
-    plans.close()

@@ -120,3 +120,34 @@ def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -
     """Scheduler and worker disagree, so the whole step fails."""
     with pytest.raises(Internal, match="prefills tokens 1 to 2"):
         runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 1, 1, sample=True)))
+
+
+def test_steps_launched_ahead_keep_their_tokens(runner: Runner) -> None:
+    """Tokens that are read after later steps were launched are those of their own step."""
+    runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
+    work = Decode((0,), (2,), 1, 3)
+    launched = [runner.launch(StepPlan(2, work=work))]
+    for _ in range(2):
+        work = work.next()
+        launched.append(runner.launch(StepPlan(2, work=work), leased=True))
+    assert all(step.runs_ahead and step.read_tokens is not None for step in launched)
+    assert [step.wait(work)[0].token_ids for step in launched] == [(8,), (9,), (10,)]
+
+
+@pytest.mark.parametrize("field", [{"logprobs": 1}, {"allowed_token_ids": (7, 8)}])
+def test_a_step_with_more_to_tell_is_not_run_ahead(runner: Runner, field: dict[str, Any]) -> None:
+    """Log-probabilities and rows that may have no token are read with their step."""
+    sampling = sampling_params(temperature=0.0, **field)
+    admission = Admission(0, [5, 6], 0, sampling, {0: (1,), 1: (1,)})
+    runner.execute(StepPlan(1, admit=[admission], work=Prefill(0, 0, 2, sample=True)))
+    launched = runner.launch(StepPlan(2, work=Decode((0,), (2,), 1)))
+    assert not launched.runs_ahead
+    assert [output.token_ids for output in launched.outputs] == [(8,)]
+
+
+def test_a_lease_is_checked_with_its_first_step(runner: Runner) -> None:
+    """A lease whose later steps lack a block is refused before any of them runs."""
+    runner.execute(StepPlan(1, admit=[request(0, [5] * 14)], work=Prefill(0, 0, 8, sample=False)))
+    runner.execute(StepPlan(2, work=Prefill(0, 8, 6, sample=True)))
+    with pytest.raises(Internal, match="too few for 17 tokens"):
+        runner.execute(StepPlan(3, work=Decode((0,), (14,), 1, 3)))

@@ -60,7 +60,7 @@ def test_starting_loads_and_runs_every_shape(warm_up: bool) -> None:
     assert set(events[1:]) == ({"warm_up"} if warm_up else set())
     assert list(phases.seconds) == ["load", "allocate", *(["warm_up"] if warm_up else [])]
     assert len(model.forwards) == (2 if warm_up else 0)
-    assert engine.execute(StepPlan(1)) == []
+    assert not engine.launch(StepPlan(1)).outputs
 
 
 def test_only_a_started_engine_executes() -> None:
@@ -69,10 +69,10 @@ def test_only_a_started_engine_executes() -> None:
     with pytest.raises(ConfigurationRefused, match="too large"):
         engine.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
     with pytest.raises(Internal, match="not configured"):
-        engine.execute(StepPlan(1))
+        engine.launch(StepPlan(1))
     engine = make_engine(Echo(), warm_up=False)
     engine.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
     engine.release()
     engine.reset()
     with pytest.raises(Internal, match="not configured"):
-        engine.execute(StepPlan(2))
+        engine.launch(StepPlan(2))

@@ -1,0 +1,185 @@
+"""Plans that continue a lease before it ends, and what makes them void."""
+
+import pytest
+
+from protos.errors import Internal
+from protos.steps import Decode, StepPlan, StepResult
+from tests.support.scheduler.factories import (
+    Rig,
+    expected_tokens,
+    make_geometry,
+    make_request,
+    make_rig,
+    make_submission,
+)
+
+BLOCK = 8
+
+
+def renewing(num_blocks: int = 65, *, lag: int = 0, cache_generated: bool = False) -> Rig:
+    """A replica that leases 8 steps."""
+    geometry = make_geometry(max_model_len=64, block_size=BLOCK, chunk=BLOCK, max_num_seqs=4)
+    return make_rig(
+        geometry,
+        num_blocks=num_blocks,
+        max_lease=8,
+        plans_ahead=True,
+        lag=lag,
+        cache_generated=cache_generated,
+    )
+
+
+def answer(rig: Rig, plan: StepPlan, steps: int, *, last: bool = False) -> None:
+    """Delivers tokens of a plan's next steps."""
+    for index in range(steps):
+        rig.scheduler.update(StepResult(plan.step, (7,), last=last and index + 1 == steps))
+
+
+def lease_in_flight(rig: Rig) -> StepPlan:
+    """Returns the first lease of a request."""
+    rig.submit(make_submission([5], max_tokens=40))
+    rig.engine.dispatch()
+    chunk = rig.scheduler.step()
+    assert chunk is not None
+    rig.scheduler.update(StepResult(chunk.step, (7,)))
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert isinstance(plan.work, Decode)
+    assert plan.work.lease == 8
+    return plan
+
+
+def test_a_lease_is_renewed_when_half_of_it_is_left() -> None:
+    """The renewal begins where the lease ends, and gives the blocks of its own steps."""
+    rig = renewing()
+    lease = lease_in_flight(rig)
+    answer(rig, lease, 3)
+    assert rig.scheduler.renew() is None
+    answer(rig, lease, 1)
+    renewal = rig.scheduler.renew()
+    assert renewal is not None
+    assert renewal.continues
+    assert isinstance(renewal.work, Decode)
+    assert (renewal.work.positions, renewal.work.lease) == ((9,), 8)
+    assert [len(growth.block_ids) for growth in renewal.grow] == [1]
+    assert rig.scheduler.renew() is None
+    answer(rig, lease, 4, last=True)
+    answer(rig, renewal, 5)
+    assert rig.scheduler.renew() is not None
+
+
+def test_leases_follow_each_other_without_another_plan() -> None:
+    """All tokens of a long answer come from one lease and its renewals."""
+    rig = renewing()
+    sink = rig.submit(make_submission([5], max_tokens=40))
+    plans = rig.run()
+    assert [type(plan.work).__name__ for plan in plans] == ["Prefill", "Decode", "NoneType"]
+    assert len(rig.renewals) == 4
+    assert sink.tokens == expected_tokens([5], 40)
+    assert sum(bucket.steps for bucket in rig.scheduler.stats.buckets.values()) == 39
+
+
+def test_a_renewal_ends_where_the_request_does() -> None:
+    """No step is allowed beyond a request's last token."""
+    rig = renewing()
+    rig.submit(make_submission([5], max_tokens=15))
+    rig.run()
+    assert [plan.work.lease for plan in rig.renewals if isinstance(plan.work, Decode)] == [6]
+
+
+def test_no_lease_is_renewed_while_a_prompt_waits() -> None:
+    """The plan that ends the lease comes instead."""
+    rig = renewing()
+    lease = lease_in_flight(rig)
+    answer(rig, lease, 4)
+    rig.submit(make_submission([6, 7], request_id="new"))
+    rig.engine.dispatch()
+    assert rig.scheduler.renew() is None
+    assert rig.scheduler.interrupt() is not None
+
+
+def test_no_lease_is_renewed_for_a_worker_that_does_not_know_how() -> None:
+    """Such a worker would take the plan for the end of the lease."""
+    rig = make_rig(make_geometry(max_model_len=64, block_size=BLOCK), max_lease=8)
+    rig.submit(make_submission([5], max_tokens=40))
+    rig.run()
+    assert not rig.renewals
+
+
+def test_a_renewal_preempts_nothing() -> None:
+    """Without a free block, the lease ends, and its end makes room."""
+    rig = renewing()
+    lease = lease_in_flight(rig)
+    pool = rig.scheduler.kv.groups[0].pool
+    pool.allocate(pool.num_free)
+    answer(rig, lease, 4)
+    renewal = rig.scheduler.renew()
+    assert renewal is not None
+    assert isinstance(renewal.work, Decode)
+    assert renewal.work.lease == 2 * BLOCK - 9
+    answer(rig, lease, 4, last=True)
+    answer(rig, renewal, 4)
+    assert rig.scheduler.renew() is None
+    assert not rig.scheduler.stats.preemptions
+
+
+def test_a_new_request_ends_lease_and_renewal() -> None:
+    """The interrupt is behind the renewal, which is void; no token is lost, and the blocks are used later."""
+    rig = renewing()
+    first = rig.submit(make_submission([5], request_id="a", max_tokens=40))
+    rig.step()
+    calls = 0
+
+    def meanwhile() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            rig.submit(make_submission([6, 7], request_id="b", max_tokens=4))
+
+    rig.meanwhile = meanwhile
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert rig.answer(plan) == 6
+    assert [newer.step for newer in (*rig.renewals, *rig.interrupts)] == [plan.step + 1, plan.step + 2]
+    rig.run()
+    assert first.tokens == expected_tokens([5], 40)
+    assert rig.sinks["b"].tokens == expected_tokens([6, 7], 4)
+    assert rig.scheduler.kv.groups[0].pool.num_free == rig.scheduler.kv.groups[0].pool.num_blocks
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_an_interrupt_may_arrive_when_the_renewal_runs(lag: int) -> None:
+    """The worker has gone on meanwhile, and the interrupt ends the renewal."""
+    rig = renewing(lag=lag)
+    tokens = expected_tokens([5], 40)
+    stop = next(token for index, token in enumerate(tokens) if index >= 7 and token not in tokens[:index])
+    other = rig.submit(make_submission([6], request_id="other", max_tokens=40))
+    sink = rig.submit(make_submission([5], request_id="stops", max_tokens=40, stop_token_ids=[stop]))
+    rig.run()
+    assert sink.tokens == tokens[: tokens.index(stop) + 1]
+    assert other.tokens == expected_tokens([6], 40)
+
+
+def test_a_renewal_of_a_failed_lease_is_void() -> None:
+    """Its requests run again from the tokens that they have; its void result changes nothing."""
+    rig = renewing()
+    lease = lease_in_flight(rig)
+    answer(rig, lease, 4)
+    renewal = rig.scheduler.renew()
+    assert renewal is not None
+    rig.scheduler.update(StepResult(lease.step, error=Internal("broken")))
+    rig.scheduler.update(StepResult(renewal.step, void=True))
+    assert not rig.scheduler.has_pending
+    rig.run()
+    assert len(rig.sinks["r"].tokens) == 40
+    assert rig.scheduler.kv.groups[0].pool.num_free == rig.scheduler.kv.groups[0].pool.num_blocks
+
+
+def test_a_block_that_fills_during_a_renewed_lease_can_be_found() -> None:
+    """A renewal makes the blocks findable that have been filled since."""
+    rig = renewing(cache_generated=True)
+    lease = lease_in_flight(rig)
+    answer(rig, lease, 8, last=False)
+    assert rig.scheduler.cached_tokens(make_request([5, *[7] * BLOCK])) == 0
+    assert rig.scheduler.renew() is not None
+    assert rig.scheduler.cached_tokens(make_request([5, *[7] * BLOCK])) == BLOCK

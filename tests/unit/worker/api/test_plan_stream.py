@@ -1,0 +1,56 @@
+"""An Execute stream: plans that arrive, and results that leave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from protos.step_messages import plan_to_proto
+from protos.steps import Decode, StepPlan
+from protos.triptych.v1 import worker_pb2
+from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.plan_stream import PlanStream
+from worker_svc.api.watchdog import FailedSteps
+from worker_svc.launched_step import LaunchedStep
+
+
+class Echo:
+    """Decodes positions as tokens."""
+
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        del leased
+        positions = plan.work.positions if isinstance(plan.work, Decode) else ()
+        return LaunchedStep(read_tokens=lambda: positions)
+
+
+def lease(step: int, *, continues: bool = False) -> worker_pb2.StepPlan:
+    return plan_to_proto(StepPlan(step, Decode((1,), (7,), 1, 4), continues=continues))
+
+
+async def test_a_stream_reads_ahead() -> None:
+    """A later plan ends a lease, unless it continues it; so does the end of the stream."""
+    messages: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        while (message := await messages.get()) is not None:
+            yield message
+
+    thread = ModelThread()
+    stream = PlanStream(
+        incoming(), Echo(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+    )
+    results = stream.results()
+    messages.put_nowait(lease(1))
+    assert [(await anext(results)).last for _ in range(4)] == [False, False, False, True]
+    assert not stream.is_superseded(1)
+    messages.put_nowait(lease(2, continues=True))
+    assert [(await anext(results)).void for _ in range(4)] == [False] * 4
+    assert not stream.is_superseded(1)
+    assert stream.is_continued(1)
+    messages.put_nowait(worker_pb2.StepPlan(step=3))
+    assert (await anext(results)).step == 3
+    assert stream.is_superseded(2)
+    assert not stream.is_superseded(3)
+    messages.put_nowait(None)
+    assert [result async for result in results] == []
+    assert stream.is_superseded(3)
+    stream.close()
+    await thread.close(wait_s=5.0)
