@@ -1,6 +1,7 @@
 """The gateway's metrics, under vLLM's names where vLLM has them."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import (
@@ -13,6 +14,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 # vLLM's bucket bounds, seconds: dashboards made for vLLM keep working.
 _TTFT: Final = (
@@ -24,6 +27,51 @@ _INTER_TOKEN: Final = (
 _END_TO_END: Final = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+
+
+class _Observations:
+    """The values of one label. `prometheus_client` takes locks for each value, and each token is one."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value. Only the event loop's thread may call it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
+        """Adds the buckets, each with the ones below it, and the sum."""
+        buckets, below = [], 0
+        names = (*(str(float(bound)) for bound in self._bounds), "+Inf")
+        for name, count in zip(names, self._counts, strict=True):
+            below += count
+            buckets.append((name, float(below)))
+        family.add_metric(labels, buckets, self._sum)
+
+
+class _TokenHistogram(Collector):
+    """A histogram by model name for values that come with every token."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._by_model: dict[str, _Observations] = {}
+        registry.register(self)
+
+    def labels(self, model_name: str) -> _Observations:
+        """Returns the values of a model."""
+        return self._by_model.setdefault(model_name, _Observations(self._bounds))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yields the metric, for a scrape."""
+        family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
+        for model_name, observations in self._by_model.items():
+            observations.add_to(family, (model_name,))
+        yield family
 
 
 class Metrics:
@@ -50,8 +98,11 @@ class Metrics:
             return Histogram(name, text, names, buckets=bounds, registry=self.registry)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
-        self._itl = histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens of a sequence.", _INTER_TOKEN
+        self._itl = _TokenHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Time between tokens of a sequence.",
+            _INTER_TOKEN,
+            self.registry,
         )
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _END_TO_END)
         self._prompt = Counter(
@@ -60,6 +111,8 @@ class Metrics:
         self._generated = Counter(
             "vllm:generation_tokens", "Tokens generated.", names, registry=self.registry
         )
+        # Generated tokens that the counter does not have yet.
+        self._uncounted = 0
         self._success = Counter(
             "vllm:request_success", "Finished sequences.", (*names, "finished_reason"), registry=self.registry
         )
@@ -69,32 +122,28 @@ class Metrics:
             ("handler", "method", "status"),
             registry=self.registry,
         )
-        self.http_in_flight = Gauge(
-            "triptych:gateway_http_requests_in_flight", "HTTP requests under way.", registry=self.registry
+        self.http_in_flight = self._gauge(
+            "triptych:gateway_http_requests_in_flight", "HTTP requests under way."
         )
-        pending = Gauge(
-            "triptych:gateway_requests_in_flight",
-            "Requests under way at the scheduler, or parked.",
-            registry=self.registry,
+        self._gauge(
+            "triptych:gateway_requests_in_flight", "Requests under way at the scheduler, or parked."
+        ).set_function(num_pending)
+        self._gauge(
+            "triptych:gateway_parked_requests", "New requests that wait for a scheduler with a ready worker."
+        ).set_function(num_parked)
+        self._scheduler_up = self._gauge(
+            "triptych:gateway_scheduler_up", "Whether the scheduler's metrics follow."
         )
-        pending.set_function(num_pending)
-        parked = Gauge(
-            "triptych:gateway_parked_requests",
-            "New requests that wait for a scheduler with a ready worker.",
-            registry=self.registry,
-        )
-        parked.set_function(num_parked)
-        self._scheduler_up = Gauge(
-            "triptych:gateway_scheduler_up",
-            "Whether the scheduler's metrics follow.",
-            registry=self.registry,
-        )
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
 
     def _relabel(self) -> None:
         # Looking up a labelled child costs more than observing it, and tokens arrive by the thousand.
         name = self._model_name()
         if name == self._labelled:
             return
+        self._count_tokens()
         self._labelled = name
         self._ttft_now = self._ttft.labels(name)
         self._itl_now = self._itl.labels(name)
@@ -106,12 +155,17 @@ class Metrics:
         """Records a sequence's first ``count`` tokens, ``seconds`` after the request's arrival."""
         self._relabel()
         self._ttft_now.observe(seconds)
-        self._generated_now.inc(count)
+        self._uncounted += count
 
     def tokens(self, count: int, seconds: float) -> None:
         """Records ``count`` further tokens, each ``seconds`` after the one before."""
         self._itl_now.observe(seconds)
-        self._generated_now.inc(count)
+        self._uncounted += count
+
+    def _count_tokens(self) -> None:
+        if self._uncounted:
+            self._generated_now.inc(self._uncounted)
+            self._uncounted = 0
 
     def finished(self, reason: str, num_prompt_tokens: int, seconds: float) -> None:
         """Records the end of a sequence, ``seconds`` after the request's arrival."""
@@ -134,5 +188,6 @@ class Metrics:
         if self._model_name():
             # A scrape before the first request then shows zeros instead of nothing.
             self._relabel()
+        self._count_tokens()
         self._scheduler_up.set(scheduler is not None)
         return generate_latest(self.registry) + (scheduler or b"")
