@@ -111,6 +111,9 @@ SERVE_LOCKS := $(LOCKS)/gateway.txt $(LOCKS)/scheduler.txt $(LOCKS)/worker-cpu.t
 $(STAMPS)/serve: $(SERVE_LOCKS) pyproject.toml $(STAMPS)/torch
 	$(call install,Packages of the three services ($(shell cat $(SERVE_LOCKS) | grep -v '^#' | sort -u | wc -l) of them),$(SERVE_LOCKS:%=-r %))
 	$(call install,triptych itself,--no-build-isolation --editable .)
+	@echo "== Bytecode of what a worker imports"
+	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -c 'import worker_svc.service; from worker_svc.vllm_adapter.startup import prepare; prepare("cpu")' 2>$(STAMPS)/bytecode.log \
+	  || { tail -n 1 $(STAMPS)/bytecode.log >&2; exit 1; }
 	@touch $@
 
 $(STAMPS)/dev: $(LOCKS)/dev.txt $(STAMPS)/serve

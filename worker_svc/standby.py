@@ -20,7 +20,8 @@ from worker_svc import __main__ as worker
 from worker_svc.settings import Settings
 from worker_svc.standby_orders import Orders
 
-_LOWEST_PRIORITY = 19
+# A running worker comes first, and under full load the imports still end within minutes.
+_NICENESS = 10
 _BAD_SETTING = 2
 
 
@@ -52,13 +53,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _import(settings: Settings) -> None:
-    """Imports on a thread of the lowest priority, so that running workers keep the processors.
+    """Imports on a thread of low priority, so that running workers keep the processors.
 
     Priorities are a thread's own on Linux, and an unprivileged process cannot raise one again. The threads
     that serve later come from the main thread and have its priority. Ends the process if an import fails.
     """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     started = time.monotonic()
     try:
         worker.prepare_process()

@@ -27,6 +27,8 @@ _STOP_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
 # Prefixes of variables that steer one contender alone.
 _DROPPED: Final = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "TRIPTYCH_", "PYTHONPATH")
+# Both keep their bytecode: compiling all that they import takes longer than the rest of a start.
+_UNSET: Final = "PYTHONDONTWRITEBYTECODE"
 
 
 class ContenderFailed(Exception):  # noqa: N818 - says what happened
@@ -107,7 +109,9 @@ def environment(caches: Path) -> dict[str, str]:
 
     All compile caches are in ``caches``.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(_DROPPED) and name != _UNSET
+    }
     return {
         **inherited,
         "XDG_CACHE_HOME": str(caches),
