@@ -108,7 +108,7 @@ class PoolScheduler:
         """Returns None: a pooling batch is one step and cannot be cut short."""
         return None
 
-    def renew(self) -> StepPlan | None:
+    def plan_ahead(self) -> StepPlan | None:
         """Returns None: a pooling batch is one step."""
         return None
 

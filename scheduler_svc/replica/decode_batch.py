@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.plans import BatchRows
 from scheduler_svc.replica.stats import BucketStats, SchedulerStats
 from scheduler_svc.requests.request import Request, RequestState, Sink
 
@@ -38,16 +39,11 @@ class DecodeBatch:
         results."""
         self.stalled_since: float | None = None
         """Clock reading since which chunks have kept the batch from decoding; None while it decodes."""
-        self._tenants: Counter[str] = Counter()
-        self.rows: tuple[Request, ...] = ()
-        """The requests in batch order, as of the last :meth:`prepare`."""
-        self.slots: tuple[int, ...] = ()
-        """Their slots, in the same order."""
+        self.batch = BatchRows()
+        """The requests of the step that :meth:`prepare` was last called for."""
         self.positions: tuple[int, ...] = ()
         """The position that the step computes for each, in the same order."""
-        self.sinks: list[tuple[Sink, list[str], list[int] | None]] = []
-        """The sinks of the requests; with each its requests' ids and their rows, None for all rows."""
-        # The number of the step that `positions` is for. None if a result did not give every row one token:
+        # The index of the step that `positions` is for. None if a result did not give every row one token:
         # positions must then be read from the requests.
         self._positions_step: int | None = None
         self._changed = False
@@ -56,7 +52,9 @@ class DecodeBatch:
         self._num_stays = 0
         # Requests that decode from the next plan on and are not in the calendar yet, with their stay.
         self._joining: list[tuple[Request, int]] = []
-        # Decode steps planned so far, and the requests that need room before each of them, with their stay.
+        # The first step of each request's stay, by request id.
+        self._starts: dict[str, int] = {}
+        # Decode steps answered so far, and the requests that need room before each of them, with their stay.
         self._steps = 0
         self._calendar: dict[int, list[tuple[Request, int]]] = {}
         # Requests that got room ahead of such a step; it fills a block, which can be found from then on.
@@ -66,7 +64,6 @@ class DecodeBatch:
         """Adds a request that has a slot."""
         request.state = RequestState.DECODING
         self.members[request.request_id] = request
-        self._tenants[request.tenant] += 1
         self._changed = True
         self.has_first_tokens |= request.can_fork
         self._num_stays += 1
@@ -80,9 +77,7 @@ class DecodeBatch:
         self._prefixes.index_decoded(request.kv)
         del self.members[request.request_id]
         del self._stays[request.request_id]
-        self._tenants[request.tenant] -= 1
-        if not self._tenants[request.tenant]:
-            del self._tenants[request.tenant]
+        self._starts.pop(request.request_id, None)
         self._changed = True
         if not self.members:
             self.stalled_since = None
@@ -92,11 +87,11 @@ class DecodeBatch:
         self._positions_step = None
         self.has_first_tokens = any(request.can_fork for request in self.members.values())
 
-    def count_step(self, count: int, bucket: int) -> None:
-        """Counts a decode step of ``count`` rows, planned or run by a lease, and charges the tenants."""
-        self._count_rows(count, bucket)
+    def count_step(self, batch: BatchRows, bucket: int) -> None:
+        """Counts a decode step that was run, and charges the tenants of its rows."""
+        self._count_rows(len(batch.requests), bucket)
         self._steps += 1
-        for tenant, rows in self._tenants.items():
+        for tenant, rows in batch.tenants.items():
             self._charge(tenant, rows)
 
     def count_step_outside(self, request: Request, bucket: int) -> None:
@@ -129,89 +124,105 @@ class DecodeBatch:
 
     # ---- room ----
 
-    def prepare(self, make_room: Callable[[Request, int], bool]) -> tuple[Request, ...]:
-        """Makes room for the next token of each request; returns the requests of the step.
+    def prepare(self, make_room: Callable[[Request, int], bool], *, behind: int = 0) -> BatchRows:
+        """Makes room for the next token of each request; returns the rows of the step.
 
         Args:
             make_room: called for each request that needs a block; may remove this or other requests.
+            behind: decode steps that are in flight and not answered. Requests that end in them are left out.
         """
-        if self._joining:
-            joining, self._joining = self._joining, []
-            for request, stay in joining:
-                if self._stays.get(request.request_id) == stay:
-                    self._enter(request, stay)
+        step = self._steps + behind
+        self._enter_joining(step)
         if self._filled:
             self._index_filled()
-        for request, stay in self._calendar.pop(self._steps, ()):
+        for request, stay in self._calendar.pop(step, ()):
             if self._stays.get(request.request_id) != stay:
                 continue  # it left, and may be back with another table
             self._prefixes.index_decoded(request.kv)
-            if make_room(request, request.kv.num_computed + 1):
+            if make_room(request, self._kv.capacity(request.kv, request.end) + 1):
                 self._enter(request, stay)
-        if self._changed:
-            self._changed = False
-            self.rows = tuple(self.members.values())
-            self.slots = tuple([request.slot for request in self.rows if request.slot is not None])
-            self.sinks = self._by_sink()
-            self._positions_step = None
+        if self._changed or behind:
+            rows = tuple([one for one in self.members.values() if self._tokens_at(one, step) < one.end])
+            if self._changed or len(rows) != len(self.batch.requests):
+                self.batch = _batch_of(rows)
+                self._positions_step = None
+            # Requests that are left out have not left yet, and may run on.
+            self._changed = len(rows) != len(self.members)
         if self._positions_step is None:
-            self.positions = tuple([len(request.token_ids) - 1 for request in self.rows])
-        else:
-            advanced = self._steps - self._positions_step
+            self.positions = tuple([self._tokens_at(request, step) - 1 for request in self.batch.requests])
+        elif advanced := step - self._positions_step:
             self.positions = tuple([position + advanced for position in self.positions])
-        self._positions_step = self._steps
-        return self.rows
+        self._positions_step = step
+        return self.batch
 
     def reserve(self, longest: int, grow: Callable[[Request, int], bool], *, behind: int = 0) -> int:
         """Makes room for steps in a row, which a lease allows, as long as there are free blocks.
 
         Args:
-            longest: most steps. :meth:`prepare` made room for the next step already.
+            longest: most steps, the one that :meth:`prepare` made room for included.
             grow: called for each request that needs a block; returns False if no block is free.
-            behind: steps that have room and will run before these.
+            behind: as for :meth:`prepare`.
 
         Returns:
             The number of steps that can run without a block, or until a request reaches its limit.
         """
         first = self._steps + behind
-        longest = min(longest, *[request.end - len(request.token_ids) - behind for request in self.rows])
-        for step in range(first, first + longest):
-            due = self._calendar.pop(step, ())
-            for index, (request, stay) in enumerate(due):
-                if self._stays.get(request.request_id) != stay:
-                    continue
-                if not grow(request, self._kv.capacity(request.kv, request.end) + 1):
-                    self._calendar[step] = list(due[index:])
-                    return step - first
-                self._filled.setdefault(step, []).append((request, stay))
-                self._enter(request, stay)
+        longest = min(
+            longest, *[request.end - self._tokens_at(request, first) for request in self.batch.requests]
+        )
+        for step in range(first + 1, first + longest):
+            if not self._reserve_step(step, grow):
+                return step - first
         return longest
 
-    def renew(self, longest: int, grow: Callable[[Request, int], bool], *, behind: int) -> int:
-        """Makes room for the steps after a lease whose results have begun to arrive; see :meth:`reserve`.
+    def reserve_next(self, grow: Callable[[Request, int], bool], *, behind: int = 0) -> bool:
+        """Makes room for the next token of each request if there are free blocks; returns whether it did."""
+        step = self._steps + behind
+        self._enter_joining(step)
+        return self._reserve_step(step, grow)
 
-        Returns:
-            Their number; 0 if the requests of the batch are no longer those of the lease.
+    def withdraw(self, behind: int = 0) -> None:
+        """Notes that the step that was prepared last is not run.
+
+        Args:
+            behind: as for :meth:`prepare`.
         """
-        if self._changed or self._joining:
-            return 0
-        if self._filled:
-            self._index_filled()
-        return self.reserve(longest, grow, behind=behind)
+        self._changed = True
+        self._positions_step = None
+        for request_id, start in list(self._starts.items()):
+            if start >= self._steps + behind:
+                # Its first step may come earlier than planned.
+                del self._starts[request_id]
+                self._num_stays += 1
+                self._stays[request_id] = self._num_stays
+                self._joining.append((self.members[request_id], self._num_stays))
 
-    def _by_sink(self) -> list[tuple[Sink, list[str], list[int] | None]]:
-        """Returns `sinks` for the present rows."""
-        if not self.rows:
-            return []
-        first = self.rows[0].sink
-        if all(request.sink is first for request in self.rows):
-            return [(first, list(self.members), None)]
-        sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
-        for row, request in enumerate(self.rows):
-            _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))
-            request_ids.append(request.request_id)
-            rows.append(row)
-        return list(sinks.values())
+    def _tokens_at(self, request: Request, step: int) -> int:
+        """Returns how many tokens a request has before a step, if every step before it gives it one."""
+        return len(request.token_ids) + step - max(self._steps, self._starts.get(request.request_id, 0))
+
+    def _reserve_step(self, step: int, grow: Callable[[Request, int], bool]) -> bool:
+        """Gives blocks to the requests that need room before a step; False if there are too few."""
+        due = self._calendar.pop(step, ())
+        for index, (request, stay) in enumerate(due):
+            if self._stays.get(request.request_id) != stay:
+                continue
+            if not grow(request, self._kv.capacity(request.kv, request.end) + 1):
+                self._calendar[step] = list(due[index:])
+                return False
+            self._filled.setdefault(step, []).append((request, stay))
+            self._enter(request, stay)
+        return True
+
+    def _enter_joining(self, step: int) -> None:
+        """Notes the requests in the calendar whose first step this is."""
+        if not self._joining:
+            return
+        joining, self._joining = self._joining, []
+        for request, stay in joining:
+            if self._stays.get(request.request_id) == stay:
+                self._starts[request.request_id] = step
+                self._enter(request, stay)
 
     def _index_filled(self) -> None:
         """Makes the blocks findable that have been filled since they were reserved."""
@@ -225,5 +236,19 @@ class DecodeBatch:
         capacity = self._kv.capacity(request.kv, request.end)
         if capacity >= request.end:
             return
-        due = self._steps + capacity - request.kv.num_computed
+        due = max(self._steps, self._starts[request.request_id]) + capacity - request.kv.num_computed
         self._calendar.setdefault(due, []).append((request, stay))
+
+
+def _batch_of(requests: tuple[Request, ...]) -> BatchRows:
+    slots = tuple([request.slot for request in requests if request.slot is not None])
+    tenants = Counter(request.tenant for request in requests)
+    sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
+    for row, request in enumerate(requests):
+        _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))
+        request_ids.append(request.request_id)
+        rows.append(row)
+    if len(sinks) == 1:
+        ((sink, request_ids, _),) = sinks.values()
+        return BatchRows(requests, slots, [(sink, request_ids, None)], tenants)
+    return BatchRows(requests, slots, list(sinks.values()), tenants)

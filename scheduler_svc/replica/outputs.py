@@ -7,7 +7,7 @@ from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.decode_batch import DecodeBatch
-from scheduler_svc.replica.plans import InFlight
+from scheduler_svc.replica.plans import InFlight, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
@@ -20,8 +20,8 @@ class Outputs:
     """Applies results to requests. A token without surprises costs a few operations."""
 
     def __init__(
-        self, slots: Slots, decoding: DecodeBatch, shared: SharedPrefills, kv: KvCache, owner: RequestOwner,
-        stats: SchedulerStats, clock: Callable[[], float],
+        self, slots: Slots, decoding: DecodeBatch, shared: SharedPrefills, in_flight: StepsInFlight, kv: KvCache,
+        owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Works on the parts of one replica's scheduler.
 
@@ -29,6 +29,7 @@ class Outputs:
             slots: the requests that the results are for.
             decoding: those of them that decode.
             shared: learns which prefixes are computed.
+            in_flight: the plans that are sent already.
             kv: indexes computed chunks and settles copies.
             owner: takes the requests that leave.
             stats: counters.
@@ -37,6 +38,7 @@ class Outputs:
         self._slots = slots
         self._decoding = decoding
         self._shared = shared
+        self._in_flight = in_flight
         self._kv = kv
         self._prefixes = kv.prefixes
         self._owner = owner
@@ -46,11 +48,13 @@ class Outputs:
     def apply(self, step: InFlight, result: StepResult) -> None:
         """Applies one result of a plan."""
         work = step.plan.work
-        ready = self._shared.copies_done()
+        ready = self._shared.copies_done(result.step)
         if step.copies and step.num_results == 1:
             self._kv.settle_copies(step.copies, done=result.error is None)
         if result.error is not None:
             self._apply_failure(step, result.error)
+        elif result.void:
+            self._decoding.withdraw()
         elif isinstance(work, Decode):
             if step.alone:
                 self._apply_trial(work, step, result)
@@ -110,7 +114,7 @@ class Outputs:
     def _apply_tokens(self, work: Decode, step: InFlight, result: StepResult) -> None:
         requests, left, tokens, decoding = step.requests, step.left, result.token_ids, self._decoding
         if decoding.stalled_since is not None:
-            decoding.end_stall(step.sent_s)
+            decoding.end_stall(step.begun_s)
         if len(tokens) != len(requests) or left or decoding.has_first_tokens:
             outputs = {output.slot: output for output in result.outputs}
             outputs.update(
@@ -138,21 +142,21 @@ class Outputs:
                     )
         self._stats.generated_tokens += len(requests)
         if ending:
-            self._send_last_tokens(requests, tokens, ending)
+            self._send_last_tokens(step, tokens, ending)
             return
-        for sink, request_ids, rows in decoding.sinks:
+        assert step.batch is not None
+        for sink, request_ids, rows in step.batch.sinks:
             sink.push_tokens(request_ids, tokens if rows is None else [tokens[row] for row in rows])
 
-    def _send_last_tokens(
-        self, requests: Sequence[Request], tokens: Sequence[int], ending: dict[str, Event]
-    ) -> None:
+    def _send_last_tokens(self, step: InFlight, tokens: Sequence[int], ending: dict[str, Event]) -> None:
         """Sends the tokens of a step in which some requests end; ``ending`` has their events by request."""
-        for sink, request_ids, rows in self._decoding.sinks:
+        assert step.batch is not None
+        for sink, request_ids, rows in step.batch.sinks:
             own = tokens if rows is None else [tokens[row] for row in rows]
             pairs = [pair for pair in zip(request_ids, own, strict=True) if pair[0] not in ending]
             if pairs:
                 sink.push_tokens([request_id for request_id, _ in pairs], [token for _, token in pairs])
-        for request in requests:
+        for request in step.requests:
             if (event := ending.get(request.request_id)) is not None:
                 self._send(request, event)
 
@@ -172,7 +176,7 @@ class Outputs:
 
     def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
         request = step.requests[0]
-        self._decoding.stall(step.sent_s)
+        self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran
         output = next((output for output in result.outputs if output.slot == chunk.slot), None)
@@ -213,7 +217,7 @@ class Outputs:
             return
         self._prefixes.index_chunk(request.kv, start, end)
         request.kv.num_computed = end
-        for waiter in self._shared.reached(request, end):
+        for waiter in self._shared.reached(request, end, self._in_flight.latest):
             self._owner.requeue(waiter)
 
     # ---- tokens and events ----

@@ -1,7 +1,7 @@
 """The next plan, and the plans that the worker has not answered in full."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,7 +9,7 @@ from protos.errors import Internal
 from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan, StepResult
 from protos.wire import MAX_MESSAGE_BYTES
 from scheduler_svc.kv.copies import PendingCopy
-from scheduler_svc.requests.request import Request
+from scheduler_svc.requests.request import Request, Sink
 
 MAX_ADMITTED_BYTES: Final = MAX_MESSAGE_BYTES // 2
 """Byte budget for admissions in one plan; the rest of the message is more than enough for everything else."""
@@ -142,6 +142,19 @@ def _admission(request: Request) -> Admission:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """The requests of a decode step, in batch order."""
+
+    requests: tuple[Request, ...] = ()
+    slots: tuple[int, ...] = ()
+    """Their slots."""
+    sinks: Sequence[tuple[Sink, list[str], list[int] | None]] = ()
+    """Their sinks; with each its requests' ids and their rows, None for all rows."""
+    tenants: Mapping[str, int] = field(default_factory=dict)
+    """The number of rows of each tenant."""
+
+
 @dataclass(slots=True)
 class InFlight:
     """A plan that awaits its last result."""
@@ -151,10 +164,12 @@ class InFlight:
     """The requests in the plan's work, in its order."""
     copies: Sequence[PendingCopy]
     """The block copies that the plan carries."""
-    sent_s: float
-    """Clock reading when the plan was sent."""
+    begun_s: float
+    """Clock reading when the worker could begin: when the plan was sent, or the plan before it answered."""
     alone: bool = False
     """Whether the work is a suspect's."""
+    batch: BatchRows | None = None
+    """The rows of a step of the decode batch."""
     left: set[int] = field(default_factory=set)
     """Slots that were released since; their results are ignored."""
     num_results: int = 0
@@ -185,7 +200,15 @@ class StepsInFlight:
     @property
     def leasing(self) -> bool:
         """Whether the latest plan allows further decode steps, which another plan would cut short."""
-        return bool(self._steps) and (self._steps[-1].lease > 1 or self._steps[-1].plan.continues)
+        if not self._steps:
+            return False
+        latest = self._steps[-1]
+        return latest.lease > 1 or (latest.plan.continues and isinstance(latest.plan.work, Decode))
+
+    @property
+    def latest(self) -> int:
+        """The number of the latest plan; 0 if none is in flight."""
+        return self._steps[-1].plan.step if self._steps else 0
 
     @property
     def alone(self) -> InFlight | None:
@@ -209,8 +232,12 @@ class StepsInFlight:
         """Forgets all plans; no result will come."""
         self._steps.clear()
 
-    def match(self, result: StepResult) -> InFlight:
+    def match(self, result: StepResult, clock: Callable[[], float]) -> InFlight:
         """Returns the plan that a result answers, and removes it if this is its last result.
+
+        Args:
+            result: the worker's answer.
+            clock: monotonic seconds.
 
         Raises:
             Internal: if no such plan is outstanding, or it allowed fewer steps.
@@ -225,4 +252,6 @@ class StepsInFlight:
         step.num_results += 1
         if result.last or result.error is not None or step.lease == 1:
             self._steps.popleft()
+            if self._steps:
+                self._steps[0].begun_s = clock()
         return step

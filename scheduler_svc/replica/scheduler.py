@@ -16,7 +16,7 @@ from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.replica.decode_batch import DecodeBatch
 from scheduler_svc.replica.outputs import Outputs
-from scheduler_svc.replica.plans import InFlight, PlanBuilder, StepsInFlight
+from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
@@ -96,7 +96,9 @@ class ReplicaScheduler:
             geometry.max_num_seqs, kv, self._decoding, self._plan, self._in_flight, self._shared, owner,
             self.stats, clock,
         )  # fmt: skip
-        self._outputs = Outputs(self._slots, self._decoding, self._shared, kv, owner, self.stats, clock)
+        self._outputs = Outputs(
+            self._slots, self._decoding, self._shared, self._in_flight, kv, owner, self.stats, clock
+        )  # fmt: skip
 
     # ---- state ----
 
@@ -218,6 +220,7 @@ class ReplicaScheduler:
         prefilling, decoding, trials = self._slots.prefilling, self._decoding, self._slots.trials
         work: Prefill | Decode | None = None
         requests: Sequence[Request] = ()
+        batch: BatchRows | None = None
         while work is None:
             kind = self._interleave.choose(prefill=bool(prefilling), decode=bool(decoding.members or trials))
             if kind is None:
@@ -231,11 +234,12 @@ class ReplicaScheduler:
                 work = self._plan_trial(requests[0])
             else:
                 self._trial_due = True
-                requests = decoding.prepare(self._make_room)
-                work = self._plan_decode(requests)
+                batch = decoding.prepare(self._make_room)
+                requests = batch.requests
+                work = self._plan_decode(batch)
         if work is None and not self._copies and not self._plan.releases:
             return None
-        return self._send(work, requests)
+        return self._send(work, requests, batch)
 
     def interrupt(self) -> StepPlan | None:
         """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
@@ -246,65 +250,120 @@ class ReplicaScheduler:
         """
         if not self._in_flight.leasing:
             return None
-        prefilling = self._slots.prefilling
-        # A suspect's chunk waits until the lease is answered: nothing else may be in question if it fails.
-        if prefilling and not prefilling[0].suspect and self._interleave.prefill_due:
-            requests = (prefilling[0],)
-            # This may run in the middle of a dispatch, so nothing is preempted for the chunk.
-            if (chunk := self._plan_chunk(requests[0], self._grow)) is not None:
-                self._interleave.choose(prefill=True, decode=True)
-                return self._send(chunk, requests)
-        if not (prefilling or self._plan.releases or self._plan.admits):
+        # This may run in the middle of a dispatch, so nothing may be preempted.
+        if (plan := self._chunk_behind()) is not None:
+            return plan
+        if not (self._slots.prefilling or self._plan.releases or self._plan.admits):
             return None
         return self._send(None, ())
 
-    def renew(self) -> StepPlan | None:
-        """Continues a lease that nears its end, so that the worker need not wait for the next plan.
+    def plan_ahead(self) -> StepPlan | None:
+        """Decides the step behind the only plan in flight, so that the worker need not wait for it.
 
-        Call it after :meth:`interrupt`: nothing else may wait for a plan.
+        Call it after :meth:`interrupt`. Nothing is preempted, and nothing depends on a result that is
+        missing: a chunk follows a decode step or an earlier chunk, a decode step of other requests follows a
+        chunk, or a lease is renewed.
 
         Returns:
-            A plan that runs only if the lease runs to its end. Its blocks belong to their requests either
-            way.
+            The plan, or None if it must wait for results.
         """
         step = self._in_flight.alone
-        if not self._plans_ahead or step is None or not isinstance(work := step.plan.work, Decode):
+        if not self._plans_ahead or step is None or step.alone or self._slots.trials:
             return None
-        left = step.lease - step.num_results
-        # The first result must be in: until then the batch counts a step that no request has a token of.
-        if not step.num_results or left > self._max_lease // 2 or step.left or not self._steady:
-            return None
-        lease = self._decoding.renew(self._max_lease, self._grow, behind=left)
-        if lease < 1:
-            return None
-        positions = tuple([position + step.lease for position in work.positions])
-        return self._send(Decode(work.slots, positions, work.bucket, lease), step.requests, continues=True)
+        match step.plan.work:
+            case Prefill() as chunk:
+                if not self._decoding.members or self._interleave.prefill_due:
+                    return self._next_chunk(step, chunk)
+                return self._decode_behind(step, 0)
+            case Decode(lease=lease):
+                if lease == 1 and (plan := self._chunk_behind()) is not None:
+                    return plan
+                left = lease - step.num_results
+                return self._decode_behind(step, left) if left <= max(self._max_lease // 2, 1) else None
+            case _:
+                return None
 
-    @property
-    def _steady(self) -> bool:
-        """Whether there is nothing to do but to decode."""
-        plan, slots = self._plan, self._slots
-        waiting = slots.prefilling or slots.trials or self.num_deferred or self._copies
-        return not (waiting or plan.admits or plan.releases)
+    def _chunk_behind(self) -> StepPlan | None:
+        """Returns a plan with a chunk, if it is a chunk's turn; nothing is preempted for it."""
+        prefilling = self._slots.prefilling
+        # A suspect's chunk waits: nothing else may be in question if it fails.
+        if not prefilling or prefilling[0].suspect or not self._interleave.prefill_due:
+            return None
+        requests = (prefilling[0],)
+        if (chunk := self._plan_chunk(requests[0], self._grow)) is None:
+            return None
+        self._interleave.choose(prefill=True, decode=True)
+        return self._send(chunk, requests)
+
+    def _decode_behind(self, step: InFlight, num_steps: int) -> StepPlan | None:
+        """Returns a plan with the next decode steps of the batch.
+
+        Args:
+            step: the plan in flight: a chunk of another request, or steps of the batch.
+            num_steps: steps of the batch that are in flight.
+
+        Returns:
+            A plan whose work, behind steps of the batch, runs only if these run to their end. Its blocks
+            belong to their requests either way.
+        """
+        decoding, slots = self._decoding, self._slots
+        if step.left or (slots.prefilling and self._interleave.prefill_due):
+            return None
+        # Sequences of a request can share a window that slides in place only while nothing is in flight.
+        if self.kv.slides_in_place and any(request.group is not None for request in step.requests):
+            return None
+        batch = BatchRows()
+        if decoding.reserve_next(self._grow, behind=num_steps):
+            batch = decoding.prepare(self._make_room, behind=num_steps)
+        if not batch.requests:
+            decoding.withdraw(num_steps)
+            return None
+        self._interleave.choose(prefill=bool(slots.prefilling), decode=True)
+        return self._send(self._plan_decode(batch, num_steps), batch.requests, batch, continues=num_steps > 0)
+
+    def _next_chunk(self, step: InFlight, chunk: Prefill) -> StepPlan | None:
+        """Returns a plan with the chunk behind one that runs, if a chunk follows in any case."""
+        request = step.requests[0]
+        if step.left:
+            return None
+        last = chunk.num_tokens == request.num_to_prefill
+        if last and not self._interleave.prefill_due:
+            return None  # the request decodes next
+        following = next((one for one in self._slots.prefilling if not last or one is not request), None)
+        if following is None or following.suspect:
+            return None
+        continues = following is request
+        # A window that slides in place may have to be kept before the next chunk moves it.
+        if continues and self.kv.slides_in_place:
+            return None
+        work = self._plan_chunk(following, self._grow, behind=chunk.num_tokens if continues else 0)
+        if work is None:
+            return None
+        self._interleave.choose(prefill=True, decode=bool(self._decoding.members))
+        return self._send(work, (following,), continues=continues)
 
     def _send(
-        self, work: Prefill | Decode | None, requests: Sequence[Request], *, continues: bool = False
-    ) -> StepPlan:
+        self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
+        continues: bool = False,
+    ) -> StepPlan:  # fmt: skip
         """Returns the plan with this work and everything that comes before it."""
         copies = self._copies.take()
         suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
         plan, refused = self._plan.build(work, copies, suspect, continues=continues)
         if refused:
             self._owner.released()  # the next plan has room again
-        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), alone=suspect is not None))
+        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), suspect is not None, batch))
         return plan
 
-    def _plan_chunk(self, request: Request, make_room: Callable[[Request, int], bool]) -> Prefill | None:
+    def _plan_chunk(
+        self, request: Request, make_room: Callable[[Request, int], bool], *, behind: int = 0
+    ) -> Prefill | None:
+        """Returns a request's next chunk, ``behind`` tokens that run already; None if there is no room."""
         assert request.slot is not None
-        start = request.kv.num_computed
+        start = request.kv.num_computed + behind
         # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
         # them.
-        end = start + min(self.geometry.chunk, request.num_to_prefill)
+        end = start + min(self.geometry.chunk, request.num_to_prefill - behind)
         if not make_room(request, end):
             return None
         self.stats.chunks += 1
@@ -321,20 +380,18 @@ class ReplicaScheduler:
         self._decoding.count_step_outside(request, bucket)
         return Decode((request.slot,), (position,), bucket, 1)
 
-    def _plan_decode(self, requests: Sequence[Request]) -> Decode | None:
-        count = len(requests)
-        if not count:
+    def _plan_decode(self, batch: BatchRows, behind: int = 0) -> Decode | None:
+        """Returns the steps of a prepared batch, ``behind`` steps that are in flight; None if it is empty."""
+        if not batch.requests:
             return None
-        bucket = bucket_for(count, self.geometry.buckets)
-        lease = self._lease()
-        self._decoding.count_step(count, bucket)
-        return Decode(self._decoding.slots, self._decoding.positions, bucket, lease)
+        bucket = bucket_for(len(batch.requests), self.geometry.buckets)
+        return Decode(batch.slots, self._decoding.positions, bucket, self._lease(behind))
 
-    def _lease(self) -> int:
+    def _lease(self, behind: int) -> int:
         """Returns how many decode steps may run in a row, with blocks reserved for all of them."""
         if self._max_lease == 1 or self._slots.prefilling or self._slots.trials or self.num_deferred:
             return 1
-        return self._decoding.reserve(self._max_lease, self._grow)
+        return self._decoding.reserve(self._max_lease, self._grow, behind=behind)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Grows a running request's tables, preempting others if needed; False if it was preempted itself."""
@@ -369,16 +426,13 @@ class ReplicaScheduler:
         Raises:
             Internal: if results and plans do not match; the replica's state is then unknown.
         """
-        step = self._in_flight.match(result)
-        if not result.void:
-            if step.num_results > 1 or step.plan.continues:
-                # Planning counted only the first step of a lease, and none of one that may not run.
-                work = step.plan.work
-                assert isinstance(work, Decode)
-                self._decoding.count_step(len(step.requests), work.bucket)
-                if not self._in_flight.is_cut_short(step):
-                    self._interleave.decoded()  # else a chunk may be on its way already, and this step is before it
-            self._outputs.apply(step, result)
+        step = self._in_flight.match(result, self._clock)
+        work = step.plan.work
+        if isinstance(work, Decode) and step.batch is not None and not result.void:
+            self._decoding.count_step(step.batch, work.bucket)
+            if step.num_results > 1 and not self._in_flight.is_cut_short(step):
+                self._interleave.decoded()  # else a chunk may be on its way already, and this step is before it
+        self._outputs.apply(step, result)
         if self.idle:
             self._owner.released()  # no other release will follow, and pins may have to go
         if self._kv_events.active:

@@ -34,8 +34,9 @@ class SharedPrefills:
         self._waiters: dict[Awaited, list[Request]] = {}
         # By request id.
         self._awaited: dict[str, Awaited] = {}
-        # Their prefix is computed, but the copy of its window travels with the next plan.
-        self._waiting_for_copies: list[Request] = []
+        # Their prefix is computed, but the copy of its window travels with the next plan: the number of the
+        # plan before that one, and the request.
+        self._waiting_for_copies: list[tuple[int, Request]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -78,7 +79,7 @@ class SharedPrefills:
         """Removes a request that waits here."""
         key = self._awaited.pop(request.request_id, None)
         if key is None:
-            self._waiting_for_copies.remove(request)
+            self._waiting_for_copies = [one for one in self._waiting_for_copies if one[1] is not request]
             return
         waiters = self._waiters[key]
         waiters.remove(request)
@@ -88,7 +89,7 @@ class SharedPrefills:
     def clear(self) -> list[Request]:
         """Removes and returns all requests that wait here."""
         waiting = [request for waiters in self._waiters.values() for request in waiters]
-        waiting += self._waiting_for_copies
+        waiting += [request for _, request in self._waiting_for_copies]
         self._waiters.clear()
         self._awaited.clear()
         self._waiting_for_copies.clear()
@@ -103,8 +104,11 @@ class SharedPrefills:
         for boundary in range(first + stride, limit + 1, stride):
             self._computing.setdefault(keys[boundary - 1], request)
 
-    def reached(self, request: Request, end: int) -> list[Request]:
-        """Returns the requests that can resume now, because ``request`` is computed up to token ``end``."""
+    def reached(self, request: Request, end: int, latest: int) -> list[Request]:
+        """Returns the requests that can resume now, because ``request`` is computed up to token ``end``.
+
+        Others wait until a window is copied, which a plan after number ``latest`` does: that one is sent.
+        """
         keys, limit = self._prefixes.lookup_keys(request.kv)
         boundary, rest = divmod(end, self._prefixes.hash_block_size)
         if rest or boundary > limit:
@@ -112,19 +116,20 @@ class SharedPrefills:
         waiters = self._finish(keys[boundary - 1])
         if not self._copies:
             return waiters
-        self._waiting_for_copies += waiters
+        self._waiting_for_copies += [(latest, waiter) for waiter in waiters]
         return []
 
     def prompt_computed(self, origin: Request) -> list[Request]:
         """Returns the requests that waited for the prompt of their group, which ``origin`` has computed."""
         return [] if origin.group is None else self._finish(origin.group)
 
-    def copies_done(self) -> list[Request]:
-        """Returns the requests that waited for a copied window, once a plan with copies was run."""
+    def copies_done(self, plan: int) -> list[Request]:
+        """Returns the requests that waited for a window that plan number ``plan``, now run, has copied."""
         if not self._waiting_for_copies:
             return []
-        waiting, self._waiting_for_copies = self._waiting_for_copies, []
-        return waiting
+        done = [request for latest, request in self._waiting_for_copies if latest < plan]
+        self._waiting_for_copies = [one for one in self._waiting_for_copies if one[0] >= plan]
+        return done
 
     def stop(self, request: Request) -> list[Request]:
         """Stops the computation of a prompt; returns the requests that waited for the rest of it."""

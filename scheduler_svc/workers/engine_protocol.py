@@ -35,7 +35,7 @@ class StepScheduler(Protocol):
     def interrupt(self) -> StepPlan | None:
         """Returns a plan that ends the running lease, if there is other work to do."""
 
-    def renew(self) -> StepPlan | None:
+    def plan_ahead(self) -> StepPlan | None:
         """Returns a plan that continues the running lease, if the worker should have it by now."""
 
     def update(self, result: StepResult) -> None:

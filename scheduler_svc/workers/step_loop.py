@@ -173,7 +173,7 @@ class StepLoop:
             while scheduler.has_pending:
                 self._dispatch()
                 self.wake()
-                self._send_behind(call, scheduler.renew())
+                self._send_behind(call, scheduler.plan_ahead())
                 await self._deliver(call, scheduler)
         finally:
             self._interrupt = None

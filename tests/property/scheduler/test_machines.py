@@ -359,7 +359,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler._slots.trials
         decoding = scheduler._decoding
         assert not scheduler._shared._computing
-        assert not decoding._tenants
+        assert not decoding.members
+        assert not decoding._starts
         assert not engine._live
         assert not engine._live._groups
         assert not [step for step in decoding._calendar if step < decoding._steps]

@@ -393,8 +393,11 @@ class Rig:
         while self.scheduler.has_pending:
             self.meanwhile()
             self.engine.dispatch()
-            for newer in filter(None, (self.scheduler.interrupt(), self.scheduler.renew())):
-                (self.renewals if newer.continues else self.interrupts).append(newer)
+            if (newer := self.scheduler.interrupt()) is not None:
+                self.interrupts.append(newer)
+                worker.take(newer)
+            if (newer := self.scheduler.plan_ahead()) is not None:
+                self.renewals.append(newer)
                 worker.take(newer)
             try:
                 while worker.has_work and len(results) <= self.lag:

@@ -54,18 +54,18 @@ def test_a_lease_is_renewed_when_half_of_it_is_left() -> None:
     rig = renewing()
     lease = lease_in_flight(rig)
     answer(rig, lease, 3)
-    assert rig.scheduler.renew() is None
+    assert rig.scheduler.plan_ahead() is None
     answer(rig, lease, 1)
-    renewal = rig.scheduler.renew()
+    renewal = rig.scheduler.plan_ahead()
     assert renewal is not None
     assert renewal.continues
     assert isinstance(renewal.work, Decode)
     assert (renewal.work.positions, renewal.work.lease) == ((9,), 8)
     assert [len(growth.block_ids) for growth in renewal.grow] == [1]
-    assert rig.scheduler.renew() is None
+    assert rig.scheduler.plan_ahead() is None
     answer(rig, lease, 4, last=True)
     answer(rig, renewal, 5)
-    assert rig.scheduler.renew() is not None
+    assert rig.scheduler.plan_ahead() is not None
 
 
 def test_leases_follow_each_other_without_another_plan() -> None:
@@ -94,7 +94,7 @@ def test_no_lease_is_renewed_while_a_prompt_waits() -> None:
     answer(rig, lease, 4)
     rig.submit(make_submission([6, 7], request_id="new"))
     rig.engine.dispatch()
-    assert rig.scheduler.renew() is None
+    assert rig.scheduler.plan_ahead() is None
     assert rig.scheduler.interrupt() is not None
 
 
@@ -113,13 +113,13 @@ def test_a_renewal_preempts_nothing() -> None:
     pool = rig.scheduler.kv.groups[0].pool
     pool.allocate(pool.num_free)
     answer(rig, lease, 4)
-    renewal = rig.scheduler.renew()
+    renewal = rig.scheduler.plan_ahead()
     assert renewal is not None
     assert isinstance(renewal.work, Decode)
     assert renewal.work.lease == 2 * BLOCK - 9
     answer(rig, lease, 4, last=True)
     answer(rig, renewal, 4)
-    assert rig.scheduler.renew() is None
+    assert rig.scheduler.plan_ahead() is None
     assert not rig.scheduler.stats.preemptions
 
 
@@ -140,7 +140,7 @@ def test_a_new_request_ends_lease_and_renewal() -> None:
     plan = rig.scheduler.step()
     assert plan is not None
     assert rig.answer(plan) == 6
-    assert [newer.step for newer in (*rig.renewals, *rig.interrupts)] == [plan.step + 1, plan.step + 2]
+    assert [rig.renewals[0].step, rig.interrupts[0].step] == [plan.step + 1, plan.step + 2]
     rig.run()
     assert first.tokens == expected_tokens([5], 40)
     assert rig.sinks["b"].tokens == expected_tokens([6, 7], 4)
@@ -165,7 +165,7 @@ def test_a_renewal_of_a_failed_lease_is_void() -> None:
     rig = renewing()
     lease = lease_in_flight(rig)
     answer(rig, lease, 4)
-    renewal = rig.scheduler.renew()
+    renewal = rig.scheduler.plan_ahead()
     assert renewal is not None
     rig.scheduler.update(StepResult(lease.step, error=Internal("broken")))
     rig.scheduler.update(StepResult(renewal.step, void=True))
@@ -181,5 +181,5 @@ def test_a_block_that_fills_during_a_renewed_lease_can_be_found() -> None:
     lease = lease_in_flight(rig)
     answer(rig, lease, 8, last=False)
     assert rig.scheduler.cached_tokens(make_request([5, *[7] * BLOCK])) == 0
-    assert rig.scheduler.renew() is not None
+    assert rig.scheduler.plan_ahead() is not None
     assert rig.scheduler.cached_tokens(make_request([5, *[7] * BLOCK])) == BLOCK
