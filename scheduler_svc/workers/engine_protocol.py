@@ -36,7 +36,7 @@ class StepScheduler(Protocol):
         """Returns a plan that ends the running lease, if there is other work to do."""
 
     def plan_ahead(self) -> StepPlan | None:
-        """Returns a plan that continues the running lease, if the worker should have it by now."""
+        """Returns the plan behind the only one in flight, if the worker should have it by now."""
 
     def update(self, result: StepResult) -> None:
         """Delivers the result of a plan."""

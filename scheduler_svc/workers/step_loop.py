@@ -42,7 +42,7 @@ _GREETING = StepPlan(0)
 
 
 class StepLoop:
-    """Steps one worker, one plan after the other, and idles while there is no work."""
+    """Steps one worker, at most a plan ahead of the one that it runs, and idles while there is no work."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StepLoop:
         # Set when a step is overdue, just before the call is cancelled.
         self._overdue: Hung | None = None
         self._work = asyncio.Event()
-        # Ends a lease early; set while results are outstanding.
+        # Sends plans behind the one in flight; set while results are outstanding.
         self._interrupt: Callable[[], None] | None = None
         # The last write of a plan that another one was in flight before.
         self._writing: asyncio.Future[None] | None = None
@@ -86,7 +86,7 @@ class StepLoop:
         self._work.set()
 
     def wake(self) -> None:
-        """Signals new work: wakes an idle loop, and ends a running lease if the work cannot wait."""
+        """Signals new work: wakes an idle loop, or sends what can be sent behind the plan in flight."""
         self._work.set()
         if self._interrupt is not None:
             self._interrupt()
@@ -166,14 +166,13 @@ class StepLoop:
         self._sent.append((plan, usual))
         self._deadline.set(usual.budget_s)
         await self._write(call, plan)
-        self._interrupt = lambda: self._cut_short(call, scheduler)
+        self._interrupt = lambda: self._send_more(call, scheduler)
         self._interrupt()  # work may have arrived while the plan was being written
         try:
             await self._deliver(call, scheduler)
             while scheduler.has_pending:
                 self._dispatch()
                 self.wake()
-                self._send_behind(call, scheduler.plan_ahead())
                 await self._deliver(call, scheduler)
         finally:
             self._interrupt = None
@@ -181,8 +180,10 @@ class StepLoop:
             written, self._writing = self._writing, None
             await written
 
-    def _cut_short(self, call: "_Call", scheduler: StepScheduler) -> None:
+    def _send_more(self, call: "_Call", scheduler: StepScheduler) -> None:
         self._send_behind(call, scheduler.interrupt())
+        if not self._leaving:
+            self._send_behind(call, scheduler.plan_ahead())
 
     def _send_behind(self, call: "_Call", plan: StepPlan | None) -> None:
         """Sends a plan, if there is one, while another is in flight."""

@@ -43,7 +43,7 @@ class Replica:
     def send(self) -> None:
         """Sends what the step loop would send now."""
         if self.scheduler.has_pending:
-            plan = self.scheduler.interrupt() or self.scheduler.renew()
+            plan = self.scheduler.interrupt() or self.scheduler.plan_ahead()
         else:
             plan = self.scheduler.step()
         if plan is not None:

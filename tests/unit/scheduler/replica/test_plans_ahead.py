@@ -114,7 +114,8 @@ def test_nothing_is_preempted_for_a_plan_ahead() -> None:
     """Without a free block the next plan waits for the result; then a request is preempted as usual."""
     rig = ahead(num_blocks=1 + 5)
     sinks = [
-        rig.submit(make_submission([5 + index] * 3, request_id=f"r{index}", max_tokens=18)) for index in (0, 1)
+        rig.submit(make_submission([5 + index] * 3, request_id=f"r{index}", max_tokens=18))
+        for index in (0, 1)
     ]
     rig.run()
     assert [sink.tokens for sink in sinks] == [expected_tokens([5 + index] * 3, 18) for index in (0, 1)]
