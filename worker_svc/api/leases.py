@@ -28,8 +28,8 @@ class Arrivals(Protocol):
         """Whether a plan has arrived that ends the lease of plan `step`, or the stream has ended."""
         ...
 
-    def is_continued(self, step: int) -> bool:
-        """Whether the plan after `step` has arrived and continues it."""
+    def has_next(self, step: int) -> bool:
+        """Whether the plan after `step` has arrived, and is going to run."""
         ...
 
 
@@ -92,9 +92,9 @@ class PlanRunner:
         for index in range(lease):
             started = time.perf_counter()
             launched = self._launch(step, leased=index > 0)
-            if not self._answer_unread():
+            if not self._answer_unread() and (index > 0 or plan.continues):
                 # That step failed, and this one computed on what it left.
-                if plan.continues and index == 0:
+                if index == 0:
                     self._hand_over(plan, StepResult(plan.step, void=True))
                 return
             if isinstance(launched, Exception):
@@ -102,7 +102,7 @@ class PlanRunner:
                 return
             goes_on = index + 1 < lease and not self._arrivals.is_superseded(plan.step)
             current = _Step(plan, index, launched, started, goes_on)
-            if launched.runs_ahead and (goes_on or self._arrivals.is_continued(plan.step)):
+            if launched.runs_ahead and (goes_on or self._arrivals.has_next(plan.step)):
                 self._unread = current
             elif not self._answer(current):
                 return
@@ -122,6 +122,7 @@ class PlanRunner:
 
     def _pass_over(self, plan: StepPlan) -> None:
         """Applies a plan whose work is void: its requests keep the blocks that it gives them."""
+        self._answer_unread()
         started = time.perf_counter()
         applied = self._launch(replace(plan, work=None), leased=False)
         if isinstance(applied, Exception):

@@ -62,9 +62,9 @@ class PlanStream:
         """Whether a plan has arrived that ends the lease of plan `step`, or the stream has ended."""
         return self._ended or self._latest > step
 
-    def is_continued(self, step: int) -> bool:
-        """Whether the plan after `step` has arrived and continues it."""
-        return not self._ended and self._continuing == step + 1
+    def has_next(self, step: int) -> bool:
+        """Whether the plan after `step` has arrived, and is going to run."""
+        return not self._ended and max(self._latest, self._continuing) > step
 
     async def _read(self) -> None:
         try:

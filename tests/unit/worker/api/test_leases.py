@@ -78,8 +78,8 @@ class Stream:
     def is_superseded(self, step: int) -> bool:
         return any(plan.step > step and not plan.continues for plan in self.plans)
 
-    def is_continued(self, step: int) -> bool:
-        return any(plan.step == step + 1 and plan.continues for plan in self.plans)
+    def has_next(self, step: int) -> bool:
+        return any(plan.step > step for plan in self.plans)
 
     @property
     def answers(self) -> list[tuple[int, int, bool]]:
@@ -204,3 +204,33 @@ def test_a_result_that_no_message_holds_is_the_error_of_its_request(monkeypatch:
     (failed,) = Stream(worker, [StepPlan(3, Prefill(1, 0, 4, sample=True))]).run()
     assert isinstance(failed.error, InvalidArgument)
     assert "ask for fewer log-probabilities" in failed.error.message
+
+
+def test_a_plan_that_depends_on_nothing_is_launched_before_the_one_before_is_read() -> None:
+    """A chunk's successor, for example: other requests decode, and the device goes on at once."""
+    worker = StubWorker(runs_ahead=True)
+    plans = [StepPlan(1, Decode((1,), (10,), 1)), StepPlan(2, Decode((2,), (20,), 1))]
+    results = Stream(worker, plans).run()
+    assert worker.log == [("launch", 10), ("launch", 20), ("read", 10), ("read", 20)]
+    assert [(result.step, list(result.token_ids)) for result in results] == [(1, [10]), (2, [20])]
+
+
+def test_a_plan_that_depends_on_nothing_outlives_the_one_before() -> None:
+    """Its requests are others than those that failed."""
+    worker = StubWorker(runs_ahead=True, read_fails_at=10)
+    plans = [StepPlan(1, Decode((1,), (10,), 1)), StepPlan(2, Decode((2,), (20,), 1))]
+    results = Stream(worker, plans).run()
+    assert [(result.step, result.error is None) for result in results] == [(1, False), (2, True)]
+    assert list(results[1].token_ids) == [20]
+
+
+def test_the_result_of_a_lease_that_is_cut_short_precedes_its_void_renewal() -> None:
+    """The last step may be unread when the renewal turns out to be void."""
+    worker = StubWorker(runs_ahead=True)
+    plans = [StepPlan(1, Decode((1,), (10,), 1, 4)), StepPlan(2, Decode((1,), (14,), 1, 4), continues=True)]
+    stream = Stream(worker, plans, arriving={2: StepPlan(3)})
+    results = stream.run()
+    assert [(result.step, result.void, result.last) for result in results][-3:] == [
+        (1, False, True), (2, True, True), (3, False, True),
+    ]  # fmt: skip
+    assert [list(result.token_ids) for result in results if result.step == 1] == [[10], [11], [12]]

@@ -44,7 +44,7 @@ async def test_a_stream_reads_ahead() -> None:
     messages.put_nowait(lease(2, continues=True))
     assert [(await anext(results)).void for _ in range(4)] == [False] * 4
     assert not stream.is_superseded(1)
-    assert stream.is_continued(1)
+    assert stream.has_next(1)
     messages.put_nowait(worker_pb2.StepPlan(step=3))
     assert (await anext(results)).step == 3
     assert stream.is_superseded(2)
