@@ -68,7 +68,7 @@ class ReplicaScheduler:
             preemption: chooses the request to preempt.
             observe_batch: receives the number of rows of each decode step.
             max_lease: decode steps that one plan may allow.
-            plans_ahead: whether the worker takes plans that continue another.
+            plans_ahead: whether the worker takes a plan before the last result of the one before.
         """
         self.geometry = geometry
         """The static shapes."""

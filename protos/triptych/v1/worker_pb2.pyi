@@ -92,7 +92,9 @@ class DescribeResponse(_message.Message):
     max_lease_steps: _builtins.int
     """Most steps of a lease. 1: no leases."""
     plans_ahead: _builtins.bool
-    """Whether the worker understands StepPlan.continues. False: no such plan may be sent."""
+    """Whether the worker takes plans ahead and understands StepPlan.continues. False: only a plan that ends a
+    lease may be sent before the last result of the one before.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """The model, without `served_name`. Here `max_model_len` is the longest context that the model was made
