@@ -9,8 +9,12 @@ from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Growth, Prefill
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
+from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
 from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup
+
+# The tensors that admissions write, by their index in `StagedWrites`; a table for each group follows.
+_TOKENS, _COMPUTED, _PARAMETERS, _TABLES = range(4)
 
 
 class Batch:
@@ -48,6 +52,9 @@ class Batch:
             for group in groups
         ]
         self.sampling = SamplingState(self._tokens, vocabulary)
+        self._admitted = StagedWrites(
+            [self._tokens, self._computed, self.sampling.columns.rows, *self._tables]
+        )
         self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
         # Copies on the host: plans are checked without waiting for the device. -1 marks a free slot.
         self._num_known = [-1] * rows
@@ -60,12 +67,15 @@ class Batch:
             return
         self._num_known[slot] = -1
         self._num_computed[slot] = 0
+        self._admitted.drop(slot)
         for table, counts in zip(self._tables, self._num_table_blocks, strict=True):
             table[slot] = NULL_BLOCK
             counts[slot] = 0
 
     def admit(self, request: Admission) -> None:
         """Puts a request into its slot. Changes nothing if it raises.
+
+        The device's tensors get it with the next `copy_admitted`, which steps and `grow` need.
 
         Raises:
             Internal: if the slot is taken or the request does not fit.
@@ -90,14 +100,22 @@ class Batch:
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
         try:
-            self._computed[slot] = request.num_computed_tokens
-            self._tokens[slot, :known] = torch.tensor(request.token_ids, dtype=torch.int64)
-            self.sampling.set(request)
+            stage = self._admitted.add
+            stage(slot, _TOKENS, slot * self._tokens.shape[1], request.token_ids)
+            stage(slot, _COMPUTED, slot, (request.num_computed_tokens,))
+            parameters = self.sampling.set(request)
+            stage(slot, _PARAMETERS, slot * len(parameters), parameters)
             for grant in grants:
-                self._append(grant)
+                counts, width = self._num_table_blocks[grant.group_id], self._tables[grant.group_id].shape[1]
+                stage(slot, _TABLES + grant.group_id, slot * width, grant.block_ids)
+                counts[slot] = len(grant.block_ids)
         except BaseException:
             self.release(slot)
             raise
+
+    def copy_admitted(self) -> None:
+        """Copies all requests admitted since the last call to the device, in one transfer."""
+        self._admitted.copy()
 
     def grow(self, growth: Growth) -> None:
         """Appends blocks to a slot's table. Changes nothing if it raises.

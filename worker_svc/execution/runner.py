@@ -180,6 +180,7 @@ class Runner:
                 self._admit(request)
             except TriptychError as error:
                 refused[request.slot] = SlotOutput(request.slot, (), error=error)
+        self._batch.copy_admitted()
         for growth in plan.grow:
             if growth.slot not in refused:
                 self._batch.grow(growth)

@@ -1,6 +1,7 @@
 """Token sampling on the device: static functions of [rows, vocab] that handle all rows of a step at once.
 
-`state` holds the slots' parameters as tensors, one row a slot; a step gathers its rows. `sampler.sample`
+`state` holds the slots' parameters as tensors, one row a slot (`parameters` packs a row, so that one copy
+writes it); a step gathers its rows. `sampler.sample`
 applies them in vLLM's order: `adjust` (masks, bad words, `min_tokens`, `logit_bias`, penalties), then either
 the largest logit (greedy) or temperature, `filters` (`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and
 `draw`. `logprobs` reads the model's own logits, before any of this. `workspace` is the memory that steps

@@ -78,7 +78,7 @@ def _ban(
         last = state.tokens[rows[:, None], places.clamp_(min=0)]
         matches = ((prefix == last[:, None, :]) | (prefix < 0)).all(dim=-1)
         start = positions[:, None] - state.ban_prefix_len[:, : needs.bans][rows]
-        active &= matches & (start >= state.prompt_len[rows][:, None])
+        active &= matches & (start >= state.columns.prompt_len[rows][:, None])
     early = until < FOREVER
     logits.scatter_add_(1, tokens, torch.where(active & ~early, -torch.inf, 0.0))
     before = logits.gather(1, tokens)
@@ -96,8 +96,8 @@ def _penalize(
     ids = torch.where(seen, known, known[:, :1])
     counts = state.counts.view(-1)[rows[:, None] * logits.shape[1] + ids]
     was = logits.gather(1, ids)
-    repetition = state.repetition[rows][:, None]
+    repetition = state.columns.repetition[rows][:, None]
     value = torch.where(was > 0, was / repetition, was * repetition)
-    value -= state.frequency[rows][:, None] * counts
-    value -= state.presence[rows][:, None] * (counts > 0)
+    value -= state.columns.frequency[rows][:, None] * counts
+    value -= state.columns.presence[rows][:, None] * (counts > 0)
     logits.scatter_(1, ids, value)

@@ -75,13 +75,13 @@ def sample(
     chosen = argmax_rows(adjusted)
     best = adjusted.gather(1, chosen[:, None])
     if needs.random:
-        keys = draw_keys(state.seed[rows], positions, attempt)
+        keys = draw_keys(state.columns.seed[rows], positions, attempt)
         parts = [
             draw(filtered_masses(state, needs, adjusted[part], best[part], rows[part], tile), keys[part])
             for part, tile in workspace.tiles(logits.shape[0])
         ]
         drawn = torch.cat(parts)
-        chosen = torch.where(state.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
+        chosen = torch.where(state.columns.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
     if not needs.adjusts:
         return chosen, chosen
     return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)
@@ -105,16 +105,16 @@ def filtered_masses(
         rows: int64 [rows], the slot of each row.
         tile: memory for as many rows; it holds the result.
     """
-    temperature = state.temperature[rows]
+    temperature = state.columns.temperature[rows]
     temperature = torch.where(temperature == 0, 1.0, temperature)[:, None]
     # A row without any allowed token has -inf as its largest logit.
     largest = (best / temperature).clamp_(min=torch.finfo(torch.float32).min)
     torch.div(adjusted, temperature, out=tile.weights).sub_(largest).exp_()
     return apply_filters(
         tile,
-        state.min_p[rows] if needs.min_p else None,
-        state.top_k[rows] if needs.top_k else None,
-        state.top_p[rows] if needs.top_p else None,
+        state.columns.min_p[rows] if needs.min_p else None,
+        state.columns.top_k[rows] if needs.top_k else None,
+        state.columns.top_p[rows] if needs.top_p else None,
         few=needs.top_k == Reach.FEW,
         nucleus_in_few=needs.top_p == Reach.FEW,
     )

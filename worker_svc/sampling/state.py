@@ -14,8 +14,8 @@ from protos.errors import InvalidArgument
 from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
-from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.filters import FEW
+from worker_svc.sampling.parameters import Columns, repetition_of, row_of, temperature_of, top_p_of
 from worker_svc.sampling.workspace import Workspace
 
 # Entries that one request may have, which is the width of the tables. They hold every request that validation
@@ -24,10 +24,6 @@ _MAX_END_TOKENS = 256  # more than any model has
 MAX_BIASES = MAX_LOGIT_BIASES
 MAX_BANS = MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + _MAX_END_TOKENS
 MAX_BAN_TOKENS = MAX_BAD_WORD_TOKENS
-
-# Division of logits by a smaller temperature overflows float32. vLLM raises temperatures below 0.01 to 0.01;
-# we apply them unchanged down to this value and sample greedily below it.
-_GREEDY_BELOW = 1e-5
 
 FOREVER = torch.iinfo(torch.int64).max
 _NARROWEST = 16
@@ -147,18 +143,10 @@ class SamplingState:
         rows, device = tokens.shape[0], tokens.device
         self.tokens = tokens
         self.vocabulary = vocabulary
-        self.temperature = torch.zeros(rows, device=device)
-        """float32 [slots + 1]; 0 is greedy."""
-        self.top_p = torch.ones(rows, dtype=torch.float64, device=device)
-        self.top_k = torch.full((rows,), vocabulary.size, device=device)
-        """int64 [slots + 1]; the vocabulary's size turns the filter off."""
-        self.min_p = torch.zeros(rows, device=device)
-        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
-        """int64 [slots + 1]: the seed of the slot's sequence."""
-        self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.repetition = torch.ones(rows, device=device)
-        self.frequency = torch.zeros(rows, device=device)
-        self.presence = torch.zeros(rows, device=device)
+        self.columns = Columns.greedy(rows, vocabulary.size, device)
+        """Each slot's parameters, except those in tables."""
+        # Slots with entries in the tables, which the next request in the slot replaces.
+        self._listed: set[int] = set()
         self._workspace = Workspace(0, vocabulary.size, device)
         self._has_tables = False
         # Equal needs share one object.
@@ -243,20 +231,19 @@ class SamplingState:
                 param=name,
             )
 
-    def set(self, request: Admission) -> None:
-        """Stores the parameters of a request that passed `check`, and counts its sampled tokens."""
-        slot, sampling = request.slot, request.sampling
+    def set(self, request: Admission) -> tuple[int, ...]:
+        """Stores the parameters of a request that passed `check`, and counts its sampled tokens.
+
+        Returns:
+            The slot's row of `columns.rows`, which the caller writes.
+        """
         self._last_slots = None
-        self.temperature[slot] = _temperature(sampling)
-        self.top_p[slot] = _top_p(sampling)
-        self.top_k[slot] = min(sampling.top_k, self.vocabulary.size) or self.vocabulary.size
-        # Thresholds are compared as bits, and -0.0 has the sign bit set.
-        self.min_p[slot] = sampling.min_p or 0.0
-        self.seed[slot] = sequence_seed(sampling.seed, request.sequence)
-        self.prompt_len[slot] = request.prompt_len
-        self.repetition[slot] = _repetition_penalty(sampling)
-        self.frequency[slot] = sampling.frequency_penalty
-        self.presence[slot] = sampling.presence_penalty
+        self._set_entries(request)
+        return row_of(request, self.vocabulary.size)
+
+    def _set_entries(self, request: Admission) -> None:
+        """Stores what the host knows of a slot, and its rows of the tables."""
+        slot, sampling = request.slot, request.sampling
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
         bans = self._bans(request)
         needs = self._needs[slot] = self._interned(self._needs_of(sampling, bans))
@@ -266,17 +253,22 @@ class SamplingState:
             self._banned.add(slot)
         if needs.adjusts:
             self.allocate()
-        if not self._has_tables:
-            return
-        # A step computes every row at the width of the neediest one, so every slot with tables fills its rows
-        # in full.
-        self._set_masks(slot, sampling.allowed_token_ids)
-        self._set_biases(slot, sampling)
-        self._set_bans(slot, bans)
+        lists = bool(needs.masks or needs.bans or needs.biases)
+        if lists or slot in self._listed:
+            self._set_tables(slot, sampling, bans)
+        (self._listed.add if lists else self._listed.discard)(slot)
         if needs.history:
             output = torch.tensor(request.token_ids[request.prompt_len :], dtype=torch.int64)
             counts = torch.bincount(output, minlength=self.vocabulary.size)
             self.counts[slot] = counts.to(self.counts)
+
+    def _set_tables(
+        self, slot: int, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
+    ) -> None:
+        """Fills a slot's rows in full: a step computes every row at the width of the neediest one."""
+        self._set_masks(slot, sampling.allowed_token_ids)
+        self._set_biases(slot, sampling)
+        self._set_bans(slot, bans)
 
     def batch(self, slots: Sequence[int], lengths: Sequence[int]) -> SamplingBatch:
         """Returns the requirements of a step.
@@ -349,10 +341,8 @@ class SamplingState:
     def _needs_of(
         self, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
     ) -> Needs:
-        random = _temperature(sampling) > 0
-        penalties = (
-            sampling.presence_penalty or sampling.frequency_penalty or _repetition_penalty(sampling) != 1
-        )
+        random = temperature_of(sampling) > 0
+        penalties = sampling.presence_penalty or sampling.frequency_penalty or repetition_of(sampling) != 1
         top_k = Reach.NONE
         if random and 0 < sampling.top_k < self.vocabulary.size:
             top_k = Reach.FEW if sampling.top_k <= FEW else Reach.ALL
@@ -361,7 +351,7 @@ class SamplingState:
             greedy=not random,
             min_p=random and sampling.min_p > 0,
             top_k=top_k,
-            top_p=(top_k or Reach.ALL) if random and _top_p(sampling) < 1 else Reach.NONE,
+            top_p=(top_k or Reach.ALL) if random and top_p_of(sampling) < 1 else Reach.NONE,
             masks=bool(sampling.allowed_token_ids),
             bans=min(_width(len(bans)), MAX_BANS),
             ban_prefix=max((len(word) - 1 for word, _ in bans), default=0),
@@ -409,20 +399,6 @@ class SamplingState:
         self.ban_prefix[slot, :count] = torch.tensor(prefixes).to(self.ban_prefix)
         lengths = torch.tensor([len(word) - 1 for word, _ in bans])
         self.ban_prefix_len[slot, :count] = lengths.to(self.ban_prefix_len)
-
-
-def _temperature(sampling: common_pb2.SamplingParams) -> float:
-    if not sampling.HasField("temperature"):
-        return 1.0
-    return sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
-
-
-def _top_p(sampling: common_pb2.SamplingParams) -> float:
-    return sampling.top_p if sampling.HasField("top_p") else 1.0
-
-
-def _repetition_penalty(sampling: common_pb2.SamplingParams) -> float:
-    return sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
 
 
 def _width(entries: int) -> int:

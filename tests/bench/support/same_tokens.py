@@ -172,7 +172,8 @@ def probabilities(logits: torch.Tensor, fields: dict[str, float]) -> torch.Tenso
     tokens = torch.zeros((rows + 1, 1), dtype=torch.int64, device=device)
     state = SamplingState(tokens, SamplingVocabulary(logits.shape[1]))
     for slot in range(rows):
-        state.set(request(slot, sampling_params(**fields)))  # type: ignore[arg-type]
+        parameters = state.set(request(slot, sampling_params(**fields)))  # type: ignore[arg-type]
+        state.columns.rows[slot] = torch.tensor(parameters)
     needs, slots = state.batch(range(rows), [1] * rows).needs, torch.arange(rows, device=device)
     best = logits.amax(dim=-1, keepdim=True)
     masses = [

@@ -66,6 +66,7 @@ def request(slot: int = 0, tokens: int = 10, computed: int = 0, blocks: int = 3)
 def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     """The second chunk of 10 tokens has two real tokens; the six padding tokens are written to block 0."""
     batch.admit(request(computed=8))
+    batch.copy_admitted()
     work = Prefill(0, 8, 2, sample=True)
     batch.check(work)
     tokens, positions, (full, window) = batch.prefill_inputs(work)
@@ -82,6 +83,7 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     """Rows follow the plan's order; padded rows are one token in the null block."""
     batch.admit(request(slot=2, tokens=6, computed=5))
     batch.admit(Admission(0, range(200, 205), 4, sampling_params(), {0: [7, 8], 1: [17, 18]}))
+    batch.copy_admitted()
     batch.check(Decode((2, 0), (5, 4), 4))
     rows = torch.tensor([2, 0, batch.padding_row, batch.padding_row])
     tokens, positions, (full, _) = batch.decode_inputs(rows)
@@ -96,6 +98,7 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
 def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
     """A sampled token stays in the batch, so the next plan does not send it."""
     batch.admit(request(tokens=8))
+    batch.copy_admitted()
     work = Prefill(0, 0, 8, sample=True)
     batch.check(work)
     batch.advance_prefill(work, torch.tensor([42]))
@@ -111,6 +114,7 @@ def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
 def test_growth_appends(batch: Batch) -> None:
     """New blocks follow the slot's existing ones."""
     batch.admit(request(tokens=4, blocks=1))
+    batch.copy_admitted()
     batch.grow(Growth(0, 0, (9,)))
     batch.grow(Growth(0, 0, (8,)))
     _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
@@ -121,11 +125,13 @@ def test_growth_appends(batch: Batch) -> None:
 def test_a_released_slot_is_free(batch: Batch) -> None:
     """A released slot points to the null block and can be taken again; releasing it twice does nothing."""
     batch.admit(request())
+    batch.copy_admitted()
     batch.release(0)
     batch.release(0)
     with pytest.raises(Internal, match="slot 0, which is free"):
         batch.check(Prefill(0, 0, 8, sample=False))
     batch.admit(request(tokens=3, blocks=1))
+    batch.copy_admitted()
     _, _, (full, _) = batch.prefill_inputs(Prefill(0, 0, 3, sample=True))
     assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
 
@@ -150,6 +156,7 @@ def test_work_that_contradicts_the_state_is_refused(
 ) -> None:
     """Scheduler and worker must agree on what is computed; the refusal says what the worker knows."""
     batch.admit(request(computed=2))
+    batch.copy_admitted()
     with pytest.raises(Internal, match=message):
         batch.check(work)
 
@@ -157,6 +164,7 @@ def test_work_that_contradicts_the_state_is_refused(
 def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
     """Tokens without a block would overwrite another request's memory."""
     batch.admit(request(tokens=8, blocks=1))
+    batch.copy_admitted()
     with pytest.raises(Internal, match="too few for 8 tokens"):
         batch.check(Prefill(0, 0, 8, sample=True))
 
@@ -185,6 +193,7 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
     with pytest.raises(Internal, match="slot 0, which is free"):
         batch.check(Prefill(0, 0, 5, sample=True))
     batch.admit(request(tokens=4, blocks=1))
+    batch.copy_admitted()
     _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
     assert [paged(step).block_table[0].tolist() for step in (full, window)] == [
         [block, 0, 0, 0, 0, 0, 0, 0] for block in (1, 11)
@@ -196,6 +205,7 @@ def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -
     """With 11 tokens computed the next query attends to positions 4 to 11, so block 0 may be null."""
     blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
     batch.admit(Admission(0, range(20), computed, sampling_params(), blocks))
+    batch.copy_admitted()
     _, _, (_, window) = batch.prefill_inputs(Prefill(0, computed, 4, sample=False))
     assert paged(window).block_table[0].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]
 
@@ -221,6 +231,7 @@ def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
     """The inputs count the computed tokens, up to a window, without padding."""
     sliding.admit(sliding_request(0, 5, 0, block=3))
     sliding.admit(sliding_request(1, 20, 16, block=2))
+    sliding.copy_admitted()
     for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
         work = Prefill(slot, start, count, sample=True)
         sliding.check(work)
@@ -237,6 +248,7 @@ def test_decode_of_an_in_place_window(sliding: Batch) -> None:
     """Rows below and above the window's length count correctly; padded rows are empty."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.admit(sliding_request(2, 31, 30, block=1))
+    sliding.copy_admitted()
     work = Decode((2, 0), (30, 3), 4)
     sliding.check(work)
     rows = torch.tensor([2, 0, sliding.padding_row, sliding.padding_row])
@@ -250,9 +262,11 @@ def test_decode_of_an_in_place_window(sliding: Batch) -> None:
 def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
     """No block, a second block and the null block are refused."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
+    sliding.copy_admitted()
     with pytest.raises(Internal, match="would get 2 blocks of group 1; its table holds 1"):
         sliding.grow(Growth(0, 1, (2,)))
     sliding.admit(Admission(1, range(4), 0, sampling_params(), {0: (5,)}))
+    sliding.copy_admitted()
     with pytest.raises(Internal, match="slot 1 has 0 blocks of group 1"):
         sliding.check(Prefill(1, 0, 4, sample=True))
     with pytest.raises(Internal, match="null block"):
@@ -264,5 +278,6 @@ def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
 def test_a_taken_slot_is_not_admitted_again(batch: Batch) -> None:
     """A slot belongs to one request."""
     batch.admit(request())
+    batch.copy_admitted()
     with pytest.raises(Internal, match="taken"):
         batch.admit(request())

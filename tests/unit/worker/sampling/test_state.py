@@ -168,13 +168,13 @@ def test_absent_parameters_are_off() -> None:
     """Only the temperature has a default that is not neutral: 1."""
     state = make_state([request(0, common_pb2.SamplingParams())], VOCAB)
     values = (
-        state.temperature,
-        state.top_p,
-        state.top_k,
-        state.min_p,
-        state.repetition,
-        state.frequency,
-        state.presence,
+        state.columns.temperature,
+        state.columns.top_p,
+        state.columns.top_k,
+        state.columns.min_p,
+        state.columns.repetition,
+        state.columns.frequency,
+        state.columns.presence,
     )
     assert [float(each[0]) for each in values] == [1, 1, VOCAB, 0, 1, 0, 0]
     batch = state.batch([0], [1])
@@ -186,7 +186,7 @@ def test_absent_parameters_are_off() -> None:
 def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
     """Division of logits by such a temperature gives infinities."""
     state = make_state([request(0, common_pb2.SamplingParams(temperature=temperature))], VOCAB)
-    assert float(state.temperature[0]) == 0
+    assert float(state.columns.temperature[0]) == 0
     assert state.batch([0], [1]).needs == Needs(greedy=True)
 
 
