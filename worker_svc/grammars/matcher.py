@@ -54,6 +54,9 @@ class Matcher:
         self._end_ids = tuple(end_ids)
         with self._budget:
             self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
+            # Whether the sequence may end, and whether it has; asked once a token.
+            self._completed = bool(self._matcher.is_completed())
+        self._ended = False
         for index, token in enumerate(output):
             if not self.accept(token):
                 raise InvalidArgument(
@@ -64,7 +67,7 @@ class Matcher:
     @property
     def ended(self) -> bool:
         """Whether an end token was accepted."""
-        return bool(self._matcher.is_terminated())
+        return self._ended
 
     def accept(self, token: int) -> bool:
         """Advances past a token.
@@ -73,7 +76,10 @@ class Matcher:
         """
         with self._budget:
             accepted = bool(self._matcher.accept_token(token))
-            self._budget.num_tokens += accepted
+            if accepted:
+                self._budget.num_tokens += 1
+                self._completed = bool(self._matcher.is_completed())
+                self._ended = token in self._end_ids
         return accepted
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
@@ -97,10 +103,13 @@ class Matcher:
         """
         chain: list[int] = []
         while len(chain) < min(room, max(min_tokens, MAX_JUMP)):
+            completed = self._completed
+            # An end is not forced yet, and a shorter chain is not wanted: the common case costs nothing.
+            if not completed and not min_tokens:
+                break
             with self._budget:
-                completed = bool(self._matcher.is_completed())
                 # Where the sequence may end, the end is one choice, so one more character makes two.
-                if (not completed and not min_tokens) or self._allows_probes(1 if completed else 2):
+                if self._allows_probes(1 if completed else 2):
                     break
                 self._matcher.fill_next_token_bitmask(masks, row)
             words = _unsigned_words(masks, row)
@@ -116,6 +125,7 @@ class Matcher:
             with self._budget:
                 self._matcher.rollback(len(chain))
                 self._budget.num_tokens -= len(chain)
+                self._completed = bool(self._matcher.is_completed())
         return ()
 
     def _allows_probes(self, count: int) -> bool:
