@@ -51,9 +51,15 @@ class Columns:
         singles = rows.view(torch.float32)
         return cls(
             rows,
-            *(rows[:, column] for column in range(3)),
-            rows.view(torch.float64)[:, 3],
-            *(singles[:, column] for column in range(8, 13)),
+            seed=rows[:, 0],
+            prompt_len=rows[:, 1],
+            top_k=rows[:, 2],
+            top_p=rows.view(torch.float64)[:, 3],
+            temperature=singles[:, 8],
+            min_p=singles[:, 9],
+            repetition=singles[:, 10],
+            frequency=singles[:, 11],
+            presence=singles[:, 12],
         )
 
 

@@ -22,11 +22,11 @@ GROUPS = group_layers(
 )
 
 
-class DeviceCalls(TorchDispatchMode):
+class DeviceCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations on a device, and among them the copies from the host."""
 
     def __init__(self, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.operations = self.copies = 0
 
