@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -152,6 +153,34 @@ async def test_a_stream_whose_gateway_is_killed_goes_on_at_another() -> None:
             worker.gate.set()
             assert not received.done
             assert content(await read(second_url, "/v1/chat/completions", CHAT, received)) == content(whole)
+
+
+@pytest.mark.slow
+async def test_a_frozen_gateway_keeps_nothing_beyond_the_keepalive() -> None:
+    """No reset tells of it, so its requests end after a ping in vain: 10 s until it is sent, 5 s more to wait."""
+    worker = fake_worker()
+    body = {**CHAT, "max_tokens": 90}
+    async with scheduler_with(worker) as scheduler:
+        with gateway_processes(2, scheduler.server.port) as [(first, first_url), (_, second_url)]:
+            received = Received()
+            reading = asyncio.create_task(read(first_url, "/v1/chat/completions", body, received))
+            async with asyncio.timeout(20):
+                while len(received.chunks) < 5:
+                    await asyncio.sleep(0.001)
+            worker.gate.clear()
+            first.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(20):
+                while scheduler.engine.num_running:
+                    # Slow steps, so that the answer lasts, but no hung one.
+                    worker.gate.set()
+                    await asyncio.sleep(0)
+                    worker.gate.clear()
+                    await asyncio.sleep(0.5)
+            assert scheduler.engine.num_waiting == 0
+            worker.gate.set()
+            reading.cancel()
+            assert not received.done
+            assert (await read(second_url, "/v1/chat/completions", body, received)).done
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
