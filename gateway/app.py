@@ -58,7 +58,7 @@ def create_app(
     """
     watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=_preparation(settings))
     metrics = Metrics(lambda: watcher.model_name, lambda: client.num_pending, lambda: len(client.parking))
-    text_worker = TextWorker()
+    text_worker = TextWorker(settings.max_waiting_texts)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -32,6 +32,7 @@ class Settings(ServiceSettings):
             "keep_alive_s",
             "max_parked_requests",
             "max_connections",
+            "max_waiting_texts",
         ),
         Group.ADDRESSES: ("host", "port", "reuse_port", "metrics_port", "scheduler_address"),
         Group.TIMEOUTS: (
@@ -143,6 +144,15 @@ class Settings(ServiceSettings):
         int,
         Field(ge=1, le=1_000_000, description="Most HTTP connections at a time; one more request gets 503."),
     ] = 4096
+    max_waiting_texts: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=65536,
+            description="Most long texts that wait for one of the two threads that read them; the next request"
+            " gets 429.",
+        ),
+    ] = 256
 
     tool_call_parser: Annotated[
         str,

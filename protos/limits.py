@@ -95,3 +95,6 @@ MAX_STOP_STRING_LENGTH: Final = 1_000
 
 MAX_BAD_WORD_LENGTH: Final = 200
 """Characters of an entry of ``bad_words`` in the HTTP API."""
+
+MAX_CONCURRENT_RPCS: Final = 4096
+"""Default of the services' ``--max-concurrent-rpcs``."""

@@ -10,7 +10,9 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from protos.call_limit import CallLimit
 from protos.errors import ConfigurationRefused
+from protos.limits import MAX_CONCURRENT_RPCS
 from protos.wire import MAX_SOCKET_PATH_BYTES, SERVER_OPTIONS, unix_address
 
 
@@ -33,15 +35,23 @@ class Server:
     healthy.
     """
 
-    def __init__(self, service_names: Iterable[str], register: Callable[[grpc.aio.Server], None]) -> None:
+    def __init__(
+        self,
+        service_names: Iterable[str],
+        register: Callable[[grpc.aio.Server], None],
+        *,
+        max_concurrent_rpcs: int = MAX_CONCURRENT_RPCS,
+    ) -> None:
         """Prepares the server.
 
         Args:
             service_names: full names of the services, for health and reflection ("triptych.v1.Inference").
             register: adds the servicers; called once.
+            max_concurrent_rpcs: calls that may run at once.
         """
         self._names = tuple(service_names)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        limit = CallLimit(max_concurrent_rpcs)
+        self._server = grpc.aio.server(interceptors=(limit,), options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

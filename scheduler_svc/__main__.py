@@ -40,7 +40,7 @@ async def serve(settings: Settings) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
 
-    server = Server((INFERENCE, REGISTRY), register)
+    server = Server((INFERENCE, REGISTRY), register, max_concurrent_rpcs=settings.max_concurrent_rpcs)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

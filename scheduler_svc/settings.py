@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
 from protos.settings import Group, ServiceSettings
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
@@ -59,7 +60,7 @@ class Settings(ServiceSettings):
             "max_step_failures",
             "event_log_tokens",
         ),
-        Group.ADDRESSES: ("host", "port", "socket"),
+        Group.ADDRESSES: ("host", "port", "socket", "max_concurrent_rpcs"),
         Group.TIMEOUTS: (
             "step_timeout_s",
             "detach_after_failed_steps",
@@ -88,6 +89,9 @@ class Settings(ServiceSettings):
     """Port to listen on; 0 for any free one."""
     socket: Path | None = None
     """Unix socket to listen on, too: `unix:PATH` for gateways and workers of this machine."""
+    max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
+    """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
+    RESOURCE_EXHAUSTED."""
     served_model_name: str | None = Field(None, min_length=1)
     """Model name that requests use. Default: the worker's model id or folder name."""
     max_model_len: int | None = Field(None, ge=2)

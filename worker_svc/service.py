@@ -50,7 +50,11 @@ async def serve(settings: Settings) -> None:
         configure_limit_s=settings.configure_hang_timeout_s,
         first_step_timeout_s=settings.first_step_timeout_s,
     )
-    server = Server((SERVICE,), lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc))
+    server = Server(
+        (SERVICE,),
+        lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc),
+        max_concurrent_rpcs=settings.max_concurrent_rpcs,
+    )
     health.server = server
     port = await server.start(settings.host, settings.port, settings.socket)
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)

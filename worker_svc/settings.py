@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
 from protos.settings import Group, ServiceSettings
 
@@ -69,7 +70,14 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "grammar_cache_mib",
             "jump_ahead_tokens",
         ),
-        Group.ADDRESSES: ("host", "port", "socket", "scheduler_address", "advertise_host"),
+        Group.ADDRESSES: (
+            "host",
+            "port",
+            "socket",
+            "max_concurrent_rpcs",
+            "scheduler_address",
+            "advertise_host",
+        ),
         Group.TIMEOUTS: (
             "stall_timeout_s",
             "hang_timeout_s",
@@ -174,6 +182,9 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     socket: Path | None = None
     """Unix socket to listen on, too. A worker that registers through a Unix socket names this one to its
     scheduler."""
+    max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
+    """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
+    RESOURCE_EXHAUSTED."""
     scheduler_address: str = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
     """host:port or unix:PATH of the scheduler to register with. Empty: register nowhere and wait for a
     scheduler to connect."""

@@ -356,7 +356,7 @@ class Generation:
         for prompt in (self.prompts[number] for number in numbers):
             if prompt.reports is None:
                 size, make = len(prompt.token_ids) * (count + 1), self.make_detokenizer()
-                await self.worker.run(size, partial(prompt.report, make, count))
+                await self.worker.finish(size, partial(prompt.report, make, count))
 
     def _new_deltas(self, events: Sequence[tuple[int, SequenceEvent]]) -> Iterator[Delta]:
         now = self.timing.clock()

@@ -312,7 +312,7 @@ class EventStream(Response):
             return self._encoded(deltas)
         # The reports of a long prompt are megabytes: they are encoded in a thread.
         size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
-        return await self._generation.worker.run(size, lambda: self._encoded(deltas))
+        return await self._generation.worker.finish(size, lambda: self._encoded(deltas))
 
     def _encoded(self, deltas: list[Delta]) -> bytes:
         out = []

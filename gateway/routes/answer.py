@@ -111,7 +111,7 @@ async def respond(
         extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n)
         return form.body(answer_id, created, model, ends, extras)
 
-    content = await context.text_worker.run(_effort(body, generation, ends), encode)
+    content = await context.text_worker.finish(_effort(body, generation, ends), encode)
     return Response(content, media_type="application/json")
 
 

@@ -17,12 +17,14 @@ from gateway.format_names import ToolFormat
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import DetokenizerFactory
 from gateway.text.template_probe import thinks, tool_format
-from protos.errors import Internal
+from protos.errors import Internal, Overloaded
 
 T = TypeVar("T")
 
 # Encoding this many bytes takes well under a millisecond; a hop to a thread would cost more.
 _INLINE_SIZE: Final = 2_000
+
+_THREADS: Final = 2
 
 _NAMED_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -130,14 +132,38 @@ class TextWorker:
     meanwhile.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+    def __init__(self, max_waiting: int = 256) -> None:
+        """Starts its threads when they are needed.
+
+        Args:
+            max_waiting: slow work of requests that may wait for a thread.
+        """
+        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="text")
+        self._max_waiting = max_waiting
+        self._unfinished = 0
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Returns the result of ``work``, whose effort grows with ``size`` (bytes or token ids)."""
+        """Returns the result of ``work``, whose effort grows with ``size`` (bytes or token ids).
+
+        Raises:
+            Overloaded: if too much work waits already.
+        """
+        if size > _INLINE_SIZE and self._unfinished >= _THREADS + self._max_waiting:
+            raise Overloaded(
+                f"{self._max_waiting} long texts of other requests are waiting to be read; retry later",
+                retry_after_ms=1000,
+            )
+        return await self.finish(size, work)
+
+    async def finish(self, size: int, work: Callable[[], T]) -> T:
+        """Does the same for an answer that has been generated: it is never refused."""
         if size <= _INLINE_SIZE:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self._unfinished += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._unfinished -= 1
 
     def close(self) -> None:
         """Refuses new work; running work finishes."""

@@ -157,7 +157,7 @@ async def test_a_stream_whose_gateway_is_killed_goes_on_at_another() -> None:
 
 @pytest.mark.slow
 async def test_a_frozen_gateway_keeps_nothing_beyond_the_keepalive() -> None:
-    """No reset tells of it, so its requests end after a ping in vain: 10 s until it is sent, 5 s more to wait."""
+    """No reset tells of it, so its requests end after a ping in vain: 10 s until it is sent, 5 s to wait."""
     worker = fake_worker()
     body = {**CHAT, "max_tokens": 90}
     async with scheduler_with(worker) as scheduler:

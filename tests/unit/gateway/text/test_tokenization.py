@@ -1,5 +1,6 @@
 """Encoding, compared with transformers' tokenizer on the same files."""
 
+import asyncio
 import json
 import shutil
 import threading
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from gateway.text.tokenization import TextCodec, TextWorker
-from protos.errors import Internal
+from protos.errors import Internal, Overloaded
 from tests.support.gateway.serving import smollm2_folder
 
 TEXTS = [
@@ -101,5 +102,22 @@ async def test_long_work_leaves_the_event_loop_alone() -> None:
         here = threading.get_ident()
         assert await worker.run(10, threading.get_ident) == here
         assert await worker.run(10**6, threading.get_ident) != here
+    finally:
+        worker.close()
+
+
+async def test_long_work_of_requests_is_bounded() -> None:
+    """Beyond two threads and what may wait, requests are refused; answers and short work never are."""
+    worker, go = TextWorker(max_waiting=1), threading.Event()
+    try:
+        running = [asyncio.create_task(worker.run(10**6, go.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="1 long texts"):
+            await worker.run(10**6, go.wait)
+        assert await worker.run(10, lambda: 5) == 5
+        answer = asyncio.create_task(worker.finish(10**6, lambda: 6))
+        go.set()
+        assert await asyncio.gather(*running, answer) == [True, True, True, 6]
+        assert await worker.run(10**6, lambda: 7) == 7
     finally:
         worker.close()
