@@ -125,7 +125,6 @@ class Connection:
                 while True:
                     message = await self._outbox.take()
                     await call.write(message)
-                    self._table.on_written(message.generate.request_id)
         except Exception:  # noqa: BLE001 - any bug
             self._log.exception("the stream to the scheduler could not be written")
             # Ends the reader, too.

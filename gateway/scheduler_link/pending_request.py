@@ -65,7 +65,6 @@ class PendingRequest:
         "received",
         "request",
         "retry",
-        "time_left_s",
     )
 
     request: inference.GenerateRequest
@@ -88,15 +87,13 @@ class PendingRequest:
     """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
     number in the group."""
     accepted: bool
-    """Whether a scheduler has run it: after further errors it then waits instead of failing."""
+    """Whether a scheduler has taken it: after further errors it then waits instead of failing."""
     deadline: asyncio.TimerHandle | None
-    """Runs while the request waits for a scheduler."""
+    """Runs until a scheduler takes the request, once there was none."""
     park_until: float
     """Until when it may be parked, by the event loop's clock."""
-    time_left_s: float | None
-    """The rest of the deadline when it stopped; ``None``: all of it."""
     retry: asyncio.TimerHandle | None
-    """Runs until the request is sent again, or until a parked request that was sent counts as accepted."""
+    """Runs until a refused request is sent again."""
 
     def __init__(self, request: inference.GenerateRequest, group: "RequestGroup", first_index: int) -> None:
         self.request = request
@@ -111,7 +108,6 @@ class PendingRequest:
         self.accepted = False
         self.deadline = None
         self.park_until = 0.0
-        self.time_left_s = None
         self.retry = None
         self._submitted_s = time.monotonic()
         # Workers that each sequence may have killed, as the scheduler says.
@@ -148,19 +144,7 @@ class PendingRequest:
             # The rest of the answer must be sampled with the same seed, on another scheduler too.
             self.request.sampling.seed = event.prompt.seed
         self.accepted = True
-        self.time_left_s = None
         if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
-
-    def on_written(self) -> None:
-        """Stops the deadline: a scheduler has the request and may queue it.
-
-        The time until then stays spent. Otherwise a scheduler that refuses the request again and again would
-        never be given up.
-        """
-        if self.deadline is not None:
-            self.time_left_s = max(0.0, self.deadline.when() - asyncio.get_running_loop().time())
             self.deadline.cancel()
             self.deadline = None
 

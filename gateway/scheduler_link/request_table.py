@@ -59,9 +59,6 @@ _RESUBMIT_PAUSE_S: Final = 0.5
 # A longer request fits no message of the stream, with what else the message holds.
 _MAX_REQUEST_BYTES: Final = MAX_MESSAGE_BYTES - 1024
 
-# A scheduler refuses at once. A parked request that was sent this long ago waits in the scheduler's queue.
-_ACCEPTED_AFTER_S: Final = 1.0
-
 
 class RequestTable:
     """The requests of this process that have not finished."""
@@ -125,20 +122,10 @@ class RequestTable:
         for pending in list(self._pending.values()):
             pending.group.fail(error)
 
-    def on_written(self, request_id: str) -> None:
-        """Notes that the message with this request has been written to the stream."""
-        if (pending := self._pending.get(request_id)) is not None:
-            pending.on_written()
-            # A refusal may come before the write returns; then the request is to be sent again.
-            if pending in self._parking and pending.retry is None:
-                later = asyncio.get_running_loop().call_later
-                pending.retry = later(_ACCEPTED_AFTER_S, self._on_accepted, pending)
-
     def _on_accepted(self, pending: PendingRequest) -> None:
         """Frees the request's place: from now on it is as safe as a running one."""
         pending.stop_retry()
         pending.accepted = True
-        pending.time_left_s = None
         self._parking.leave(pending)
 
     def _send(self, pending: PendingRequest) -> None:
@@ -186,7 +173,7 @@ class RequestTable:
         if not pending.accepted:
             self._on_accepted(pending)
         pending.on_event(event)
-        if not event.token_ids and event.HasField("worker_losses"):
+        if event.accepted or (not event.token_ids and event.HasField("worker_losses")):
             return  # for the next scheduler, not for the client
         index = pending.first_index + event.sequence
         if event.handle:
@@ -246,7 +233,6 @@ class RequestTable:
         sequence's tokens are already complete, the scheduler answers with its finish reason.
         """
         pending.stop_retry()
-        pending.accepted = pending not in self._parking
         self._drop_handles(pending)
         del self._pending[pending.wire_id]
         pending.prepare_resume()
@@ -256,6 +242,8 @@ class RequestTable:
         """Starts every request's deadline: the stream has broken, and its handles with it."""
         for pending in self._pending.values():
             self._drop_handles(pending)
+            if not pending.accepted:
+                self._parking.enter(pending)
             self._mark_lost(pending)
 
     def _mark_lost(self, pending: PendingRequest) -> None:
@@ -263,8 +251,7 @@ class RequestTable:
         if pending.deadline is not None:
             return
         loop = asyncio.get_running_loop()
-        left = self._resume_timeout_s if pending.time_left_s is None else pending.time_left_s
-        until = pending.park_until if pending in self._parking else loop.time() + left
+        until = pending.park_until if pending in self._parking else loop.time() + self._resume_timeout_s
         pending.deadline = loop.call_at(until, self._give_up, pending)
 
     def _give_up(self, pending: PendingRequest) -> None:

@@ -166,7 +166,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        mine.add(self._submit(message.generate, buffer, logged).request_id)
+                        submission = self._submit(message.generate, buffer, logged)
+                        mine.add(submission.request_id)
+                        buffer.push(Event(submission.request_id, accepted=True))
                     except TriptychError as error:
                         buffer.push(Event(message.generate.request_id, error=error))
                 case "abort":

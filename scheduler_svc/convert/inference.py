@@ -135,6 +135,7 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
         error=event.error.to_proto() if event.error else None,
         prompt_logprobs=event.prompt_logprobs,
         worker_losses=event.worker_losses,
+        accepted=event.accepted,
     )
     if event.first:
         message.prompt.seed = event.seed

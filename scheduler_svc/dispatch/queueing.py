@@ -15,6 +15,9 @@ SEQUENCES_PER_SLOT = 16
 """Most sequences of one request for each slot of the deployment: a client occupies all slots that many times
 over."""
 
+RESUMED_FACTOR = 4
+"""Resumed requests may fill the queue to this many times its bounds, and one more request for each slot."""
+
 
 class LiveRequests:
     """Registry of every request that has not ended.
@@ -206,17 +209,33 @@ class Capacity:
     def check(self, submission: Submission, *, num_waiting: int, waiting_tokens: int) -> None:
         """Refuses a submission that does not fit into the queue, now or ever.
 
-        Takes every request that an earlier scheduler accepted: a client waits for the rest of its answer, and
-        the requests that ran there are more than those that may wait here.
+        Takes several times as many requests that an earlier scheduler accepted: clients wait for the rest of
+        their answers, and the requests that ran there are more than those that may wait here. It cannot be
+        proved that they were accepted, so there is a limit.
 
         Raises:
             InvalidArgument: the request has too many sequences for this deployment.
             Overloaded: the queue is full.
         """
-        if submission.was_accepted:
-            return
         sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
         count = len(sequences)
+        max_waiting, max_tokens = self._max_waiting, self._max_waiting_tokens
+        if submission.was_accepted:
+            max_waiting = RESUMED_FACTOR * max_waiting + self._num_slots
+            max_tokens = RESUMED_FACTOR * max_tokens + self._num_slots * self.max_request_tokens
+        else:
+            self._check_count(count, num_prompt)
+        num_tokens = count * num_prompt + sum(map(len, sequences.values()))
+        if (num_waiting and num_waiting + count > max_waiting) or (
+            waiting_tokens and waiting_tokens + num_tokens > max_tokens
+        ):
+            raise Overloaded(
+                f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",
+                retry_after_ms=1000,
+            )
+
+    def _check_count(self, count: int, num_prompt: int) -> None:
+        """Refuses more sequences of one prompt than may ever wait."""
         limit = min(MAX_SEQUENCES, self._max_waiting, SEQUENCES_PER_SLOT * self._num_slots)
         if count > limit:
             raise InvalidArgument(
@@ -227,12 +246,4 @@ class Capacity:
                 f"{count} sequences of {num_prompt} prompt tokens exceed the {self._max_waiting_tokens} tokens that may wait; "
                 "send several requests with a smaller n",
                 param="n",
-            )
-        num_tokens = count * num_prompt + sum(map(len, sequences.values()))
-        if num_waiting + count > self._max_waiting or (
-            waiting_tokens and waiting_tokens + num_tokens > self._max_waiting_tokens
-        ):
-            raise Overloaded(
-                f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",
-                retry_after_ms=1000,
             )

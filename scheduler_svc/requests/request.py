@@ -62,6 +62,8 @@ class Event:
     """Result of a pooling request, row-major."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
+    accepted: bool = False
+    """Whether the request has just been taken into the queue."""
     worker_losses: int | None = None
     """Workers lost in a row while they ran the sequence; set when the number changes."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()

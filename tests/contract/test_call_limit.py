@@ -1,6 +1,7 @@
 """The bound on calls at once, on a real server."""
 
 import asyncio
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -18,7 +19,7 @@ async def test_calls_above_the_limit_are_refused_until_one_ends() -> None:
     server = Server(("s",), lambda _: None, max_concurrent_rpcs=2)
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         watches = [health.Watch(request) for _ in range(2)]
         for watch in watches:

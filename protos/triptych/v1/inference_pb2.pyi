@@ -76,9 +76,9 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """The model that the client expects; another served model is NOT_FOUND. Empty: any."""
     age_ms: _builtins.int
-    """Set if an earlier scheduler accepted the request: milliseconds since then. The limits of the queue do not
-    apply, and the request waits as if it had come at that time. Its sampling.seed is then the one in
-    PromptStats, if that has arrived.
+    """Set if an earlier scheduler accepted the request: milliseconds since then. The request waits as if it had
+    come at that time, and the queue takes four times what it takes of new ones. Its sampling.seed is then the
+    one in PromptStats, if that has arrived. The scheduler trusts its clients with this, as with `priority`.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -267,6 +267,7 @@ class GenerateEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sequence: _builtins.int
     """0 .. n-1."""
@@ -282,6 +283,10 @@ class GenerateEvent(_message.Message):
     """Connect only: stands for the sequence in ConnectResponse.handles from now on, until the sequence ends. Set
     in the first event that brings tokens of the sequence without ending it. A handle is used once per
     stream.
+    """
+    accepted: _builtins.bool
+    """Connect only: the scheduler has taken the request into its queue; sent once, in an event without tokens. A
+    client that loses the scheduler afterwards submits the request again with its age.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -323,10 +328,11 @@ class GenerateEvent(_message.Message):
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         worker_losses: _builtins.int | None = ...,
         handle: _builtins.int = ...,
+        accepted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "prompt", b"prompt", "stop_token_id", b"stop_token_id", "worker_losses", b"worker_losses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "_worker_losses", b"_worker_losses", "accepted", b"accepted", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequence", b"sequence", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

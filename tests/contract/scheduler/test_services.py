@@ -82,6 +82,18 @@ async def test_connect_multiplexes_and_keeps_faults_inline(scheduler: RunningSch
     assert isinstance(errors["bad"], InvalidArgument)
 
 
+async def first_events(
+    call: "grpc.aio.StreamStreamCall[inference_pb2.ConnectRequest, inference_pb2.ConnectResponse]", count: int
+) -> list[inference_pb2.GenerateEvent]:
+    """Returns the first events of a stream."""
+    events: list[inference_pb2.GenerateEvent] = []
+    while len(events) < count:
+        response = await call.read()
+        assert isinstance(response, inference_pb2.ConnectResponse)
+        events += response.events
+    return events
+
+
 async def test_connect_aborts_by_id(scheduler: RunningScheduler, worker: FakeWorker) -> None:
     """An abort message on the stream ends its request with ABORT."""
     worker.gate.clear()
@@ -92,9 +104,9 @@ async def test_connect_aborts_by_id(scheduler: RunningScheduler, worker: FakeWor
         )
     )
     await call.write(inference_pb2.ConnectRequest(abort=inference_pb2.AbortRequest(request_id="a")))
-    response = await call.read()
-    assert isinstance(response, inference_pb2.ConnectResponse)
-    assert response.events[0].finish_reason == common_pb2.FINISH_REASON_ABORT
+    taken, aborted = await first_events(call, 2)
+    assert taken == inference_pb2.GenerateEvent(request_id="a", accepted=True)
+    assert aborted.finish_reason == common_pb2.FINISH_REASON_ABORT
     call.cancel()
 
 
@@ -327,9 +339,9 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request(
             schema_revision=SCHEMA_REVISION, generate=generate_request(request_id="twin")
         )
         await call.write(message)
-    response = await call.read()
-    assert isinstance(response, inference_pb2.ConnectResponse)
-    assert "in use" in response.events[0].error.message
+    taken, refused = await first_events(call, 2)
+    assert taken.accepted
+    assert "in use" in refused.error.message
     assert scheduler.engine.find("twin") is not None
     call.cancel()
     worker.gate.set()

@@ -143,6 +143,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """The error for a new request; ``None`` as the result: run it."""
     ready: bool = True
     """Whether a replica is ready."""
+    acknowledge: bool = True
+    """Whether it says that it has taken a request."""
     break_after: int | None = None
     """Break the stream once, after this many tokens of a sequence."""
     break_in_prompt: bool = False
@@ -176,6 +178,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets all requests, and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
+        self.acknowledge = True
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
         self.metrics = SCHEDULER_METRICS
@@ -250,7 +253,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         running: dict[tuple[str, int], FakeSequence] = {}
         handles: dict[tuple[str, int], int] = {}
-        refused: list[inference.GenerateEvent] = []
+        answers: list[inference.GenerateEvent] = []
         first = True
 
         async def read() -> None:
@@ -262,11 +265,9 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
                 if message.HasField("generate"):
                     request = message.generate
                     self.requests.append(request)
-                    if (error := self.refuse(request)) is not None:
-                        refused.append(
-                            inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())
-                        )
-                    else:
+                    answer = self._answer_at_once(request)
+                    answers.extend(answer)
+                    if not any(event.HasField("error") for event in answer):
                         running.update(sequences_of(request))
                 elif message.HasField("abort"):
                     self._abort(message.abort, running)
@@ -275,10 +276,10 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         reader = asyncio.create_task(read())
         try:
             while not reader.done():
-                events = refused + [
+                events = answers + [
                     event for one in list(running.values()) if (event := self._step(one)) is not None
                 ]
-                refused.clear()
+                answers.clear()
                 for event in events:
                     if event.finish_reason:
                         running.pop((event.request_id, event.sequence), None)
@@ -301,6 +302,14 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             reader.cancel()
             self.aborted.extend(dict.fromkeys(name for name, _ in running))
             await self._notify()
+
+    def _answer_at_once(self, request: GENERATE) -> list[inference.GenerateEvent]:
+        """Returns the event that refuses a request or takes it."""
+        if (error := self.refuse(request)) is not None:
+            return [inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())]
+        if not self.acknowledge:
+            return []
+        return [inference.GenerateEvent(request_id=request.request_id, accepted=True)]
 
     def _abort(self, abort: inference.AbortRequest, running: dict[tuple[str, int], FakeSequence]) -> None:
         """Ends a request, or one of its sequences, and records it."""

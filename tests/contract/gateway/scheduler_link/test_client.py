@@ -14,7 +14,7 @@ from gateway.scheduler_link import tokenizer_download
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.connection import Connection
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup
+from gateway.scheduler_link.pending_request import RequestGroup
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos.errors import (
     Aborted,
@@ -291,14 +291,15 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug in the writer does not leave a connection that looks alive."""
-    works, faults = PendingRequest.on_written, [RuntimeError("a bug")]
+    works, faults = Outbox.take, [RuntimeError("a bug")]
 
-    def fails_once(pending: PendingRequest) -> None:
+    async def fails_once(outbox: Outbox) -> inference.ConnectRequest:
+        message = await works(outbox)
         if faults:
             raise faults.pop()
-        works(pending)
+        return message
 
-    monkeypatch.setattr(PendingRequest, "on_written", fails_once)
+    monkeypatch.setattr(Outbox, "take", fails_once)
     async with serving(scheduler) as server, connected(server.port) as client:
         # The transport decides whether the first stream's request reaches the scheduler before the stream is
         # cut.

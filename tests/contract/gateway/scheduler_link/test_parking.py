@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.scheduler_link import request_table
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import RequestGroup
@@ -140,11 +139,10 @@ async def test_an_overloaded_scheduler_is_not_waited_for(scheduler: FakeSchedule
         assert len(client.parking) == 0
 
 
-async def test_a_request_that_the_scheduler_keeps_frees_its_place(
-    scheduler: FakeScheduler, port: int, monkeypatch: pytest.MonkeyPatch
+async def test_a_request_that_the_scheduler_has_taken_frees_its_place(
+    scheduler: FakeScheduler, port: int
 ) -> None:
     """A long queue at the scheduler costs no places, and its loss is a pause as for running requests."""
-    monkeypatch.setattr(request_table, "_ACCEPTED_AFTER_S", 0.05)
     scheduler.pause_after = 0
     async with started(port, Parking(timeout_s=1.0)) as client:
         group = client.submit([request()])
@@ -160,12 +158,9 @@ async def test_a_request_that_the_scheduler_keeps_frees_its_place(
             assert await tokens_of(group) == [REPLY]
 
 
-async def test_a_scheduler_that_dies_again_at_once_is_a_pause(
-    scheduler: FakeScheduler, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request that was sent but not kept is still parked, and is sent to the next scheduler."""
-    monkeypatch.setattr(request_table, "_ACCEPTED_AFTER_S", 60)
-    scheduler.pause_after = 0
+async def test_a_scheduler_that_dies_again_at_once_is_a_pause(scheduler: FakeScheduler, port: int) -> None:
+    """A request that was sent but not taken is still parked, and is sent to the next scheduler as new."""
+    scheduler.pause_after, scheduler.acknowledge = 0, False
     async with started(port) as client:
         group = client.submit([request()])
         async with serving(scheduler, port):
@@ -174,7 +169,35 @@ async def test_a_scheduler_that_dies_again_at_once_is_a_pause(
         scheduler.pause_after = None
         async with serving(scheduler, port):
             assert await tokens_of(group) == [REPLY]
+        assert not scheduler.requests[-1].HasField("age_ms")
         assert len(client.parking) == 0
+
+
+@pytest.mark.parametrize("taken", [True, False])
+async def test_only_requests_that_were_taken_claim_an_age(
+    scheduler: FakeScheduler, port: int, taken: bool
+) -> None:
+    """A scheduler may die before it has read a request, which then has no claim beyond the queue's bounds."""
+    scheduler.pause_after, scheduler.acknowledge = 0, taken
+    async with started(port) as client:
+        connected = asyncio.Event()
+        client.on_connect(connected.set)
+        async with serving(scheduler, port):
+            await connected.wait()
+            group = client.submit([request()])
+            assert len(client.parking) == 0
+            await scheduler.until(lambda: len(scheduler.requests) == 1)
+            (pending,) = group.requests
+            while pending.accepted is not taken:
+                await asyncio.sleep(0.01)
+        scheduler.refuse = lambda one: None if one.HasField("age_ms") else Overloaded("the queue is full")
+        scheduler.pause_after = None
+        async with serving(scheduler, port):
+            if taken:
+                assert await tokens_of(group) == [REPLY]
+            else:
+                with pytest.raises(Overloaded):
+                    await tokens_of(group)
 
 
 async def test_pooling_requests_wait_for_a_scheduler_that_is_away(

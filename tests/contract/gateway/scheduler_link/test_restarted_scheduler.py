@@ -69,7 +69,7 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
             await first.server.stop(0)
     connected.clear()
     try:
-        fewer = Settings(max_waiting_requests=1, max_num_seqs=4)
+        fewer = Settings(max_waiting_requests=2, max_num_seqs=4)
         async with run_scheduler(fewer, port=port) as second:
             worker = FakeWorker(hold_at_step=3)
             async with joined(second, worker), asyncio.timeout(20):

@@ -8,29 +8,31 @@ import pytest
 from gateway.scheduler_link import request_table
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
+<<<<<<< HEAD
 from protos.errors import InvalidArgument, Unavailable
+=======
+>>>>>>> dc45312 (The scheduler says when it has taken a request; only such requests pass the queue's bounds, up to four times)
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
 
-async def test_a_refusal_before_the_write_returns_is_not_taken_for_silence() -> None:
-    """The refused request keeps its place, and its time to be sent again is not overwritten."""
-    parking = Parking(4, 30.0)
-    table = RequestTable(Outbox(), parking, 60.0)
+async def test_a_request_is_taken_when_the_scheduler_says_so() -> None:
+    """Its write does not mean that. The reader does not see the event, and the place is free again."""
+    parking, outbox = Parking(4, 30.0), Outbox()
+    table = RequestTable(outbox, parking, 60.0)
     group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
     (pending,) = group.requests
-    refused = inference.GenerateEvent(
-        request_id=pending.wire_id, error=Unavailable("draining", retry_after_ms=2000).to_proto()
-    )
-    table.deliver(inference.ConnectResponse(events=[refused]))
-    again = pending.retry
-    assert again is not None
-    table.on_written(pending.wire_id)
-    assert pending.retry is again
-    assert pending in parking
-    group.fail(Unavailable("the test ends"))
-    table.abort(pending)
-    assert pending not in parking
+    outbox.open()
+    table.resubmit_all()
+    await outbox.take()
+    assert (pending in parking, pending.accepted, pending.deadline is None) == (True, False, False)
+    taken = inference.GenerateEvent(request_id=pending.wire_id, accepted=True)
+    token = inference.GenerateEvent(request_id=pending.wire_id, token_ids=[9])
+    table.deliver(inference.ConnectResponse(events=[taken]))
+    assert (pending in parking, pending.accepted, pending.deadline) == (False, True, None)
+    table.deliver(inference.ConnectResponse(events=[token]))
+    assert [list(event.token_ids) for _, event in await group.take()] == [[9]]
+    group.abort()
 
 
 async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

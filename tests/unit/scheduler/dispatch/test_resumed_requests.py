@@ -3,6 +3,7 @@
 import pytest
 
 from protos.errors import Overloaded
+from scheduler_svc.dispatch.queueing import RESUMED_FACTOR
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.suspects import Loss
 from tests.support.scheduler.factories import expected_tokens, make_geometry, make_rig, make_submission
@@ -74,3 +75,16 @@ def test_the_first_event_names_the_seed() -> None:
     sink = rig.submit(make_submission(seed=42))
     rig.run()
     assert sink.events[0].seed == 42
+
+
+def test_a_claim_to_have_been_accepted_has_a_limit() -> None:
+    """Nothing proves the claim, so a client that makes it falsely cannot fill the memory."""
+    rig = make_rig(max_waiting=3, max_waiting_tokens=1000)
+    room = RESUMED_FACTOR * 3 + rig.geometry.max_num_seqs
+    for number in range(room):
+        rig.submit(make_submission(request_id=f"r{number}", age_s=1.0))
+    with pytest.raises(Overloaded):  # noqa: PT012 - running requests do not count, so it is one of several
+        for number in range(room, room + rig.geometry.max_num_seqs + 1):
+            rig.submit(make_submission(request_id=f"r{number}", age_s=1.0))
+    with pytest.raises(Overloaded):
+        rig.submit(make_submission(request_id="new"))
