@@ -8,10 +8,7 @@ import pytest
 from gateway.scheduler_link import request_table
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
-<<<<<<< HEAD
-from protos.errors import InvalidArgument, Unavailable
-=======
->>>>>>> dc45312 (The scheduler says when it has taken a request; only such requests pass the queue's bounds, up to four times)
+from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
