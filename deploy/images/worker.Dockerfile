@@ -38,8 +38,9 @@ FROM ${PYTHON_IMAGE}
 # vLLM's CPU kernels look up which memory belongs to which processor.
 RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/triptych /opt/triptych
-# A worker writes only to this cache and to /tmp. Mount a volume at the cache.
-RUN install -d -o 10001 -g 10001 /cache
+# A worker writes only to these folders and to /tmp. Mount a volume at the cache, which workers may share, and one for
+# each worker at the folder of compiled code.
+RUN install -d -o 10001 -g 10001 /cache /compiled
 ENV PATH=/opt/triptych/bin:$PATH HOME=/cache XDG_CACHE_HOME=/cache \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001

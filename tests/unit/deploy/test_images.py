@@ -49,6 +49,21 @@ def test_a_compose_service_is_built_and_started_with_names_that_exist(name: str)
     assert variables <= {f"TRIPTYCH_{field.upper()}" for field in settings.model_fields}
 
 
+def test_each_worker_has_a_compile_cache_of_its_own() -> None:
+    """Workers run the code that they find, so the folder is an anonymous volume, one for each container.
+
+    The image has the folder, because a volume takes its owner from there.
+    """
+    worker = COMPOSE["services"]["worker"]
+    root = worker["environment"]["TRIPTYCH_COMPILE_CACHE_ROOT"]
+    assert root in worker["volumes"]
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert worker["environment"][variable].startswith(f"{root}/")
+    assert (
+        f"install -d -o 10001 -g 10001 /cache {root}\n" in (DEPLOY / "images/worker.Dockerfile").read_text()
+    )
+
+
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("compose.*.yaml")), ids=lambda path: path.name)
 def test_the_compose_file_of_a_device_extends_the_worker(path: Path) -> None:
     """It changes only the worker, and its device is one that the worker knows."""
