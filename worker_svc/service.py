@@ -1,6 +1,7 @@
 """Assembles a worker and runs it until the process receives SIGTERM or SIGINT."""
 
 import asyncio
+import functools
 import signal
 import uuid
 from typing import Any
@@ -50,11 +51,8 @@ async def serve(settings: Settings) -> None:
         configure_limit_s=settings.configure_hang_timeout_s,
         first_step_timeout_s=settings.first_step_timeout_s,
     )
-    server = Server(
-        (SERVICE,),
-        lambda grpc: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, grpc),
-        max_concurrent_rpcs=settings.max_concurrent_rpcs,
-    )
+    register = functools.partial(worker_pb2_grpc.add_WorkerServicer_to_server, servicer)
+    server = Server((SERVICE,), register, max_concurrent_rpcs=settings.max_concurrent_rpcs)
     health.server = server
     port = await server.start(settings.host, settings.port, settings.socket)
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
