@@ -29,7 +29,7 @@ async def serve(settings: Settings) -> None:
     """
     log = get_logger()
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, leaving = asyncio.Event(), asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     failed: asyncio.Future[None] = loop.create_future()
@@ -58,7 +58,7 @@ async def serve(settings: Settings) -> None:
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
     tasks = [
         asyncio.create_task(health.watch()),
-        asyncio.create_task(_register(settings, prepared, watchdog, worker_id=worker_id, port=port)),
+        asyncio.create_task(_register(settings, prepared, watchdog, leaving, worker_id=worker_id, port=port)),
     ]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
@@ -67,7 +67,8 @@ async def serve(settings: Settings) -> None:
             end.result()
     finally:
         # Readiness goes first, then the requests, then the process.
-        await server.set_serving(False)
+        leaving.set()
+        await health.stop()
         if settings.scheduler_address:
             await leave(settings.scheduler_address, worker_id=worker_id)
         for task in tasks:
@@ -81,8 +82,9 @@ async def serve(settings: Settings) -> None:
 
 
 async def _register(
-    settings: Settings, prepared: asyncio.Future[None], watchdog: Watchdog, *, worker_id: str, port: int
-) -> None:
+    settings: Settings, prepared: asyncio.Future[None], watchdog: Watchdog, leaving: asyncio.Event, *,
+    worker_id: str, port: int,
+) -> None:  # fmt: skip
     """Keeps a prepared worker registered. Ends only by raising."""
     await asyncio.shield(prepared)  # raises if the model cannot be served
     if settings.scheduler_address:
@@ -92,6 +94,7 @@ async def _register(
             host=settings.advertise_host,
             port=port,
             on_hung=watchdog.give_step_up,
+            leaving=leaving,
             socket=settings.socket and settings.socket.absolute(),
         )
     await asyncio.Event().wait()
@@ -115,11 +118,17 @@ class _Health:
         self._stall_timeout_s = stall_timeout_s
         self._is_configured = False
         self._is_stalled = False
+        self._is_stopping = False
         self.server: Server
 
     async def set_configured(self, configured: bool) -> None:
         """Reports SERVING if the worker is configured, and NOT_SERVING while it is not."""
         self._is_configured = configured
+        await self._report()
+
+    async def stop(self) -> None:
+        """Reports NOT_SERVING from now on."""
+        self._is_stopping = True
         await self._report()
 
     async def watch(self) -> None:
@@ -134,4 +143,5 @@ class _Health:
                 await self._report()
 
     async def _report(self) -> None:
-        await self.server.set_serving(self._is_configured and not self._is_stalled)
+        serving = self._is_configured and not self._is_stalled and not self._is_stopping
+        await self.server.set_serving(serving)

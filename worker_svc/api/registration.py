@@ -20,8 +20,8 @@ _LONGEST_DELAY_S = 5.0
 # A registration that ends sooner counts as failed, even if the worker served for a moment.
 _LASTING_S = 1.0
 
-# The running plan ends meanwhile: a lease of decode steps at most.
-_LEAVE_TIMEOUT_S = 10.0
+# The running plan ends meanwhile: a lease of decode steps at most. Supervisors kill a process after 10 s.
+_LEAVE_TIMEOUT_S = 5.0
 
 # Errors that a retry with the same settings cannot fix. A scheduler of another release is no such error:
 # during an upgrade, one of this release follows.
@@ -36,8 +36,9 @@ async def stay_registered(
     port: int,
     socket: Path | None = None,
     on_hung: Callable[[], None] = lambda: None,
+    leaving: asyncio.Event | None = None,
 ) -> None:
-    """Keeps one Register stream open and opens another when it ends. Returns only by raising.
+    """Keeps one Register stream open and opens another when it ends, until the worker leaves.
 
     Args:
         scheduler: the scheduler's host:port or unix:path.
@@ -46,18 +47,17 @@ async def stay_registered(
         port: the port that the scheduler connects to.
         on_hung: called when the scheduler has given the worker up, because a step took too long.
         socket: the absolute path of the Unix socket that a scheduler of this machine connects to instead.
+        leaving: set when the worker shuts down; it registers no more.
 
     Raises:
         ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
     """
-    log = get_logger(scheduler=scheduler)
+    log, delay_s, last_reason = get_logger(scheduler=scheduler), _FIRST_DELAY_S, ""
     request = registry_pb2.RegisterRequest(
         schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port
     )
     if socket is not None and is_unix(scheduler):
         request.socket = str(socket)
-    delay_s = _FIRST_DELAY_S
-    last_reason = ""
     async with open_channel(scheduler) as channel:
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         while True:
@@ -78,13 +78,14 @@ async def stay_registered(
                         f"the scheduler at {scheduler} refuses this worker: {failure.message}"
                     ) from error
                 reason = failure.message
+            if leaving is not None and leaving.is_set():
+                return
             if time.monotonic() - served_since >= _LASTING_S:
                 delay_s = _FIRST_DELAY_S
             if reason != last_reason:  # log a reason once, not at every retry
                 log.warning("not_registered", reason=reason, retry="until it succeeds")
                 last_reason = reason
-            jitter = random.uniform(0.8, 1.2)  # noqa: S311 - not a secret
-            await asyncio.sleep(delay_s * jitter)
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - not a secret
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
 
 

@@ -21,7 +21,7 @@ from tests.support.scheduler.running_scheduler import (
     run_scheduler,
     run_worker,
 )
-from worker_svc.api.registration import stay_registered
+from worker_svc.api.registration import leave, stay_registered
 
 pytestmark = pytest.mark.contract
 
@@ -115,3 +115,24 @@ async def test_a_worker_waits_for_a_scheduler_of_its_own_release(monkeypatch: py
         monkeypatch.undo()
         await serving(scheduler, True)
         task.cancel()
+
+
+async def test_a_worker_that_leaves_registers_no_more() -> None:
+    """The scheduler has taken its requests when `leave` returns, and its registration is over."""
+    async with run_scheduler() as scheduler, run_worker(FakeWorker()) as port:
+        address, leaving = f"127.0.0.1:{scheduler.server.port}", asyncio.Event()
+        task = asyncio.create_task(
+            stay_registered(address, worker_id="w", host="", port=port, leaving=leaving)
+        )
+        await serving(scheduler, True)
+        leaving.set()
+        await leave(address, worker_id="w")
+        assert not scheduler.engine.replicas
+        await task
+
+
+async def test_a_worker_may_leave_without_a_scheduler() -> None:
+    """It ends all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port = placeholder.getsockname()[1]
+    await leave(f"127.0.0.1:{port}", worker_id="w")

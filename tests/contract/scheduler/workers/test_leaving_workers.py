@@ -53,11 +53,11 @@ async def test_a_worker_that_leaves_makes_no_suspect() -> None:
 
 
 async def test_a_worker_answers_its_running_plan_before_it_leaves() -> None:
-    """Leave is answered once the requests wait again, and no step is unanswered."""
+    """Leave is answered once the requests wait again, and no step is unanswered. No lease is renewed."""
     worker = FakeWorker(hold_at_step=3)
     async with run_scheduler() as scheduler, run_worker(worker) as port:
         call = await register(scheduler, port)
-        stream = scheduler.inference.Generate(generate_request())
+        stream = scheduler.inference.Generate(generate_request(max_tokens=50))
         while worker.gate.is_set():
             await asyncio.sleep(0)
         leaving = asyncio.create_task(leave(scheduler, "w"))
@@ -65,11 +65,12 @@ async def test_a_worker_answers_its_running_plan_before_it_leaves() -> None:
         assert not leaving.done()
         worker.gate.set()
         await leaving
+        assert worker.steps < 40
         assert len(scheduler.engine.replicas) == 0
         assert [event async for event in call] == []
         async with joined(scheduler, FakeWorker(), "w2"):
             tokens = [token for event in await collect(stream) for token in event.token_ids]
-        assert tokens == expected_tokens([5, 6, 7], 8)
+        assert tokens == expected_tokens([5, 6, 7], 50)
 
 
 async def test_a_worker_that_dies_while_it_leaves_makes_no_suspect() -> None:
