@@ -2,7 +2,7 @@
 
 Runs the three services as real processes, with two workers and a tiny random model, and applies faults to
 them under load. Prints each fault, what failed, and one line of JSON. Exits with 1 if a request failed, a
-token was lost or doubled, or something was left behind.
+token was lost or doubled, or something was left behind. Ctrl-C ends it before the next fault.
 """
 
 import argparse

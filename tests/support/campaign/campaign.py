@@ -1,8 +1,10 @@
 """A campaign: a load, faults at random times, and what they cost."""
 
+import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -101,7 +103,7 @@ async def loaded_stack(
 async def run(
     model: Path, folder: Path, *, count: int, seed: int, dtype: str = "float32", width: int = 24
 ) -> Report:
-    """Applies `count` faults to a stack under `width` requests at a time.
+    """Applies `count` faults to a stack under load. SIGINT ends it before the next fault.
 
     Args:
         model: the folder of the tiny model.
@@ -117,11 +119,14 @@ async def run(
     async with loaded_stack(model, folder, dtype=dtype, dice=dice) as (stack, load):
         await stack.idle()
         before = {service: await stack.inspect(service) for service in stack.services}
-        scene = Scene(stack, load, dice)
+        scene, stop = Scene(stack, load, dice), asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         told = 0
         async with load.clients(width, random.Random(seed)):
             for number, fault in enumerate(faults.plan(count, stack, dice), start=1):
-                await load.received(dice.randrange(50, 1500))
+                if stop.is_set():
+                    break
+                await load.received(dice.randrange(50, 800))
                 report.pauses.append((fault, await _apply(fault, scene)))
                 say(f"{number}/{count} {fault}: {report.pauses[-1][1]:.2f} s, {len(load.failures)} failures")
                 for failure in load.failures[told:]:
