@@ -68,9 +68,11 @@ class Batch:
         self._num_known[slot] = -1
         self._num_computed[slot] = 0
         self._admitted.drop(slot)
-        for table, counts in zip(self._tables, self._num_table_blocks, strict=True):
-            table[slot] = NULL_BLOCK
+        for counts in self._num_table_blocks:
             counts[slot] = 0
+        # Last: the device may fail, and the slot is free even then.
+        for table in self._tables:
+            table[slot] = NULL_BLOCK
 
     def admit(self, request: Admission) -> None:
         """Puts a request into its slot. Changes nothing if it raises.

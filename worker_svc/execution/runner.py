@@ -171,8 +171,7 @@ class Runner:
         if leased:
             assert isinstance(plan.work, Decode)
             return self._decode(plan.work)
-        for slot in plan.release:
-            self._release(slot)
+        self._release_all(plan.release)
         self.cache.copy(plan.copies)
         refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
@@ -205,11 +204,22 @@ class Runner:
         self._made.clear()
         self._captured_prefill = None
 
+    def _release_all(self, slots: Sequence[int]) -> None:
+        """Frees slots: all of them even if the device fails, because later plans give them away."""
+        failure: Exception | None = None
+        for slot in slots:
+            try:
+                self._release(slot)
+            except Exception as error:  # noqa: BLE001 - it fails the step, once all slots are free
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
     def _release(self, slot: int) -> None:
-        self._batch.release(slot)
         self._prompt_logprobs.release(slot)
         if self._constraints is not None:
             self._constraints.release(slot)
+        self._batch.release(slot)
 
     def _admit(self, request: Admission) -> None:
         self._batch.admit(request)

@@ -40,14 +40,12 @@ class Replica:
         self.scheduler = scheduler
         self.stream = stream
 
-    def send(self) -> None:
-        """Sends what the step loop would send now."""
-        if self.scheduler.has_pending:
-            plan = self.scheduler.interrupt() or self.scheduler.plan_ahead()
-        else:
-            plan = self.scheduler.step()
-        if plan is not None:
-            self.stream.plans.append(plan)
+    def send(self, *, ahead: bool) -> None:
+        """Sends what the step loop would send now; with `ahead`, also what follows the plan in flight."""
+        plans = [self.scheduler.interrupt() if self.scheduler.has_pending else self.scheduler.step()]
+        if ahead and self.scheduler.has_pending:
+            plans.append(self.scheduler.plan_ahead())
+        self.stream.plans.extend(plan for plan in plans if plan is not None)
 
     def deliver(self) -> None:
         """Reads one result, if one has arrived."""
@@ -61,14 +59,17 @@ class ProtocolMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), generated=st.booleans(),
-        lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]),
+        lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]), plans_ahead=st.booleans(),
+        runs_ahead=st.booleans(),
     )  # fmt: skip
     def start(
-        self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int
+        self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int,
+        plans_ahead: bool, runs_ahead: bool,
     ) -> None:  # fmt: skip
         self.geometry = make_geometry(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.geometry.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.num_blocks, self.groups, self.lease, self.jump = num_blocks, groups, lease, jump
+        self.plans_ahead, self.runs_ahead = plans_ahead, runs_ahead
         self.options = CacheOptions(prefix_caching=True, sub_block=True, cache_generated=generated)
         self.known = KnownPrefixes(self.geometry.hash_block_size)
         self.clients: list[Client] = []
@@ -91,11 +92,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.known.add(client)
         self.ask(client)
 
-    @rule(index=workers)
-    def send(self, index: int) -> None:
+    @rule(index=workers, ahead=st.booleans())
+    def send(self, index: int, ahead: bool) -> None:
         self.engine.dispatch()
         if (replica := self.replicas.get(index)) is not None:
-            replica.send()
+            replica.send(ahead=ahead)
 
     @rule(index=workers)
     def worker_reads(self, index: int) -> None:
@@ -112,11 +113,11 @@ class ProtocolMachine(RuleBasedStateMachine):
             if (replica := self.replicas.get(index)) is not None:
                 replica.deliver()
 
-    @rule(rounds=st.integers(1, 12))
-    def all_work(self, rounds: int) -> None:
+    @rule(rounds=st.integers(1, 12), ahead=st.booleans())
+    def all_work(self, rounds: int, ahead: bool) -> None:
         for _ in range(rounds):
             for index, worker in enumerate(self.workers):
-                self.send(index)
+                self.send(index, ahead)
                 worker.read()
                 worker.run()
                 self.deliver(index, 1)
@@ -140,11 +141,12 @@ class ProtocolMachine(RuleBasedStateMachine):
         # Two failures in a row of a request that runs alone would be its own.
         unread = any(result.error for replica in self.replicas.values() for result in replica.stream.results)
         if not unread and not any(request.suspect for request in self.engine._live._by_id.values()):
-            self.workers[index].fail()
+            self.workers[index].run(fails=True)
 
     @rule(index=workers, loss=st.sampled_from([Loss.DIED, Loss.HUNG, Loss.LEFT]))
     def worker_dies(self, index: int, loss: Loss) -> None:
         self.lose(index, loss)
+        self.workers[index].die()
         self.workers[index] = self.new_worker()
 
     @precondition(lambda self: self.replicas)
@@ -192,16 +194,24 @@ class ProtocolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "clients"):
             return
+        try:
+            self.end()
+        finally:
+            for worker in self.workers:
+                worker.die()
+
+    def end(self) -> None:
+        """Lets all requests finish, and checks that nothing is left."""
         for index in range(len(self.workers)):
             self.worker_registers(index)
         for _ in range(400):
             if all(client.complete for client in self.clients):
                 break
-            self.all_work(12)
+            self.all_work(12, ahead=True)
             self.clients_read(100)
             self.late_writes_reach_no_prefix()
         assert all(client.complete for client in self.clients), "a request is stuck"
-        self.all_work(12)
+        self.all_work(12, ahead=False)
         assert not self.engine._live
         for replica in self.replicas.values():
             assert replica.scheduler.idle
@@ -213,7 +223,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def new_worker(self) -> ModelWorker:
         device = SimulatedDevice(self.geometry, self.groups)
         device.jump = self.jump
-        return ModelWorker(device)
+        return ModelWorker(device, runs_ahead=self.runs_ahead)
 
     def new_cache(self) -> KvCache:
         return KvCache(
@@ -238,7 +248,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             Interleave(1),
             clock=lambda: 0.0,
             max_lease=self.lease,
-            plans_ahead=True,
+            plans_ahead=self.plans_ahead,
         )
         self.replicas[index] = Replica(scheduler, self.workers[index].open())
         self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))

@@ -1,4 +1,4 @@
-"""Execute streams as values: what is under way on a stream, and in which order a worker works.
+"""The worker's end of Execute streams: its own code runs plans on a simulated device, step by step.
 
 A worker keeps its memory when a stream breaks. The step that it runs at that moment still ends, and writes;
 then it frees its slots, and only then do the plans of the next stream run.
@@ -6,106 +6,162 @@ then it frees its slots, and only then do the plans of the next stream run.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 
-from protos.errors import Internal
+from structlog.testing import capture_logs
+
 from protos.kv_groups import GroupKind
-from protos.steps import Decode, StepPlan, StepResult
+from protos.steps import SlotOutput, StepPlan, StepResult, slots_of
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.sequence import HashChain, seed_key
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
-from tests.support.plan_order import next_leased
+from tests.support.lockstep import Lockstep
 from tests.support.scheduler.factories import ListSink, SimulatedDevice, expected_tokens
+from worker_svc.api.leases import PlanRunner
+from worker_svc.launched_step import LaunchedStep
 
 
 class Stream:
-    """One Execute stream: messages that were sent and not read."""
+    """One Execute stream: what is under way, and what the worker has read."""
 
     def __init__(self) -> None:
         self.plans: deque[StepPlan] = deque()
+        """Plans that were sent and not read."""
         self.results: deque[StepResult] = deque()
+        """Results that were sent and not read."""
+        self.ended = False
+        self._latest = self._continuing = -1
+
+    def read(self) -> StepPlan:
+        """Reads the next plan at the worker's end."""
+        plan = self.plans.popleft()
+        if plan.continues:
+            self._continuing = plan.step
+        else:
+            self._latest = plan.step
+        return plan
+
+    def is_superseded(self, step: int) -> bool:
+        """See `worker_svc.api.leases.Arrivals`."""
+        return self.ended or self._latest > step
+
+    def has_next(self, step: int) -> bool:
+        """See `worker_svc.api.leases.Arrivals`."""
+        return not self.ended and max(self._latest, self._continuing) > step
 
 
 class ModelWorker:
-    """A worker's process: a device, one stream at a time, and one thread."""
+    """A worker's process: a device, one stream at a time, and one thread that runs the worker's own code."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
+    def __init__(self, device: SimulatedDevice, *, runs_ahead: bool) -> None:
+        """Starts without a stream.
+
+        Args:
+            device: computes the tokens.
+            runs_ahead: whether a step may be launched before the tokens of the one before are read.
+        """
         self.device = device
         self.stream: Stream | None = None
-        self._read: deque[StepPlan] = deque()
-        # The step that runs next, and its index in the lease.
-        self._next: StepPlan | None = None
-        self._index = 0
-        # The number of the last plan on this stream that ran whole.
-        self._whole = 0
-        # What the thread still has to do for streams that are gone: late steps, and None to free all slots.
-        self._late: deque[StepPlan | None] = deque()
+        self._runs_ahead = runs_ahead
+        self._runner: PlanRunner
+        # What the thread does after the running plan: plans with their streams, and None to free all slots.
+        self._tasks: deque[tuple[Stream, PlanRunner, StepPlan] | None] = deque()
+        self._running: Lockstep | None = None
+        self._fails = False
+        self._fault: AssertionError | None = None
 
     def open(self) -> Stream:
         """Accepts a stream."""
         assert self.stream is None
-        self.stream, self._whole = Stream(), 0
-        return self.stream
+        stream = self.stream = Stream()
+        self._runner = PlanRunner(
+            self, stream, hand_over=lambda _, result: stream.results.append(result), on_progress=lambda: None
+        )
+        return stream
 
     def break_stream(self, *, arrived: int, running: bool) -> None:
         """Ends the stream.
 
         Args:
             arrived: how many of the plans that are under way arrive before the end.
-            running: whether the next step runs already; it then ends, but its result is lost.
+            running: whether the next step has begun already; it then ends, but its result is lost.
         """
         assert self.stream is not None
-        for _ in range(min(arrived, len(self.stream.plans))):
+        for _ in range(arrived):
             self.read()
-        if running and (step := self._take()) is not None:
-            self._late.append(step)
-        self._late.append(None)
-        self.stream, self._next = None, None
-        self._read.clear()
+        if self._running is None and running:
+            self._begin()
+        self.stream.ended = True
+        if self._running is not None and not running:
+            self._running.drop()
+            self._running = None
+        self._tasks.append(None)
+        self.stream = None
+
+    def die(self) -> None:
+        """Ends the process."""
+        if self._running is not None:
+            self._running.drop()
 
     def read(self) -> None:
         """Reads one plan, if one has arrived."""
         if self.stream is not None and self.stream.plans:
-            self._read.append(self.stream.plans.popleft())
+            self._tasks.append((self.stream, self._runner, self.stream.read()))
 
-    def run(self) -> None:
-        """Runs one step, or frees the slots of a stream that is gone."""
-        if self._late:
-            step = self._late.popleft()
-            if step is None:
+    def run(self, *, fails: bool = False) -> None:
+        """Runs one step, or frees the slots of a stream that is gone.
+
+        Args:
+            fails: whether the step raises after it has written.
+        """
+        if self._running is None:
+            self._begin()
+        if self._running is None:
+            return
+        self._fails = fails and self.stream is not None
+        with capture_logs():  # a failed step is logged with its traceback
+            self._resume()
+
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """See `worker_svc.api.leases.Launcher`; waits for its turn."""
+        assert self._running is not None
+        self._running.pause()
+        try:
+            result = self.device.run(plan)
+        except AssertionError as fault:
+            self._fault = fault
+            raise
+        if self._fails:
+            raise RuntimeError("the step failed")
+        if result.outputs:
+            return LaunchedStep(result.outputs)
+        if self._runs_ahead and result.token_ids:
+            return LaunchedStep(read_tokens=lambda: result.token_ids, runs_ahead=True)
+        slots = slots_of(plan.work) if result.token_ids else ()
+        return LaunchedStep(
+            [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
+        )
+
+    def _begin(self) -> None:
+        """Takes the thread's next task; a plan then waits in front of its first step."""
+        while self._running is None and self._tasks:
+            task = self._tasks.popleft()
+            if task is None:
                 self.device.slots.clear()
-            else:
-                self.device.run(step)
-        elif self.stream is not None and (plan := self._take()) is not None:
-            self.stream.results.append(self._answer(plan))
+                return
+            stream, runner, plan = task
+            if not stream.ended:
+                self._running = Lockstep(partial(runner.run, plan))
+                self._resume()
 
-    def fail(self) -> None:
-        """Runs one step that raises: it has written, and its result is an error."""
-        if self.stream is not None and not self._late and (plan := self._take()) is not None:
-            self.device.run(plan)
-            error = Internal("the step failed")
-            self.stream.results.append(StepResult(plan.step, error=error, last=True, lease_index=self._index))
-            self._next = None
-
-    def _take(self) -> StepPlan | None:
-        if self._next is None and self._read:
-            self._next, self._index = self._read.popleft(), 0
-            if self._next.continues and self._whole != self._next.step - 1:
-                self._next = replace(self._next, work=None)
-        return self._next
-
-    def _answer(self, plan: StepPlan) -> StepResult:
-        lease = plan.work.lease if isinstance(plan.work, Decode) else 1
-        result = self.device.run(plan)
-        void = plan.continues and plan.work is None
-        ended = self._index + 1 == lease
-        if ended and not (result.outputs or void):
-            self._whole = plan.step
-        last = ended or bool(result.outputs) or any(not newer.continues for newer in self._read)
-        result = replace(result, lease_index=self._index, last=last, void=void)
-        self._next, self._index = None if last else next_leased(plan), self._index + 1
-        return result
+    def _resume(self) -> None:
+        assert self._running is not None
+        self._running.resume()
+        if self._fault is not None:
+            raise self._fault
+        if self._running.done:
+            self._running = None
 
 
 class Client:

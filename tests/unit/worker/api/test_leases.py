@@ -169,6 +169,16 @@ def test_a_plan_that_continues_another_is_void_unless_that_ran_whole(runs_ahead:
     assert all(failure.step == 3 and failure.last for failure in failures)
 
 
+@both
+def test_a_lease_that_is_cut_short_is_answered_before_its_void_renewal(runs_ahead: bool) -> None:
+    """The step that was kept unread for the renewal is read first."""
+    plans = [leased(step=3), leased(step=4, position=11, continues=True), StepPlan(5)]
+    stream = Stream(StubWorker(runs_ahead), plans)
+    stream.run()
+    assert stream.answers == [(3, 0, True), (4, 0, True), (5, 0, True)]
+    assert [result.void for result in stream.results] == [False, True, False]
+
+
 def test_a_chunk_that_samples_nothing_runs_whole() -> None:
     """A plan that continues it runs."""
     stream = Stream(

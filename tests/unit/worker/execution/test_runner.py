@@ -122,6 +122,26 @@ def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -
         runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 1, 1, sample=True)))
 
 
+class BrokenTensor:
+    """Stands in for a tensor of a device that fails."""
+
+    def __setitem__(self, place: object, value: object) -> None:
+        raise RuntimeError("the device failed")
+
+
+def test_a_device_that_fails_while_slots_are_freed_leaves_them_free(runner: Runner) -> None:
+    """The step fails; later plans may still give the slots to other requests."""
+    runner.execute(StepPlan(1, admit=[request(0, [5, 6]), request(1, [7, 8])]))
+    tables = runner._batch._tables
+    runner._batch._tables = [BrokenTensor()] * len(tables)  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="the device failed"):
+        runner.execute(StepPlan(2, release=[0, 1]))
+    runner._batch._tables = tables
+    assert runner.execute(StepPlan(3, admit=[request(0, [9, 9]), request(1, [9, 9])])) == []
+    (output,) = runner.execute(StepPlan(4, Prefill(1, 0, 2, sample=True)))
+    assert list(output.token_ids) == [10]
+
+
 def test_steps_launched_ahead_keep_their_tokens(runner: Runner) -> None:
     """Tokens that are read after later steps were launched are those of their own step."""
     runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
