@@ -10,6 +10,7 @@ from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Growth, Prefill
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.execution.staged_writes import StagedWrites
+from worker_svc.execution.upload import upload
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
 from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup
 
@@ -178,13 +179,13 @@ class Batch:
         positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
         tokens[:count] = self._tokens[slot, start : start + count]
         torch.arange(start, start + count, out=positions[:count])
-        lengths = torch.tensor([0, count, start + count], dtype=torch.int32, device=self._device)
+        lengths = upload([0, count, start + count], self._device, torch.int32)
         inputs: list[StepInput] = []
         for group, table in zip(self._groups, self._tables, strict=True):
             row = table[slot]
             if group.kind is GroupKind.IN_PLACE_WINDOW:
                 before = min(start, group.window)
-                fill = torch.tensor([before, before + count], dtype=torch.int32, device=self._device)
+                fill = upload([before, before + count], self._device, torch.int32)
                 inputs.append(InPlaceInput(fill[:1, None], fill[1:, None], row[None], chunk))
                 continue
             slots = torch.zeros(chunk, dtype=torch.int64, device=self._device)
@@ -232,7 +233,8 @@ class Batch:
         self._num_computed[work.slot] = end
         self._computed[work.slot] = end
         if token is not None:
-            self._tokens[work.slot, end] = token[0]
+            # As a slice: to store a single number, PyTorch would read it from the device first.
+            self._tokens[work.slot, end : end + 1] = token[:1]
             self._num_known[work.slot] = end + 1
 
     def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -256,7 +258,7 @@ class Batch:
         """Appends tokens to a slot's sequence; they count as known but not as computed."""
         start = self._num_known[slot]
         self._num_known[slot] = end = start + len(token_ids)
-        tokens = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        tokens = upload(token_ids, self._device)
         self._tokens[slot, start:end] = tokens
         self.sampling.extend(slot, tokens)
 
@@ -300,7 +302,7 @@ class Batch:
         counts = self._num_table_blocks[growth.group_id]
         start = counts[growth.slot]
         end = start + len(growth.block_ids)
-        blocks = torch.tensor(list(growth.block_ids), dtype=torch.int32)
+        blocks = upload(list(growth.block_ids), self._device, torch.int32)
         self._tables[growth.group_id][growth.slot, start:end] = blocks
         counts[growth.slot] = end
 

@@ -22,6 +22,7 @@ from worker_svc.execution.token_selection import (
     make_sampler,
     plain_step,
 )
+from worker_svc.execution.upload import upload
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording
@@ -250,7 +251,7 @@ class Runner:
             return LaunchedStep(outputs)
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits = self._model.logits(hidden[last])
-        rows = torch.tensor([work.slot], device=self._device.torch_device)
+        rows = upload([work.slot], self._device.torch_device)
         selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample)
         self._batch.advance_prefill(work, selection.tokens)
         if selection.is_plain and not prompt_logprobs:
@@ -294,7 +295,7 @@ class Runner:
         slots = [*work.slots, *padding]
         if slots != self._last_slots:
             self._last_slots = slots
-            self._last_rows = torch.tensor(slots, device=self._device.torch_device)
+            self._last_rows = upload(slots, self._device.torch_device)
         return self._last_rows
 
     def _decode_step(self, bucket: int) -> DecodeStep:

@@ -15,6 +15,7 @@ from protos.steps import Admission, Prefill, SlotOutput
 from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
+from worker_svc.execution.upload import upload
 from worker_svc.grammars.constraints import Choice, Constraints
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
 from worker_svc.sampling.sampler import argmax_rows, sample
@@ -107,7 +108,7 @@ class TokenSelector:
                 if argmax is not None and batch.needs.none:
                     return argmax.clone()
                 return draw(batch.needs, logits, rows, positions)[1].clone()
-            index = torch.tensor(list(indices), device=logits.device)
+            index = upload(list(indices), logits.device)
             # The second attempt takes new random numbers: the first ones led to a token that is not allowed,
             # so they are no longer independent of the mask.
             return sample(

@@ -1,0 +1,21 @@
+"""Copies of the host's values to the device that do not wait for the device's work."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Returns the values as a tensor on the device.
+
+    From ordinary memory, a copy to a GPU waits until the GPU has done all that was launched before. From
+    page-locked memory it only takes its place in the stream.
+
+    Args:
+        values: integers.
+        device: the tensor's device.
+        dtype: the tensor's type.
+    """
+    # The allocator keeps page-locked memory until the copy is done.
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
