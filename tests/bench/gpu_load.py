@@ -136,7 +136,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="64 requests at a time, less time")
     parser.add_argument("--gateways", type=int, default=1, help="gateway processes")
-    parser.add_argument("--clients", type=int, default=6, help="client processes")
+    parser.add_argument("--clients", type=int, default=12, help="client processes")
     arguments = parser.parse_args()
     batches: Sequence[int] = (64,) if arguments.quick else REQUESTS
     with tempfile.TemporaryDirectory() as scratch:
