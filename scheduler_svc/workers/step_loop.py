@@ -206,7 +206,8 @@ class StepLoop:
     async def _deliver(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for the next result and delivers it."""
         plan, usual = self._sent[0]
-        self._deadline.set(usual.budget_s)
+        # A worker may launch the plan behind before it answers this one.
+        self._deadline.set(max(other.budget_s for _, other in self._sent))
         answer = await call.read()
         seconds = self._deadline.answered()
         if answer is grpc.aio.EOF:

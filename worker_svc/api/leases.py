@@ -128,7 +128,7 @@ class PlanRunner:
         if isinstance(applied, Exception):
             self._answer_failure(plan, 0, started, applied)
         else:
-            self._hand_over(plan, StepResult(plan.step, void=True))
+            self._hand_over(plan, StepResult(plan.step, (), applied.outputs, void=True))
 
     def _answer_unread(self) -> bool:
         """Answers the step before the one just launched; returns whether it went well."""

@@ -105,6 +105,8 @@ class Runner:
             self._batch.sampling.workspace(geometry.decode_buckets[-1])
         self._selector = TokenSelector(self._batch, constraints)
         self._sample = make_sampler(self._batch)
+        # Slots whose admission was refused, until the scheduler releases them.
+        self._refused: set[int] = set()
         self._prompt_logprobs = PromptLogprobs(self._batch, geometry, model.logits)
         model.bind_caches(self.cache.by_layer())
         self._captured_prefill: Callable[..., tuple[torch.Tensor, ...]] | None = None
@@ -158,7 +160,8 @@ class Runner:
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """Applies a plan and hands its step to the device.
 
-        A request whose admission is refused fails alone; the rest of the plan runs without its slot.
+        A request whose admission is refused fails alone. The rest of the plan, and plans that were sent
+        before the scheduler knew, run without its slot.
 
         Args:
             plan: the plan.
@@ -174,25 +177,28 @@ class Runner:
             return self._decode(plan.work)
         self._release_all(plan.release)
         self.cache.copy(plan.copies)
-        refused: dict[int, SlotOutput] = {}
+        refused = []
         for request in plan.admit:
+            self._refused.discard(request.slot)
             try:
                 self._admit(request)
             except TriptychError as error:
-                refused[request.slot] = SlotOutput(request.slot, (), error=error)
+                refused.append(SlotOutput(request.slot, (), error=error))
+                self._refused.add(request.slot)
         self._batch.copy_admitted()
         for growth in plan.grow:
-            if growth.slot not in refused:
+            if growth.slot not in self._refused:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
         if isinstance(plan.work, Pool):
             raise Internal("the plan pools prompts, but this model generates tokens")
-        work = _drop_slots(plan.work, refused)
+        work = _drop_slots(plan.work, self._refused)
         if work is None:
-            return LaunchedStep(list(refused.values()))
+            return LaunchedStep(refused)
         self._batch.check(work)
         launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
-        return LaunchedStep([*refused.values(), *launched.wait(work)]) if refused else launched
+        whole = work is plan.work and not refused
+        return launched if whole else LaunchedStep([*refused, *launched.wait(work)])
 
     def reset(self) -> None:
         """Frees every slot. Blocks keep their contents: the scheduler may have cached them as prefixes."""
@@ -217,6 +223,7 @@ class Runner:
             raise failure
 
     def _release(self, slot: int) -> None:
+        self._refused.discard(slot)
         self._prompt_logprobs.release(slot)
         if self._constraints is not None:
             self._constraints.release(slot)
@@ -387,6 +394,8 @@ def _drop_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefil
     if not isinstance(work, Decode) or not slots:
         return work
     left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
+    if len(left) == len(work.slots):
+        return work
     if not left:
         return None
     return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])

@@ -65,7 +65,7 @@ async def test_waiting_requests_fail_when_no_worker_returns() -> None:
 
 async def test_a_worker_that_hangs_counts_as_lost() -> None:
     """A worker that exceeds step_timeout_s loses its registration, with the reason."""
-    async with run_scheduler(Settings(step_timeout_s=0.1)) as scheduler:
+    async with run_scheduler(Settings(step_timeout_s=1.0)) as scheduler, asyncio.timeout(60):
         worker = FakeWorker()
         worker.gate.clear()
         async with run_worker(worker) as port:

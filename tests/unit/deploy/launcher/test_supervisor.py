@@ -66,8 +66,16 @@ async def pid_of(child: ChildSpec, *, other_than: int = 0) -> int:
     await until(
         lambda: child.log.exists() and child.pid_file.exists() and child.log.read_text().endswith("up\n")
     )
-    await until(lambda: int(child.pid_file.read_text() or 0) not in {0, other_than})
-    return int(child.pid_file.read_text())
+    await until(lambda: _read_pid(child.pid_file) not in {0, other_than})
+    return _read_pid(child.pid_file)
+
+
+def _read_pid(file: Path) -> int:
+    """Returns 0 between the end of a process and the start of the next."""
+    try:
+        return int(file.read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 def alive(pid: int) -> bool:

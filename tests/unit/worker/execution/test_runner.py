@@ -171,3 +171,18 @@ def test_a_lease_is_checked_with_its_first_step(runner: Runner) -> None:
     runner.execute(StepPlan(2, work=Prefill(0, 8, 6, sample=True)))
     with pytest.raises(Internal, match="too few for 17 tokens"):
         runner.execute(StepPlan(3, work=Decode((0,), (14,), 1, 3)))
+
+
+def test_work_of_a_refused_request_is_left_out_until_its_slot_is_released(runner: Runner) -> None:
+    """Plans that were sent before the scheduler knew of the refusal fail nothing, and other rows run."""
+    runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
+    refused = request(1, [7] * (SIZES.max_model_len + 1))
+    (output,) = runner.execute(StepPlan(2, admit=[refused]))
+    assert output.slot == 1
+    assert output.error is not None
+    assert runner.execute(StepPlan(3, work=Prefill(1, 0, 8, sample=False))) == []
+    outputs = runner.execute(StepPlan(4, work=Decode((0, 1), (2, 0), 2)))
+    assert [(one.slot, list(one.token_ids)) for one in outputs] == [(0, [8])]
+    admitted = request(1, [9, 10])
+    outputs = runner.execute(StepPlan(5, release=[1], admit=[admitted], work=Prefill(1, 0, 2, sample=True)))
+    assert [(one.slot, list(one.token_ids)) for one in outputs] == [(1, [11])]
