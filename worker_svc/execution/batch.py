@@ -120,6 +120,10 @@ class Batch:
         """Copies all requests admitted since the last call to the device, in one transfer."""
         self._admitted.copy()
 
+    def is_free(self, slot: int) -> bool:
+        """Whether a slot exists and has no request."""
+        return 0 <= slot < self._geometry.max_num_seqs and self._num_known[slot] < 0
+
     def grow(self, growth: Growth) -> None:
         """Appends blocks to a slot's table. Changes nothing if it raises.
 

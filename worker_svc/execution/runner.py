@@ -177,28 +177,30 @@ class Runner:
             return self._decode(plan.work)
         self._release_all(plan.release)
         self.cache.copy(plan.copies)
-        refused = []
+        refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
             self._refused.discard(request.slot)
             try:
                 self._admit(request)
             except TriptychError as error:
-                refused.append(SlotOutput(request.slot, (), error=error))
-                self._refused.add(request.slot)
+                refused[request.slot] = SlotOutput(request.slot, (), error=error)
+                # A request that has the slot already goes on with the next plan.
+                if self._batch.is_free(request.slot):
+                    self._refused.add(request.slot)
         self._batch.copy_admitted()
         for growth in plan.grow:
-            if growth.slot not in self._refused:
+            if growth.slot not in self._refused and growth.slot not in refused:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
         if isinstance(plan.work, Pool):
             raise Internal("the plan pools prompts, but this model generates tokens")
-        work = _drop_slots(plan.work, self._refused)
+        work = _drop_slots(plan.work, self._refused.union(refused))
         if work is None:
-            return LaunchedStep(refused)
+            return LaunchedStep(list(refused.values()))
         self._batch.check(work)
         launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
         whole = work is plan.work and not refused
-        return launched if whole else LaunchedStep([*refused, *launched.wait(work)])
+        return launched if whole else LaunchedStep([*refused.values(), *launched.wait(work)])
 
     def reset(self) -> None:
         """Frees every slot. Blocks keep their contents: the scheduler may have cached them as prefixes."""
