@@ -99,7 +99,7 @@ async def test_an_unread_event_does_not_keep_its_message() -> None:
     own = inference.GenerateEvent(
         request_id=pending.wire_id, token_ids=[1], logprobs=[pb.TokenLogprobs(rank=1)]
     )
-    # Of a request that this gateway has aborted.
+    # This gateway has aborted the request that the event belongs to.
     other = inference.GenerateEvent(request_id="other", token_ids=[2**31] * 200_000)
     data = inference.ConnectResponse(events=[own, other]).SerializeToString()
     before = resident_mb()
