@@ -9,6 +9,7 @@
     ├── NotFound               no such model, adapter or request
     ├── Overloaded             queues are full; retry later
     ├── Unavailable            no replica is ready; retry later
+    ├── TimedOut               the request waited longer than a setting allows; retry later
     ├── SchemaMismatch         the two ends were built from different schemas
     ├── ConfigurationRefused   settings that do not work together or on this device
     ├── Unimplemented          a method that this build does not serve
@@ -107,6 +108,18 @@ class Unavailable(TriptychError):
     retryable = True
 
 
+class TimedOut(TriptychError):
+    """The request waited longer for a slot, or for a token, than the scheduler's settings allow.
+
+    Unlike `Unavailable`, no service sends the request again by itself.
+    """
+
+    code = pb.ERROR_CODE_TIMED_OUT
+    grpc_code = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 503
+    retryable = True
+
+
 class SchemaMismatch(TriptychError):
     """The peer was built from another revision of the schema."""
 
@@ -147,8 +160,8 @@ class Internal(TriptychError):
 _BY_CODE: dict[int, type[TriptychError]] = {
     cls.code: cls
     for cls in (
-        InvalidArgument, Unsupported, ContextExceeded, NotFound, Overloaded, Unavailable, SchemaMismatch,
-        ConfigurationRefused, Unimplemented, Aborted, Internal,
+        InvalidArgument, Unsupported, ContextExceeded, NotFound, Overloaded, Unavailable, TimedOut,
+        SchemaMismatch, ConfigurationRefused, Unimplemented, Aborted, Internal,
     )
 }  # fmt: skip
 

@@ -56,11 +56,12 @@ async def serve(settings: Settings) -> None:
         while True:
             await server.set_serving(await changes.get(), "", INFERENCE)
 
-    follower = asyncio.create_task(follow())
+    tasks = [asyncio.create_task(follow()), asyncio.create_task(deployment.timeouts.run())]
     await stop.wait()
     load = deployment.load()
     log.info("draining", running=load.num_running, waiting=load.num_waiting)
-    follower.cancel()
+    for task in tasks:
+        task.cancel()
     # Readiness goes first. Gateways hold their requests and resubmit them to the next scheduler; only the
     # calls of direct clients need time.
     await server.set_serving(False)

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from scheduler_svc.dispatch.load import Load
+from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
 from scheduler_svc.dispatch.totals import DECODE_TIME, PREFILL_TIME, QUEUE_TIME, Totals
 from scheduler_svc.replica.stats import STEP_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
@@ -119,6 +120,7 @@ class SchedulerMetrics(Collector):
         replicas.add_metric(("configuring",), num_starting)
         yield replicas
         yield from _losses(self._deployment.losses)
+        yield _timeouts(self._deployment.timeouts)
         served = self._deployment.served
         if served is None:
             return
@@ -199,6 +201,17 @@ def _losses(losses: Losses) -> Iterator[Metric]:
         "Requests that failed because too many workers were lost with them.",
         value=losses.num_failed,
     )
+
+
+def _timeouts(timeouts: RequestTimeouts) -> Metric:
+    requests = CounterMetricFamily(
+        "triptych:timed_out_requests",
+        "Requests that failed because they waited too long, by what for.",
+        labels=("reason",),
+    )
+    for timeout in Timeout:
+        requests.add_metric((timeout.value,), timeouts.num_failed[timeout])
+    return requests
 
 
 def _requests(model: str, load: Load) -> Iterator[Metric]:

@@ -65,6 +65,8 @@ class Settings(ServiceSettings):
             "step_timeout_s",
             "detach_after_failed_steps",
             "replica_wait_s",
+            "queue_timeout_s",
+            "token_timeout_s",
             "event_log_ttl_s",
             "drain_s",
         ),
@@ -163,6 +165,12 @@ class Settings(ServiceSettings):
     """Steps that a worker may fail in a row before it loses its registration for a while."""
     replica_wait_s: float = Field(120.0, ge=0)
     """Seconds that accepted requests wait for a worker when none is left."""
+    queue_timeout_s: float = Field(0.0, ge=0, le=604_800)
+    """Seconds that a request may wait for its first slot before it fails with DEADLINE_EXCEEDED (HTTP 503); 0
+    for no limit. Time under an earlier scheduler counts."""
+    token_timeout_s: float = Field(3600.0, ge=0, le=604_800)
+    """Seconds that a request may go without a new token, from its first slot on, before it fails with
+    DEADLINE_EXCEEDED (HTTP 503), whatever the reason; 0 for no limit."""
     event_log_ttl_s: float = Field(300.0, ge=0, le=86_400)
     """Seconds that the events of a resumable stream are kept after it ended, for a client that continues it;
     0 for not at all."""

@@ -50,6 +50,8 @@ class PendingRequest:
         "_attempt",
         "_first_id",
         "_num_prompt_logprobs",
+        "_num_resumed",
+        "_silent_since_s",
         "_submitted_s",
         "_worker_losses",
         "accepted",
@@ -110,6 +112,9 @@ class PendingRequest:
         self.park_until = 0.0
         self.retry = None
         self._submitted_s = time.monotonic()
+        # Tokens received when the request was last sent again, and when it was first sent again with as many.
+        self._num_resumed = 0
+        self._silent_since_s = self._submitted_s
         # Workers that each sequence may have killed, as the scheduler says.
         self._worker_losses = [0] * self.n
         self._first_id = request.request_id
@@ -159,8 +164,13 @@ class PendingRequest:
         resumed.CopyFrom(self.request)
         resumed.request_id = f"{self._first_id}.r{self._attempt}"
         resumed.ClearField("resumed")
+        now_s = time.monotonic()
         if self.accepted:
-            resumed.age_ms = min(int(1000 * (time.monotonic() - self._submitted_s)), _LONGEST_AGE_MS)
+            resumed.age_ms = _age_ms(now_s - self._submitted_s)
+        if (num_received := sum(map(len, self.received))) != self._num_resumed:
+            self._num_resumed, self._silent_since_s = num_received, now_s
+        if num_received:
+            resumed.silent_ms = _age_ms(now_s - self._silent_since_s)
         for sequence, token_ids in enumerate(self.received):
             losses = self._worker_losses[sequence]
             if sequence in self.ended:
@@ -186,6 +196,10 @@ class PendingRequest:
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+
+def _age_ms(seconds: float) -> int:
+    return min(int(1000 * seconds), _LONGEST_AGE_MS)
 
 
 class RequestGroup:

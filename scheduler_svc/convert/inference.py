@@ -45,6 +45,7 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
+        silent_s=request.silent_ms / 1000,
         log=_log_spec(request.log) if request.HasField("log") else None,
     )
 

@@ -181,18 +181,28 @@ class Engine:
         """
         found = [one for one in self._live.sequences_of(request_id) if sequence in (None, one.sequence)]
         for request in found:
-            self._abort(request)
+            self._stop(request, _aborted(request))
         if found:
             self.dispatch()
         return bool(found)
 
-    def _abort(self, request: Request) -> None:
+    def live(self) -> list[Request]:
+        """Returns every sequence that has not ended."""
+        return list(self._live)
+
+    def fail(self, request: Request, error: TriptychError) -> None:
+        """Fails a live request in any state, with the other sequences of its group."""
+        self._stop(request, Event(request.request_id, error=error))
+        self.dispatch()
+
+    def _stop(self, request: Request, event: Event) -> None:
+        """Ends a live request in any state with its last event."""
         if self.waiting.remove(request) or self.grammars.remove(request):
             self.released()  # requests behind it may run now
-            self._end(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
+            self._end(request, event)
             return
         if (replica := self.replicas.get(request.replica_id or "")) is not None:
-            replica.scheduler.abort(request)
+            replica.scheduler.stop(request, event)
             replica.wake()
 
     def _abort_failed(self) -> None:
@@ -201,7 +211,7 @@ class Engine:
         The failure itself is too early: the replica is in the middle of its step then.
         """
         for request in self._live.take_failed():
-            self._abort(request)
+            self._stop(request, _aborted(request))
 
     def find(self, request_id: str) -> Request | None:
         """Returns the live request with that id, or the first of its sequences."""
@@ -416,6 +426,10 @@ class Engine:
         for request in [one for one in self.waiting if one.sampling.grammar in orphaned]:
             self.waiting.remove(request)
             self.requeue(request)
+
+
+def _aborted(request: Request) -> Event:
+    return Event(request.request_id, finish_reason=FinishReason.ABORT)
 
 
 def _no_worker() -> Unavailable:

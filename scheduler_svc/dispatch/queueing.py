@@ -36,6 +36,10 @@ class LiveRequests:
         """The number of live sequences."""
         return len(self._by_id)
 
+    def __iter__(self) -> Iterator[Request]:
+        """Yields every live sequence, in the order of submission."""
+        return iter(self._by_id.values())
+
     def in_use(self, request_id: str, sequence_ids: Collection[str]) -> bool:
         """Returns whether a live request has this id or one of these sequence ids."""
         return request_id in self._groups or not self._by_id.keys().isdisjoint(sequence_ids)

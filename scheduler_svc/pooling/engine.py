@@ -210,11 +210,23 @@ class PoolEngine:
         request = self.find(request_id)
         if request is None:
             return False
-        if self._queue is not None and self._queue.remove(request):
-            self._end(request, Event(request_id, finish_reason=FinishReason.ABORT))
-        elif (replica := self.replicas.get(request.replica_id or "")) is not None:
-            replica.scheduler.abort(request)
+        self._stop(request, Event(request_id, finish_reason=FinishReason.ABORT))
         return True
+
+    def live(self) -> list[Request]:
+        """Returns every request that has not ended."""
+        return list(self._live)
+
+    def fail(self, request: Request, error: TriptychError) -> None:
+        """Fails a live request in any state."""
+        self._stop(request, Event(request.request_id, error=error))
+
+    def _stop(self, request: Request, event: Event) -> None:
+        """Ends a live request in any state with its last event."""
+        if self._queue is not None and self._queue.remove(request):
+            self._end(request, event)
+        elif (replica := self.replicas.get(request.replica_id or "")) is not None:
+            replica.scheduler.stop(request, event)
 
     def take(self, replica_id: str) -> tuple[PoolShape, list[Request]] | None:
         """Returns the next batch for a replica with a free device; None if no request waits."""

@@ -139,12 +139,12 @@ class PoolScheduler:
             values = () if error else outputs[slot].pooled
             self._finish(request, values, error)
 
-    def abort(self, request: Request) -> None:
-        """Ends a request of the running batch; the result of its row will be dropped."""
+    def stop(self, request: Request, event: Event) -> None:
+        """Ends a request of the running batch with its last event; the result of its row will be dropped."""
         assert request.slot is not None
         self._running[request.slot] = None
         request.state = RequestState.FINISHED
-        request.sink.push(Event(request.request_id, finish_reason=FinishReason.ABORT))
+        request.sink.push(event)
         self._owner.forget(request)
 
     def abandon(self, loss: Loss) -> Abandoned:

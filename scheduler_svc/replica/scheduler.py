@@ -22,7 +22,6 @@ from scheduler_svc.replica.slots import RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
-from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.buckets import bucket_for
 from scheduler_svc.shapes.geometry import Geometry
 
@@ -182,9 +181,9 @@ class ReplicaScheduler:
                 return AdmitResult.ADMITTED
         return None
 
-    def abort(self, request: Request) -> None:
-        """Ends a request that runs or is deferred here. The next plan releases its slot."""
-        self._slots.finish(request, Event(request.request_id, finish_reason=FinishReason.ABORT))
+    def stop(self, request: Request, event: Event) -> None:
+        """Ends a request that runs or is deferred here with its last event; the next plan frees its slot."""
+        self._slots.finish(request, event)
 
     def preempt_for(self, request: Request) -> bool:
         """Preempts a running request that is less urgent than the waiting one, if that could help.

@@ -62,6 +62,8 @@ class Submission:
     cache_salt: str = ""
     age_s: float | None = None
     """Seconds since an earlier scheduler accepted the request; None if none has."""
+    silent_s: float = 0.0
+    """Seconds since a resumed request last brought a token."""
     log: EventLogSpec | None = None
     """Where to keep the events; None: nowhere."""
 
@@ -228,6 +230,7 @@ def make_requests(
     requests: list[Request] = []
     losses = {one.sequence: one.worker_losses for one in submission.resumed}
     arrival_s = now_s - (submission.age_s or 0.0)
+    silent_since_s = now_s - submission.silent_s if submission.resumed else None
     for sequence, received in submission.sequences.items():
         if sequence in ended:
             continue
@@ -248,7 +251,7 @@ def make_requests(
                 group=group,
                 worker_losses=losses.get(sequence, 0),
                 cleared_at=DECODING_CLEARS if losses.get(sequence) else 0,
-                delivery=Delivery(accepted_s=now_s),
+                delivery=Delivery(accepted_s=now_s, silent_since_s=silent_since_s),
             )
         )
     if group is not None:

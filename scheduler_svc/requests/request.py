@@ -152,6 +152,8 @@ class Delivery:
     """Clock reading when the request first got a slot."""
     first_token_s: float | None = None
     """Clock reading when the first token came."""
+    silent_since_s: float | None = None
+    """Clock reading since when a request that was resumed with a part of its answer has brought no token."""
 
 
 @dataclass(slots=True, eq=False)

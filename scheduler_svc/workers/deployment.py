@@ -11,6 +11,7 @@ from protos.logs import get_logger
 from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.load import Load, ReplicaLoad
+from scheduler_svc.dispatch.request_timeouts import RequestTimeouts
 from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
@@ -66,6 +67,13 @@ class Deployment:
         """The model and its files; set when the first replica attaches."""
         self.starting: dict[str, str] = {}
         """Replicas that are not ready yet, each with its last progress message."""
+        self.timeouts = RequestTimeouts(
+            lambda: self.engine,
+            queue_s=settings.queue_timeout_s,
+            token_s=settings.token_timeout_s,
+            clock=clock,
+        )
+        """Ends requests that have waited too long."""
         self.losses = Losses()
         """Counts lost workers and the requests that they made suspects."""
         self._serving_listeners: list[Callable[[bool], None]] = []

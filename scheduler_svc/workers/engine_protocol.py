@@ -91,6 +91,12 @@ class EngineProtocol(Protocol):
     def abort(self, request_id: str, sequence: int | None = None) -> bool:
         """Aborts a request, or one of its sequences alone; returns whether a live sequence was found."""
 
+    def live(self) -> list[Request]:
+        """Returns every sequence that has not ended."""
+
+    def fail(self, request: Request, error: TriptychError) -> None:
+        """Fails a live request in any state, with the other sequences of its group."""
+
     def dispatch(self) -> None:
         """Gives waiting requests to replicas that have room."""
 

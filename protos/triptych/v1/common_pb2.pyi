@@ -54,6 +54,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """A service was started with settings that do not work together, or not on this device."""
     ERROR_CODE_UNIMPLEMENTED: _ErrorCode.ValueType  # 11
     """A method that this build does not serve."""
+    ERROR_CODE_TIMED_OUT: _ErrorCode.ValueType  # 12
+    """The scheduler's --queue-timeout-s or --token-timeout-s has passed. Retryable."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Why a request failed, for programs. Unary and server-streaming calls carry it as a detail of the gRPC
@@ -84,6 +86,8 @@ ERROR_CODE_CONFIGURATION: ErrorCode.ValueType  # 10
 """A service was started with settings that do not work together, or not on this device."""
 ERROR_CODE_UNIMPLEMENTED: ErrorCode.ValueType  # 11
 """A method that this build does not serve."""
+ERROR_CODE_TIMED_OUT: ErrorCode.ValueType  # 12
+"""The scheduler's --queue-timeout-s or --token-timeout-s has passed. Retryable."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _FinishReason:

@@ -57,6 +57,7 @@ class GenerateRequest(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
+    SILENT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client and unique among live requests; at most 128 bytes. Empty: the scheduler makes one,
     which the first event names.
@@ -79,6 +80,10 @@ class GenerateRequest(_message.Message):
     """Set if an earlier scheduler accepted the request: milliseconds since then. The request waits as if it had
     come at that time, and the queue takes four times what it takes of new ones. Its sampling.seed is then the
     one in PromptStats, if that has arrived. The scheduler trusts its clients with this, as with `priority`.
+    """
+    silent_ms: _builtins.int
+    """With `resumed`: milliseconds since the request last brought a token, as far as its client knows. Counts
+    towards the scheduler's --token-timeout-s.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -111,10 +116,11 @@ class GenerateRequest(_message.Message):
         resumed: _abc.Iterable[Global___ResumedSequence] | None = ...,
         age_ms: _builtins.int | None = ...,
         log: Global___EventLog | None = ...,
+        silent_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "log", b"log", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
     _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015

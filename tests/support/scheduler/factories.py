@@ -109,8 +109,8 @@ def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:
 def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
     cache_salt: str = "", resumed: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: Sampling | None = None,
-    resumed_sequences: Sequence[Resumed] = (), age_s: float | None = None, log: EventLogSpec | None = None,
-    **fields: Any,
+    resumed_sequences: Sequence[Resumed] = (), age_s: float | None = None, silent_s: float = 0.0,
+    log: EventLogSpec | None = None, **fields: Any,
 ) -> Submission:  # fmt: skip
     """Returns a valid request; ``fields`` are those of its sampling parameters."""
     if resumed:
@@ -119,7 +119,7 @@ def make_submission(
     return Submission(
         request_id=request_id, prompt_token_ids=tuple(prompt), priority=priority, tenant=tenant, sampling=sampling,
         cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences), age_s=age_s,
-        log=log,
+        silent_s=silent_s, log=log,
     )  # fmt: skip
 
 

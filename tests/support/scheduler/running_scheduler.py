@@ -73,9 +73,11 @@ async def run_scheduler(
     server = Server(("triptych.v1.Inference", "triptych.v1.WorkerRegistry"), register)
     port = await server.start("127.0.0.1", port, settings.socket)
     channel = open_channel(f"127.0.0.1:{port}")
+    timeouts = asyncio.create_task(deployment.timeouts.run())
     try:
         yield RunningScheduler(engine, deployment, servicer, server, channel, serving)
     finally:
+        timeouts.cancel()
         await channel.close()
         await server.stop(0)
 

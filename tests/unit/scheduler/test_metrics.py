@@ -186,6 +186,7 @@ def test_before_a_model_is_served_only_workers_are_reported() -> None:
         "triptych:lost_workers",
         "triptych:suspect_requests",
         "triptych:poison_requests",
+        "triptych:timed_out_requests",
     ]
     assert bench.scrape().value("triptych:replicas", state="configuring") == 1
 

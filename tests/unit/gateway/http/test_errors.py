@@ -34,6 +34,7 @@ from protos import errors
         (WrongMethod("m"), 405, "invalid_request_error", "method_not_allowed"),
         (errors.Overloaded("m"), 429, "rate_limit_error", "rate_limit_exceeded"),
         (errors.Unavailable("m"), 503, "service_unavailable_error", "service_unavailable"),
+        (errors.TimedOut("m"), 503, "service_unavailable_error", "request_timed_out"),
         (errors.Unimplemented("m"), 501, "invalid_request_error", "not_implemented"),
         (ClientGone("m"), 499, "aborted_error", "request_aborted"),
         (errors.SchemaMismatch("m"), 500, "server_error", "internal_error"),

@@ -8,7 +8,7 @@ import pytest
 from gateway.scheduler_link import request_table
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
-from protos.errors import InvalidArgument
+from protos.errors import InvalidArgument, TimedOut
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -108,4 +108,42 @@ async def test_an_unread_event_does_not_keep_its_message() -> None:
     grown_mb = resident_mb() - before
     assert len(await group.take()) == 200
     assert grown_mb < 40  # the 200 messages have 200 MB
+    group.abort()
+
+
+async def test_a_request_that_waited_too_long_is_not_sent_again() -> None:
+    """The scheduler has accepted it, but its error is for the client."""
+    outbox = Outbox()
+    table = RequestTable(outbox, Parking(4, 30.0), 60.0)
+    outbox.open()
+    group = table.submit([inference.GenerateRequest(request_id="a", prompt_token_ids=[5])])
+    taken = inference.GenerateEvent(request_id="a", accepted=True)
+    failed = inference.GenerateEvent(request_id="a", error=TimedOut("too long").to_proto())
+    table.deliver(inference.ConnectResponse(events=[taken, failed]))
+    with pytest.raises(TimedOut):
+        await group.take()
+    assert len(table) == 0
+
+
+async def test_a_resubmitted_request_says_how_long_it_has_been_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time counts from the first resubmission after its last token, and each token starts it anew."""
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    outbox = Outbox()
+    table = RequestTable(outbox, Parking(4, 30.0), 60.0)
+    outbox.open()
+    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
+    (pending,) = group.requests
+    silent_ms = []
+    for waited_s, token_ids in ((5.0, []), (7.0, [9]), (11.0, []), (13.0, []), (17.0, [8]), (19.0, [])):
+        now_s += waited_s
+        event = inference.GenerateEvent(
+            request_id=pending.wire_id, token_ids=token_ids, accepted=not token_ids
+        )
+        table.deliver(inference.ConnectResponse(events=[event]))
+        table.resubmit_all()
+        silent_ms.append(pending.request.silent_ms)
+    assert silent_ms == [0, 0, 11_000, 24_000, 0, 19_000]
     group.abort()
