@@ -106,8 +106,8 @@ class TokenSelector:
             """Draws tokens for some rows, or for all: -1 where no token is allowed."""
             if indices is None:
                 if argmax is not None and batch.needs.none:
-                    return argmax.clone()
-                return draw(batch.needs, logits, rows, positions)[1].clone()
+                    return argmax
+                return draw(batch.needs, logits, rows, positions)[1]
             index = upload(list(indices), logits.device)
             # The second attempt takes new random numbers: the first ones led to a token that is not allowed,
             # so they are no longer independent of the mask.
@@ -125,7 +125,9 @@ class TokenSelector:
                 for slot, count in zip(slots, batch.logprobs, strict=True)
             ],
         )
-        return Selection(choice.tokens.clamp(min=0), choice.tokens, batch, unmasked, choice)
+        all_allowed = min(choice.values) >= 0
+        valid = choice.tokens if all_allowed else choice.tokens.clamp(min=0)
+        return Selection(valid, choice.tokens, batch, unmasked, choice)
 
     def _jump_limit(self, slot: int) -> int:
         """Returns how many tokens a grammar may force behind the selected one.
@@ -150,9 +152,9 @@ class TokenSelector:
         batch, choice = selection.batch, selection.choice
         rows = compute_logprobs(selection.logits, selection.tokens) if batch.reports else None
         logprobs = [None] * len(slots) if rows is None else unpack_logprobs(rows, batch.logprobs)
-        for slot, token, entry in zip(
-            slots, selection.reported[: len(slots)].tolist(), logprobs, strict=True
-        ):
+        # Reading the device again would wait for what the step launched after the choice.
+        tokens = selection.reported[: len(slots)].tolist() if choice is None else choice.values[: len(slots)]
+        for slot, token, entry in zip(slots, tokens, logprobs, strict=True):
             error = choice.errors.get(slot) if choice else None
             if error is None and token < 0:
                 error = InvalidArgument(

@@ -9,15 +9,21 @@ distribution is the same as with the mask applied first:
   the allowed tokens. Together that is its share of the allowed tokens.
 
 Filters that compare tokens (`top_p`, `top_k`, `min_p`) need the mask first.
+
+What follows without a choice needs no draw. It is searched while a device that runs ahead still computes the
+step's logits, so that only the look-up of drawn tokens delays the next step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
+from worker_svc.grammars.batch_clock import BatchClock
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.lowering.refusals import PARAM
 from worker_svc.grammars.masks import Masks
@@ -28,7 +34,7 @@ Draw = Callable[[Sequence[int] | None], torch.Tensor]
 """Draws a token for each given row: int64 [rows], -1 where no token is allowed.
 
 It reads the current logits of the step. `None` draws all rows; by then only rows with filters that need the
-mask are masked.
+mask are masked. The caller does not modify the result.
 """
 
 
@@ -38,6 +44,8 @@ class Choice:
 
     tokens: torch.Tensor
     """int64 [bucket]; -1 where no token is allowed. The row of a slot with an error is meaningless."""
+    values: Sequence[int]
+    """The same on the host."""
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens that the grammar forces after the chosen one, by slot."""
     errors: Mapping[int, TriptychError] = field(default_factory=dict)
@@ -110,103 +118,179 @@ class Constraints:
             masked_first: whether a row's filters need the mask first.
             room: tokens that fit into each slot's sequence after the chosen one.
         """
-        matchers = [self._matchers[slot] for slot in slots]
-        errors: dict[int, TriptychError] = {}
-        first = [row for row, matcher in enumerate(matchers) if matcher is not None and masked_first[row]]
-        self._mask(first, matchers, slots, logits, errors)
+        step = _Step(slots, [self._matchers[slot] for slot in slots])
+        self._take_chains(step, room)
+        self._mask([row for row in step.rows if masked_first[row]], step, logits)
         tokens = draw(None)
-        chosen = tokens.tolist()
+        step.read(tokens)
         rejected = []
-        for row, matcher in enumerate(matchers):
-            if matcher is None or slots[row] in errors:
-                continue
+        for row in _rejected(step, step.rows):
             if masked_first[row]:
-                self._accept_masked(matcher, chosen[row], slots[row], tokens, row, errors)
-            elif not self._accept(matcher, chosen[row], slots[row], errors):
+                self._end_or_refuse(row, step)
+            else:
                 rejected.append(row)
-        rejected = [row for row in rejected if slots[row] not in errors]
         if rejected:
             self.num_redrawn += len(rejected)
-            self._mask(rejected, matchers, slots, logits, errors)
-            drawn = draw(rejected)
-            tokens[torch.tensor(rejected, device=tokens.device)] = drawn
-            for row, token in zip(rejected, drawn.tolist(), strict=True):
-                matcher = matchers[row]
-                if matcher is not None and slots[row] not in errors:
-                    self._accept_masked(matcher, token, slots[row], tokens, row, errors)
-        forced = {
-            slots[row]: chain
-            for row, matcher in enumerate(matchers)
-            if matcher is not None
-            and slots[row] not in errors
-            and (chain := self._jump(matcher, slots[row], room[row], errors))
-        }
-        self.num_forced += sum(map(len, forced.values()))
-        return Choice(tokens, forced, errors)
+            self._mask(rejected, step, logits)
+            for row, token in zip(rejected, draw(rejected).tolist(), strict=True):
+                step.replace(row, token)
+            for row in _rejected(step, step.sound(rejected)):
+                self._end_or_refuse(row, step)
+        self._take_ends(step, room)
+        self.num_forced += sum(map(len, step.forced.values()))
+        return Choice(step.written(tokens), step.values, step.forced, step.errors)
 
-    def _mask(
-        self, rows: Sequence[int], matchers: Sequence[Matcher | None], slots: Sequence[int], logits: torch.Tensor,
-        errors: dict[int, TriptychError],
-    ) -> None:  # fmt: skip
+    def _take_chains(self, step: "_Step", room: Sequence[int]) -> None:
+        """Takes the tokens that follow without a choice, if there are enough of them."""
+        if not self._min_jump:
+            return
+        rows = [row for row in step.rows if room[row] > 0 and not step.matchers[row].ended]
+        for row in _without_choice(step, rows):
+            with step.failing(row):
+                chain = step.matchers[row].take_chain(
+                    self._masks.rows, self._masks.spare_row, room[row] + 1, self._min_jump + 1
+                )
+                if chain:
+                    step.settle(row, chain)
+
+    def _take_ends(self, step: "_Step", room: Sequence[int]) -> None:
+        """Takes the end behind a chosen token where nothing else may follow: that saves a step."""
+        rows = [row for row in step.rows if step.matchers[row].may_end and room[row] > 0]
+        if not rows:
+            return
+        for row in _without_choice(step, rows):
+            with step.failing(row):
+                end = step.matchers[row].accept_forced_end(self._masks.rows, self._masks.spare_row)
+                if end is not None:
+                    step.forced[step.slots[row]] = (end,)
+
+    def _mask(self, rows: Sequence[int], step: "_Step", logits: torch.Tensor) -> None:
         """Masks the logits of some rows."""
         for row in rows:
-            matcher = matchers[row]
-            assert matcher is not None
-            try:
-                matcher.fill_mask(self._masks.rows, row)
-            except TriptychError as error:
-                errors[slots[row]] = error
+            with step.failing(row):
+                step.matchers[row].fill_mask(self._masks.rows, row)
         self._masks.apply(logits, rows)
 
-    def _accept(self, matcher: Matcher, token: int, slot: int, errors: dict[int, TriptychError]) -> bool:
-        """Offers a token to the grammar. Returns False if it is rejected and the row must be drawn again.
-
-        A failure of the matcher is recorded in `errors` and returns True: drawing again would not help.
-        """
-        try:
-            return token >= 0 and matcher.accept(token)
-        except TriptychError as error:
-            errors[slot] = error
-            return True
-
-    def _accept_masked(
-        self, matcher: Matcher, token: int, slot: int, tokens: torch.Tensor, row: int, errors: dict[int, TriptychError]
-    ) -> None:  # fmt: skip
-        """Offers a token drawn under the mask to the grammar.
-
-        If it is rejected, replaces it in `tokens` by a forced end token or records an error.
-        """
-        if self._accept(matcher, token, slot, errors):
-            return
-        try:
-            end = (
-                None if matcher.ended else matcher.accept_forced_end(self._masks.rows, self._masks.spare_row)
-            )
-        except TriptychError as error:
-            errors[slot] = error
-            return
-        if end is not None:
-            # Only an end token may follow, but min_tokens or a bias forbids it. The grammar wins.
-            tokens[row] = end
-        elif matcher.ended:
-            errors[slot] = Internal("the plan continues a request after the end of its grammar")
-        else:
+    def _end_or_refuse(self, row: int, step: "_Step") -> None:
+        """Replaces a token that was drawn under the mask and rejected by a forced end, or fails the row."""
+        matcher = step.matchers[row]
+        with step.failing(row):
+            end = matcher.accept_forced_end(self._masks.rows, self._masks.spare_row)
+            if end is not None:
+                # Only an end token may follow, but min_tokens or a bias forbids it. The grammar wins.
+                step.replace(row, end)
+                return
+            if matcher.ended:
+                raise Internal("the plan continues a request after the end of its grammar")
             # Other parameters forbid every token that the grammar allows, or the grammar is at a dead end.
-            errors[slot] = InvalidArgument(
+            raise InvalidArgument(
                 "no token is left that both the grammar and the request's other parameters"
                 " (allowed_token_ids, bad_words,"
                 " logit_bias) allow",
                 param=PARAM,
             )
 
-    def _jump(
-        self, matcher: Matcher, slot: int, room: int, errors: dict[int, TriptychError]
-    ) -> tuple[int, ...]:
-        """Returns the tokens that follow without a choice, if there are enough of them."""
-        if matcher.ended or room <= 0:
-            return ()
+
+class _Step:
+    """The rows of one step while their tokens are chosen."""
+
+    def __init__(self, slots: Sequence[int], matchers: Sequence[Matcher | None]) -> None:
+        """Starts without tokens.
+
+        Args:
+            slots: the rows' slots.
+            matchers: the rows' matchers; `None` for rows without a grammar.
+        """
+        self.slots = slots
+        self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
+        """The constrained rows' matchers."""
+        self.rows = list(self.matchers)
+        """Constrained rows, ascending, without those that failed or whose token is settled."""
+        self.values: list[int] = []
+        """The tokens of all rows, once `read` was called."""
+        self.forced: dict[int, tuple[int, ...]] = {}
+        """See `Choice`."""
+        self.errors: dict[int, TriptychError] = {}
+        """See `Choice`."""
+        # Tokens that differ from the drawn ones, by row.
+        self._replaced: dict[int, int] = {}
+
+    def settle(self, row: int, chain: Sequence[int]) -> None:
+        """Gives a row its token before the draw, with the tokens behind it."""
+        self._leave(row)
+        self._replaced[row] = chain[0]
+        self.forced[self.slots[row]] = tuple(chain[1:])
+
+    def read(self, tokens: torch.Tensor) -> None:
+        """Waits for the drawn tokens."""
+        self.values = tokens.tolist()
+        for row, token in self._replaced.items():
+            self.values[row] = token
+
+    def replace(self, row: int, token: int) -> None:
+        """Gives a row another token than the drawn one."""
+        self.values[row] = self._replaced[row] = token
+
+    def written(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the drawn tokens with the replaced ones written over them."""
+        if not self._replaced:
+            return tokens
+        rows, values = torch.tensor([list(self._replaced), list(self._replaced.values())]).to(tokens.device)
+        return tokens.index_put((rows,), values)
+
+    def charge(self, rows: Sequence[int], clock: BatchClock) -> None:
+        """Charges rows for the parts of a pass over them."""
+        for row, seconds in zip(rows, clock.shares(), strict=False):
+            with self.failing(row):
+                self.matchers[row].charge(seconds)
+
+    def sound(self, rows: list[int]) -> list[int]:
+        """Returns the rows that did not fail."""
+        return [row for row in rows if self.slots[row] not in self.errors] if self.errors else rows
+
+    @contextlib.contextmanager
+    def failing(self, row: int) -> Iterator[None]:
+        """Records an error as the row's own."""
         try:
-            return matcher.jump(self._masks.rows, self._masks.spare_row, room, self._min_jump)
+            yield
         except TriptychError as error:
-            errors[slot] = error
-            return ()
+            self.fail(row, error)
+
+    def fail(self, row: int, error: TriptychError) -> None:
+        """Records why a row got no token."""
+        self.errors[self.slots[row]] = error
+        self._leave(row)
+
+    def _leave(self, row: int) -> None:
+        # A new list: the old one may be iterated.
+        self.rows = [other for other in self.rows if other != row]
+
+
+def _rejected(step: _Step, rows: Sequence[int]) -> list[int]:
+    """Offers the rows' tokens to their grammars; returns the rows whose grammar rejects it."""
+    rejected, matchers, values, clock = [], step.matchers, step.values, BatchClock()
+    laps = clock.laps
+    for row in rows:
+        try:
+            if not matchers[row].accept(values[row]):
+                rejected.append(row)
+        except TriptychError as error:
+            step.fail(row, error)
+        laps.append(perf_counter())
+    step.charge(rows, clock)
+    return step.sound(rejected)
+
+
+def _without_choice(step: _Step, rows: Sequence[int]) -> list[int]:
+    """Returns the rows for which only a mask can tell whether there is a choice."""
+    unclear, matchers, clock = [], step.matchers, BatchClock()
+    laps = clock.laps
+    for row in rows:
+        try:
+            if not matchers[row].has_choice():
+                unclear.append(row)
+        except TriptychError as error:
+            step.fail(row, error)
+        laps.append(perf_counter())
+    step.charge(rows, clock)
+    return step.sound(unclear)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,14 @@ OnOverBudget = Callable[[InvalidArgument], None]
 class Matcher:
     """Decides which tokens may come next, given the tokens so far.
 
-    An exception from xgrammar fails only this request. All of its CPU time counts against the request's
-    budget. Every method that moves the matcher or asks for a mask raises `InvalidArgument` once the budget is
-    exceeded and `Internal` if xgrammar fails.
+    An exception from xgrammar fails only this request: every method raises `Internal` for one. All of its CPU
+    time counts against the request's budget. Methods say where the caller measures that time, because a step
+    measures the calls of all its rows at once; the others raise `InvalidArgument` once the budget is
+    exceeded.
     """
+
+    may_end: bool
+    """Whether the sequence may end here and has not."""
 
     def __init__(
         self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int],
@@ -46,19 +50,24 @@ class Matcher:
             InvalidArgument: the grammar does not allow `output`, or matching it takes too long.
             Internal: xgrammar failed.
         """
-        import xgrammar
+        from xgrammar import base
+
+        # xgrammar's compiled module: the classes around it add a fifth to each call.
+        core: Any = base._core  # type: ignore[attr-defined]  # noqa: SLF001 - see above
 
         # A reference: the compiler counts the grammar's bytes while any matcher holds it.
         self._grammar = grammar
         self._budget = _CpuBudget(on_over_budget)
         self._end_ids = tuple(end_ids)
+        self._probes: tuple[str, ...] = _PROBES
         with self._budget:
-            self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(end_ids))
-            # Whether the sequence may end, and whether it has; asked once a token.
-            self._completed = bool(self._matcher.is_completed())
+            self._matcher = core.GrammarMatcher(grammar._handle, list(end_ids), False, -1, None)  # noqa: SLF001
+            self.may_end = self._matcher.is_completed()
         self._ended = False
         for index, token in enumerate(output):
-            if not self.accept(token):
+            with self._budget:
+                accepted = self.accept(token)
+            if not accepted:
                 raise InvalidArgument(
                     f"output token {index} (id {token}) is not allowed by the grammar of the request",
                     param=PARAM,
@@ -69,83 +78,104 @@ class Matcher:
         """Whether an end token was accepted."""
         return self._ended
 
-    def accept(self, token: int) -> bool:
-        """Advances past a token.
+    def charge(self, seconds: float) -> None:
+        """Counts CPU time that the caller measured against the budget."""
+        self._budget.charge(seconds)
 
-        Returns False and stays where it is if the grammar does not allow the token.
+    def accept(self, token: int) -> bool:
+        """Advances past a token; the caller measures the time.
+
+        Returns False and stays where it is if the grammar does not allow the token, or it is negative: none.
         """
-        with self._budget:
-            accepted = bool(self._matcher.accept_token(token))
-            if accepted:
-                self._budget.num_tokens += 1
-                self._completed = bool(self._matcher.is_completed())
-                self._ended = token in self._end_ids
-        return accepted
+        if self._ended or token < 0:
+            return False
+        matcher = self._matcher
+        try:
+            if not matcher.accept_token(token, False):
+                return False
+            self.may_end = matcher.is_completed()
+        except (RuntimeError, MemoryError) as error:
+            raise _failure(error) from error
+        self._budget.num_tokens += 1
+        if token in self._end_ids:
+            self._ended, self.may_end = True, False
+        return True
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
         """Writes one bit per allowed token into `masks[row]`, int32 [rows, ceil(vocab / 32)]."""
         with self._budget:
-            self._matcher.fill_next_token_bitmask(masks, row)
+            self._matcher.fill_next_token_bitmask(masks, row, False)
 
-    def jump(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
-        """Accepts and returns the tokens that follow without a choice.
+    def has_choice(self) -> bool:
+        """Whether several tokens may certainly come next; the caller measures the time.
 
-        At most `MAX_JUMP` tokens are accepted, or `min_tokens` if that is more.
+        False means that only a mask can tell. The answer costs much less than a mask. xgrammar's own search
+        for forced text is no alternative: it builds the whole text on every call.
+        """
+        # Where the sequence may end, the end is one choice, so one more character makes two.
+        missing = 1 if self.may_end else 2
+        allowed: list[str] = []
+        try:
+            for char in self._probes:
+                if self._matcher.accept_string(char, False):
+                    self._matcher.rollback(1)
+                    allowed.append(char)
+                    if len(allowed) == missing:
+                        # What was possible here is tried first at the next token.
+                        if self._probes[:missing] != (*allowed,):
+                            rest = [char for char in self._probes if char not in allowed]
+                            self._probes = (*allowed, *rest)
+                        return True
+        except (RuntimeError, MemoryError) as error:
+            raise _failure(error) from error
+        return False
 
-        A chain that reaches the end is always taken: it saves every remaining step. Another chain is taken if
-        it has at least `min_tokens`.
+    def take_chain(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
+        """Accepts and returns the tokens that follow without a choice, or stays and returns none.
+
+        Takes a chain of at least `min_tokens`, or of two if it reaches the end of the sequence. A chain has
+        at most `MAX_JUMP` tokens, or `min_tokens` if that is more.
 
         Args:
             masks: masks as for `fill_mask`; `row` is overwritten.
             row: index into `masks`.
             room: largest number of tokens to accept.
-            min_tokens: shortest chain to take; 0 takes only chains that reach the end.
+            min_tokens: length of the shortest chain to take that does not reach the end.
         """
         chain: list[int] = []
-        while len(chain) < min(room, max(min_tokens, MAX_JUMP)):
-            completed = self._completed
-            # An end is not forced yet, and a shorter chain is not wanted: the common case costs nothing.
-            if not completed and not min_tokens:
-                break
-            with self._budget:
-                # Where the sequence may end, the end is one choice, so one more character makes two.
-                if self._allows_probes(1 if completed else 2):
+        with self._budget:
+            while len(chain) < min(room, max(min_tokens, MAX_JUMP)) and not self._ended:
+                token = self._forced_token(masks, row)
+                if token is None or not self.accept(token):
                     break
-                self._matcher.fill_next_token_bitmask(masks, row)
-            words = _unsigned_words(masks, row)
-            token = self._end_ids[0] if completed and self._only_end_allowed(words) else _only_token(words)
-            if token is None or not self.accept(token):
-                break
-            chain.append(token)
-            if self.ended:
+                chain.append(token)
+            if len(chain) >= (2 if self._ended else min_tokens):
                 return tuple(chain)
-        if min_tokens and len(chain) >= min_tokens:
-            return tuple(chain)
-        if chain:
-            with self._budget:
+            if chain:
                 self._matcher.rollback(len(chain))
                 self._budget.num_tokens -= len(chain)
-                self._completed = bool(self._matcher.is_completed())
+                self.may_end, self._ended = self._matcher.is_completed(), False
         return ()
-
-    def _allows_probes(self, count: int) -> bool:
-        """Whether at least `count` of the probe characters may come next. Cheaper than a mask.
-
-        xgrammar's own search for forced text is no alternative: it builds the whole text on every call.
-        """
-        for char in _PROBES:
-            if self._matcher.accept_string(char):
-                self._matcher.rollback(1)
-                count -= 1
-                if not count:
-                    return True
-        return False
 
     def accept_forced_end(self, masks: torch.Tensor, row: int) -> int | None:
         """Accepts and returns an end token if only that is allowed, else `None`; overwrites `masks[row]`."""
-        self.fill_mask(masks, row)
-        end = self._end_ids[0]
-        return end if self._only_end_allowed(_unsigned_words(masks, row)) and self.accept(end) else None
+        with self._budget:
+            if self._ended:
+                return None
+            self._matcher.fill_next_token_bitmask(masks, row, False)
+            end = self._end_ids[0]
+            forced = self._only_end_allowed(_unsigned_words(masks, row)) and self.accept(end)
+        return end if forced else None
+
+    def _forced_token(self, masks: torch.Tensor, row: int) -> int | None:
+        """Returns the token that must follow; `None` if there is a choice."""
+        if self.has_choice():
+            return None
+        self._matcher.fill_next_token_bitmask(masks, row, False)
+        words = _unsigned_words(masks, row)
+        if self.may_end and self._only_end_allowed(words):
+            return self._end_ids[0]
+        return _only_token(words)
 
     def _only_end_allowed(self, words: npt.NDArray[np.uint32]) -> bool:
         """Whether a mask allows end tokens and nothing else."""
@@ -177,9 +207,18 @@ class _CpuBudget:
             InvalidArgument: the total exceeds the budget.
             Internal: the call raised.
         """
-        self._spent_s += time.thread_time() - self._started
+        spent_s = time.thread_time() - self._started
         if isinstance(error, RuntimeError | MemoryError):
-            raise Internal(f"matching the grammar failed: {error}", param=PARAM) from error
+            raise _failure(error) from error
+        self.charge(spent_s)
+
+    def charge(self, seconds: float) -> None:
+        """Adds CPU time.
+
+        Raises:
+            InvalidArgument: the total exceeds the budget.
+        """
+        self._spent_s += seconds
         if self._spent_s > _BUDGET_S + self.num_tokens * _BUDGET_PER_TOKEN_S:
             refusal = InvalidArgument(
                 f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self.num_tokens} tokens,"
@@ -189,6 +228,11 @@ class _CpuBudget:
             )
             self._on_over_budget(refusal)
             raise refusal
+
+
+def _failure(error: Exception) -> Internal:
+    """Returns the error of a request whose matcher failed."""
+    return Internal(f"matching the grammar failed: {error}", param=PARAM)
 
 
 def _unsigned_words(masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:

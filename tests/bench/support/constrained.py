@@ -5,6 +5,9 @@ JSON schema. It measures the runner's decode step including sampling and matchin
 reports medians. The second part runs one request after the other, with forced tokens emitted at once or one
 by one, and reports forward passes per output token.
 
+`matching` measures the grammars' part alone, on the host, for the tokens of one answer: the time that delays
+the next step, and the time to search for forced tokens, which passes while a GPU still computes the logits.
+
 A GPU runs random weights, so its output follows no grammar. There one grammar accepts every token and another
 rejects more than half.
 """
@@ -17,9 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from protos.steps import Prefill
 from tests.support.sampling_params import sampling_params
-from tests.support.worker.grammar_harness import ConstrainedHarness, compiler, tokenizer
+from tests.support.worker.grammar_harness import (
+    VOCAB,
+    ConstrainedHarness,
+    compiler,
+    constraints,
+    tokenizer,
+)
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import Device
 from worker_svc.grammars.compiler import GrammarCompiler
@@ -46,6 +57,15 @@ RECORD: Final = Spec("json_schema", json.dumps({
                    "explanation": {"type": "string", "maxLength": 20}},
     "required": ["status", "confidence", "explanation"],
 }))  # fmt: skip
+ANSWER: Final = json.dumps({
+    "name": "Maria Sanchez",
+    "age": 41,
+    "tags": ["customer", "vip", "early adopter", "newsletter", "spanish", "returns often", "mobile app", "gold"] * 5,
+    "kind": "customer",
+})  # fmt: skip
+"""A text under `SCHEMA`."""
+FAST_STEP_US: Final = 1500
+"""A GPU's step, which matching must not delay by more than 5 %."""
 _PROMPT: Final = "A customer in JSON:\n"
 # Grammars over the tokens of the random model, which are w0, w1, …
 WORDS: Final = Spec("regex", "(w[0-9]+)*")
@@ -110,6 +130,40 @@ def step_cost(harness: ConstrainedHarness, *, quick: bool) -> tuple[dict[str, fl
     }
 
 
+def matching(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the microseconds of matching 32 rows in a step, and their ratio to a fast step.
+
+    Each row follows `ANSWER`, from another of its tokens on.
+    """
+    answer = tokenizer().encode(ANSWER).ids
+    compiler().submit(SCHEMA).result()
+    logits = torch.empty(BATCH, VOCAB)
+    before, after = list[float](), list[float]()
+    for _ in range(2 if quick else 20):
+        matched = constraints(num_slots=BATCH)
+        for slot in range(BATCH):
+            matched.admit(slot, SCHEMA, answer[:slot])
+        for step in range(len(answer) - BATCH):
+            tokens, drawn_at = answer[step : step + BATCH], list[float]()
+
+            def draw(_: Sequence[int] | None, tokens: list[int] = tokens) -> torch.Tensor:
+                drawn = torch.tensor(tokens)
+                drawn_at.append(time.perf_counter())  # noqa: B023 - called in this round only
+                return drawn
+
+            started = time.perf_counter()
+            choice = matched.choose(
+                range(BATCH), logits, draw, masked_first=[False] * BATCH, room=[64] * BATCH
+            )
+            ended = time.perf_counter()
+            assert choice.values == tokens, choice.errors
+            before.append(drawn_at[0] - started)
+            after.append(ended - drawn_at[0])
+    search_us, matching_us = (statistics.median(times) * 1e6 for times in (before, after))
+    figures = {"matching_us": round(matching_us, 1), "search_us": round(search_us, 1)}
+    return figures, {"matching_of_fast_step": matching_us / FAST_STEP_US}
+
+
 def passes_per_token(harness: ConstrainedHarness, spec: Spec, *, quick: bool) -> float:
     """Returns the forward passes per output token of requests that run one after the other."""
     tokens = passes = 0
@@ -128,14 +182,16 @@ def measured(*, quick: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Runs both parts on SmolLM2; returns figures and ratios."""
     harness = ConstrainedHarness(min_jump=0)
     ms, ratios = step_cost(harness, quick=quick)
+    matched, matching_ratios = matching(quick=quick)
     figures = {
         **{name: round(value, 2) for name, value in ms.items()},
+        **matched,
         "redrawn": harness.constraints.num_redrawn,
     }
     for least in (0, 4, 1):
         harness.constraints._min_jump = least
         figures[f"passes_per_token_jump_{least}"] = round(passes_per_token(harness, RECORD, quick=quick), 4)
-    return figures, ratios
+    return figures, ratios | matching_ratios
 
 
 def measured_on_words(

@@ -64,7 +64,7 @@ class CapturingDevice(PlainDevice):
 class RemainderMatcher:
     """A matcher for "divisor remainder …": token n must leave the n-th remainder, in turn."""
 
-    ended = False
+    may_end = ended = False
 
     def __init__(self, text: str, output: Sequence[int]) -> None:
         self.divisor, *self.remainders = map(int, text.split())
@@ -85,14 +85,21 @@ class RemainderMatcher:
         for token in self._allowed():
             words[token >> 5] |= np.uint32(1 << (token & 31))
 
-    def jump(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
-        """Forces the next token if only one is allowed."""
+    def has_choice(self) -> bool:
+        """Whether several tokens are allowed."""
+        return self.divisor < VOCAB
+
+    def take_chain(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
+        """Takes two tokens, if only one each is allowed."""
         del masks, row, min_tokens
-        if room <= 0 or self.divisor < VOCAB:
+        if room < 2:
             return ()
-        (token,) = self._allowed()
-        self.accept(token)
-        return (token,)
+        chain = tuple(self.remainders[(self.count + index) % len(self.remainders)] for index in range(2))
+        assert all(self.accept(token) for token in chain)
+        return chain
+
+    def charge(self, seconds: float) -> None:
+        """Does nothing: such a grammar has no budget."""
 
     def accept_forced_end(self, masks: torch.Tensor, row: int) -> None:
         """Does nothing: these texts have no end."""

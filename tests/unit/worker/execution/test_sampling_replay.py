@@ -6,11 +6,12 @@ on other requests. Tests in `tests/e2e` check the same for real models.
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import xgrammar
+import xgrammar.base
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill
@@ -235,8 +236,8 @@ def test_a_matcher_that_fails_fails_its_request_alone(monkeypatch: pytest.Monkey
         raise RuntimeError("out of states")
 
     worker = ReplayWorker()
-    monkeypatch.setattr(xgrammar, "GrammarMatcher", refuse)
-    grammar: Any = None
+    monkeypatch.setattr(xgrammar.base, "_core", SimpleNamespace(GrammarMatcher=refuse))
+    grammar: Any = SimpleNamespace(_handle=None)
     monkeypatch.setattr(
         worker.constraints,
         "admit",

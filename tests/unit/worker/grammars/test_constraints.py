@@ -1,12 +1,24 @@
 """Constrained slots: redraws under a mask, and failures that stay within one request."""
 
+import json
+import time
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from protos.errors import Internal, InvalidArgument, Unavailable
-from tests.support.worker.grammar_harness import VOCAB, compiler, constraints, needs_smollm2, tokenizer
+from tests.support.worker.grammar_harness import (
+    END,
+    VOCAB,
+    compiler,
+    constraints,
+    needs_smollm2,
+    text_of,
+    tokenizer,
+)
+from worker_svc.grammars import matcher as matcher_module
+from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 
 pytestmark = needs_smollm2
@@ -45,7 +57,7 @@ def test_a_redraw_under_the_mask_keeps_the_distribution() -> None:
 @pytest.mark.parametrize("call", ["accept_token", "fill_next_token_bitmask", "is_completed", "accept_string"])
 def test_xgrammar_failures_fail_one_request(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot with the failing matcher gets an error; the other slot keeps its token."""
-    import xgrammar
+    from xgrammar.base import _core  # type: ignore[attr-defined]
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("std::bad_alloc")
@@ -55,7 +67,7 @@ def test_xgrammar_failures_fail_one_request(call: str, monkeypatch: pytest.Monke
     several = constraints(num_slots=2)
     several.admit(0, spec, [])
     letter = tokenizer().encode("a").ids[0]
-    monkeypatch.setattr(xgrammar.GrammarMatcher, call, fail)
+    monkeypatch.setattr(_core.GrammarMatcher, call, fail)
     logits = torch.zeros(2, VOCAB)
     # The grammar must reject the draw in the case that fails while a mask is built.
     first = letter if call != "fill_next_token_bitmask" else 0
@@ -91,3 +103,66 @@ def test_a_grammar_that_is_not_compiled_is_unavailable() -> None:
     """The error is retryable: the slot can be admitted once the grammar is compiled again."""
     with pytest.raises(Unavailable):
         constraints().admit(0, Spec("regex", "not compiled"), [])
+
+
+def test_forced_tokens_are_found_before_the_draw() -> None:
+    """A chain takes the place of the row's drawn token, which is never looked up; other rows keep theirs."""
+    text = "\U00012000" * 20
+    spec, other = Spec("choice", json.dumps([f"a{text}"])), Spec("regex", "a+b")
+    for each in (spec, other):
+        compiler().submit(each).result()
+    several = constraints(num_slots=3)
+    letter = tokenizer().encode("a").ids[0]
+    several.admit(0, spec, [letter])
+    several.admit(2, other, [])
+    drawn = torch.tensor([7, 8, letter])
+    choice = several.choose(
+        [0, 1, 2], torch.zeros(3, VOCAB), lambda _: drawn, masked_first=[False] * 3, room=[90, 90, 90]
+    )
+    chain = choice.forced.pop(0)  # type: ignore[attr-defined]
+    assert (choice.forced, choice.errors, several.num_redrawn) == ({}, {}, 0)
+    assert text_of([choice.values[0], *chain]) == text
+    assert chain[-1] == END
+    assert choice.values[1:] == [8, letter]
+    assert choice.tokens.tolist() == choice.values
+    assert drawn.tolist() == [7, 8, letter]
+
+
+def test_a_chain_needs_room() -> None:
+    """A row whose parameters forbid jumps draws its tokens one by one."""
+    spec = Spec("choice", json.dumps(["\U00012000" * 20]))
+    compiler().submit(spec).result()
+    one = constraints(num_slots=1)
+    one.admit(0, spec, [])
+    first = tokenizer().encode("\U00012000").ids[0]
+    choice = one.choose(
+        [0], torch.zeros(1, VOCAB), lambda _: torch.tensor([first]), masked_first=[False], room=[0]
+    )
+    assert (choice.values, choice.forced, choice.errors) == ([first], {}, {})
+
+
+def test_a_slow_matcher_is_charged_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row whose look-up uses up its budget fails; the row beside it goes on."""
+    spec, other = Spec("regex", "a+b"), Spec("regex", "a+c")
+    for each in (spec, other):
+        compiler().submit(each).result()
+    both = constraints(num_slots=2, min_jump=0)
+    both.admit(0, spec, [])
+    both.admit(1, other, [])
+    slow, accept = both._matchers[0], Matcher.accept
+
+    def burn(matcher: Matcher, token: int) -> bool:
+        started = time.thread_time()
+        while matcher is slow and time.thread_time() - started < 0.05:
+            pass
+        return accept(matcher, token)
+
+    monkeypatch.setattr(Matcher, "accept", burn)
+    monkeypatch.setattr(matcher_module, "_BUDGET_S", 0.02)
+    monkeypatch.setattr(compiler(), "refuse", lambda *_: None)
+    drawn = torch.tensor(tokenizer().encode("a").ids * 2)
+    choice = both.choose(
+        [0, 1], torch.zeros(2, VOCAB), lambda _: drawn, masked_first=[False, False], room=[0, 0]
+    )
+    assert list(choice.errors) == [0]
+    assert "CPU time" in choice.errors[0].message

@@ -35,9 +35,11 @@ def test_a_long_forced_text_is_cheap(text: str) -> None:
     """The matcher decides whether tokens are forced without building the whole text."""
     matcher = matcher_of(Spec("grammar", f"root ::= {text}"))
     started = time.thread_time()
-    assert matcher.jump(masks(), 0, 900, 4) == ()  # "a", "aa" and so on are tokens, so there is a choice
+    assert (
+        matcher.take_chain(masks(), 0, 900, 4) == ()
+    )  # "a", "aa" and so on are tokens, so there is a choice
     assert matcher.accept(tokenizer().encode("a").ids[0])
-    matcher.jump(masks(), 0, 900, 4)
+    matcher.take_chain(masks(), 0, 900, 4)
     assert time.thread_time() - started < 0.5
 
 
@@ -49,7 +51,7 @@ def test_long_chains_are_taken_in_pieces() -> None:
     words = rows[0].numpy().view(np.uint32)
     chains, tokens = [], list[int]()
     while not matcher.ended:
-        if chain := matcher.jump(rows, 0, 100_000, 4):
+        if chain := matcher.take_chain(rows, 0, 100_000, 4):
             chains.append(len(chain))
             tokens += chain
             continue
@@ -80,3 +82,25 @@ def test_a_replayed_matcher_allows_the_same_tokens(number: int) -> None:
         token = int(rng.choice(bits))
         assert walker.accept(token)
         output.append(token)
+
+
+def test_a_chain_that_is_not_taken_leaves_no_trace() -> None:
+    """An end alone is too short a chain; afterwards the matcher still accepts it, and nothing behind it."""
+    matcher = matcher_of(Spec("regex", "a"))
+    assert matcher.accept(tokenizer().encode("a").ids[0])
+    assert matcher.take_chain(masks(), 0, 900, 4) == ()
+    assert (matcher.may_end, matcher.ended) == (True, False)
+    assert matcher.accept(END)
+    assert (matcher.may_end, matcher.ended) == (False, True)
+    assert not matcher.accept(END)
+
+
+@pytest.mark.parametrize(("pattern", "text", "choice"), [
+    ("a", "", False), ("[ae]", "", True), ("[xy]", "", False), ("[1a]x", "", True), ("za?", "z", True), ("z", "z", False),
+])  # fmt: skip
+def test_a_choice_is_found_by_probes(pattern: str, text: str, choice: bool) -> None:
+    """Two probed characters are a choice, and so are one and the end; others are left to the mask."""
+    matcher = matcher_of(Spec("regex", pattern))
+    assert all(matcher.accept(token) for token in tokenizer().encode(text).ids)
+    # The second time, what was allowed is probed first.
+    assert [matcher.has_choice(), matcher.has_choice()] == [choice, choice]
