@@ -4,7 +4,8 @@
 of requests and enforce them; `steps` and `step_messages` are step plans and results, as types and as
 messages; `kv_groups` has the kinds of KV groups. `errors` is the tree of failures that cross a service's
 border. `wire` has the schema revision, message sizes and keepalive, `server` a gRPC server with health and
-reflection. `settings` and `logs` serve all services in the same way.
+reflection, `overload` the bounds that protect a service from its clients. `settings` and `logs` serve all
+services in the same way.
 
 All packages import this one; it imports none of them.
 """

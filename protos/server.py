@@ -10,9 +10,9 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protos.call_limit import CallLimit
 from protos.errors import ConfigurationRefused
 from protos.limits import MAX_CONCURRENT_RPCS
+from protos.overload.call_limit import CallLimit
 from protos.wire import MAX_SOCKET_PATH_BYTES, SERVER_OPTIONS, unix_address
 
 

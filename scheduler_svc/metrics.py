@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from protos.overload.unread import UnreadLimits
 from scheduler_svc.dispatch.load import Load
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
 from scheduler_svc.dispatch.totals import DECODE_TIME, PREFILL_TIME, QUEUE_TIME, Totals
@@ -98,9 +99,10 @@ class SchedulerMetrics(Collector):
     "retired".
     """
 
-    def __init__(self, deployment: Deployment) -> None:
-        """Measures `deployment`."""
+    def __init__(self, deployment: Deployment, unread: UnreadLimits) -> None:
+        """Measures `deployment`, and what waits for its slow clients."""
         self._deployment = deployment
+        self._unread = unread
         self._gone: dict[str, Totals] = {}
         self._retired = Totals()
         deployment.on_detach(self._keep)
@@ -121,6 +123,7 @@ class SchedulerMetrics(Collector):
         yield replicas
         yield from _losses(self._deployment.losses)
         yield _timeouts(self._deployment.timeouts)
+        yield from _unread(self._unread)
         served = self._deployment.served
         if served is None:
             return
@@ -212,6 +215,17 @@ def _timeouts(timeouts: RequestTimeouts) -> Metric:
     for timeout in Timeout:
         requests.add_metric((timeout.value,), timeouts.num_failed[timeout])
     return requests
+
+
+def _unread(unread: UnreadLimits) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "triptych:unread_tokens", "Tokens that wait for clients of gRPC streams.", value=unread.num_tokens
+    )
+    yield CounterMetricFamily(
+        "triptych:slow_readers",
+        "gRPC streams that were ended because too much waited for their clients.",
+        value=unread.num_ended,
+    )
 
 
 def _requests(model: str, load: Load) -> Iterator[Metric]:

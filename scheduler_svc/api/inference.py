@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,6 +17,7 @@ from protos.errors import (
     abort,
 )
 from protos.logs import bind_request, get_logger
+from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.validation import check_fields
 from protos.wire import SCHEMA_REVISION, Context
@@ -72,7 +73,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Serves `deployment`."""
         self._deployment = deployment
         self._pins = PinService(deployment)
-        self._metrics = SchedulerMetrics(deployment)
+        self._unread = UnreadLimits(
+            per_reader=settings.max_unread_tokens_per_stream,
+            total=settings.max_unread_stream_tokens,
+            flags=("--max-unread-tokens-per-stream", "--max-unread-stream-tokens"),
+        )
+        self._metrics = SchedulerMetrics(deployment, self._unread)
         self.logs = EventLogs(
             lambda: deployment.engine, ttl_s=settings.event_log_ttl_s, max_tokens=settings.event_log_tokens
         )
@@ -92,34 +98,44 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         for buffer in self._streams:
             buffer.wake()
 
+    def _buffer(self, requests: Iterable[str]) -> EventBuffer:
+        """Returns the buffer of a stream, given the ids of its requests; they may change while it runs."""
+        return EventBuffer(self._unread, functools.partial(self._abort_all, requests))
+
+    def _abort_all(self, requests: Iterable[str]) -> None:
+        for request_id in requests:
+            self._engine.abort(request_id)
+
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         """Runs one request. The end of the call aborts it."""
-        buffer = EventBuffer()
+        mine: list[str] = []
+        buffer = self._buffer(mine)
         try:
             submission = self._submit(request, buffer, self.logs.sink(buffer))
-        except TriptychError as error:
-            await abort(context, error)
-        left = len(submission.sequences)
-        try:
+            mine.append(submission.request_id)
+            left = len(submission.sequences)
             while left:
                 for event in await buffer.take():
                     if isinstance(event, Event):
                         if event.error is not None:
-                            await abort(context, event.error)
+                            raise event.error
                         left -= event.finish_reason is not None
                     for message, _ in event_to_protos(event):
                         yield message
+        except TriptychError as error:
+            await abort(context, error)
         finally:
-            self._engine.abort(submission.request_id)
+            buffer.close()
+            self._abort_all(mine)
 
     async def Connect(
         self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ConnectResponse]:
         """Runs many requests. The end of the stream aborts the ones that are still live."""
-        buffer, encoder = EventBuffer(), ConnectEncoder()
         mine: set[str] = set()
+        buffer, encoder = self._buffer(mine), ConnectEncoder()
         reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
         self._streams.add(buffer)
         try:
@@ -145,10 +161,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
         finally:
             self._streams.discard(buffer)
+            buffer.close()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            for request_id in mine:
-                self._engine.abort(request_id)
+            self._abort_all(mine)
 
     async def _read(
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
@@ -188,24 +204,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs one request of a pooling model. The end of the call aborts it."""
-        buffer = EventBuffer()
+        mine: list[str] = []
+        buffer = self._buffer(mine)
         try:
             self._check_model(request.model)
             submission = pool_submission_from_proto(request)
             with bind_request(submission.request_id):
                 self._engine.submit_pooling(submission, buffer)
-        except TriptychError as error:
-            await abort(context, error)
-        try:
+            mine.append(submission.request_id)
             (event,) = await buffer.take()
             assert isinstance(event, Event)
             if event.error is not None:
-                await abort(context, event.error)
+                raise event.error
             if event.finish_reason is FinishReason.ABORT:
-                await abort(context, Aborted("the request was aborted"))
+                raise Aborted("the request was aborted")
             return pooled_to_proto(event)
+        except TriptychError as error:
+            await abort(context, error)
         finally:
-            self._engine.abort(submission.request_id)
+            buffer.close()
+            self._abort_all(mine)
 
     def _check_model(self, name: str) -> None:
         """Refuses requests while draining, and requests for another model."""

@@ -33,6 +33,7 @@ from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos.errors import Unavailable
 from protos.kv_groups import GroupKind
+from protos.overload.unread import UnreadLimits
 from protos.steps import Decode, Prefill, StepResult
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.event_buffer import EventBuffer
@@ -133,7 +134,8 @@ class OurScheduler:
             MAX_MODEL_LEN, vllm_peer.VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
         )
         self._engine.attach("replica", AttachedReplica(self._scheduler, lambda: None))
-        self._sink = EventBuffer()
+        limits = UnreadLimits(per_reader=1 << 20, total=1 << 22, flags=("", ""))
+        self._sink = EventBuffer(limits, lambda: None)
         self._loop = asyncio.new_event_loop()
         self.num_decoding = 0
 

@@ -51,6 +51,8 @@ async def test_before_a_worker_is_ready_only_metrics_of_workers_are_served() -> 
         "triptych:suspect_requests_total",
         "triptych:poison_requests_total",
         "triptych:timed_out_requests_total",
+        "triptych:unread_tokens",
+        "triptych:slow_readers_total",
     }
     assert set(samples.values()) == {0}
 

@@ -4,6 +4,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.dispatch.placement import AttachedReplica
@@ -48,7 +49,9 @@ class MeasuredRig:
         self.deployment = Deployment(Settings(), rig.engine)
         model = description_from_proto(worker_pb2.DescribeResponse()).model
         self.deployment.served = describe_served(model, {}, served_name="the model", max_model_len=64)
-        self.metrics = SchedulerMetrics(self.deployment)
+        self.metrics = SchedulerMetrics(
+            self.deployment, UnreadLimits(per_reader=1000, total=1000, flags=("", ""))
+        )
 
     def scrape(self) -> Scrape:
         return Scrape(generate_latest(self.metrics))
@@ -187,6 +190,8 @@ def test_before_a_model_is_served_only_workers_are_reported() -> None:
         "triptych:suspect_requests",
         "triptych:poison_requests",
         "triptych:timed_out_requests",
+        "triptych:unread_tokens",
+        "triptych:slow_readers",
     ]
     assert bench.scrape().value("triptych:replicas", state="configuring") == 1
 

@@ -1,0 +1,115 @@
+"""Bounds on what waits for slow readers: for each of them, and for all together.
+
+Readers are clients' streams in the scheduler and answers to HTTP requests in the gateway. What waits is
+counted in tokens; each log-probability counts as one more.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from protos.errors import Overloaded, TriptychError
+
+_RETRY_AFTER_MS: Final = 1000
+
+
+class UnreadLimits:
+    """The bounds, and all readers that have something to read."""
+
+    per_reader: int
+    """Tokens that may wait for one reader."""
+    total: int
+    """Tokens that may wait for all readers."""
+    num_tokens: int
+    """Tokens that wait for all readers."""
+    behind: "set[UnreadTokens]"
+    """The readers for which something waits."""
+    num_ended: int
+    """Readers that were ended because they were too slow."""
+
+    def __init__(self, *, per_reader: int, total: int, flags: tuple[str, str]) -> None:
+        """Starts without readers.
+
+        Args:
+            per_reader: tokens that may wait for one reader.
+            total: tokens that may wait for all readers. The slowest reader is ended when there are more.
+            flags: the settings' flags, for errors.
+        """
+        self.num_tokens = 0
+        self.num_ended = 0
+        self.per_reader = per_reader
+        self.total = total
+        self._flags = flags
+        self.behind = set()
+
+    def reader(self, on_end: Callable[[TriptychError], None]) -> "UnreadTokens":
+        """Returns the count of a new reader.
+
+        Args:
+            on_end: called from the event loop when the reader is ended. It must drop everything that waits.
+        """
+        return UnreadTokens(self, on_end)
+
+    def check(self, last: "UnreadTokens") -> None:
+        """Ends a reader if a bound is exceeded, given the one whose count has grown."""
+        if last.num > self.per_reader:
+            self._end(last, f"more than {self.per_reader} tokens of it wait", self._flags[0])
+        elif self.num_tokens > self.total:
+            slowest = max(self.behind, key=lambda reader: reader.num)
+            detail = f"{slowest.num} tokens of it and {self.num_tokens} of all clients wait"
+            self._end(slowest, detail, self._flags[1])
+
+    def _end(self, reader: "UnreadTokens", detail: str, flag: str) -> None:
+        self.num_ended += 1
+        reader.close()
+        error = Overloaded(
+            f"the client reads too slowly: {detail} ({flag}); read faster, or ask for less at a time",
+            retry_after_ms=_RETRY_AFTER_MS,
+        )
+        # The tokens may come in the middle of a scheduler's step, where no request may be aborted.
+        asyncio.get_running_loop().call_soon(reader.on_end, error)
+
+
+class UnreadTokens:
+    """Counts what waits for one reader."""
+
+    __slots__ = ("_limits", "closed", "num", "on_end")
+
+    num: int
+    """Tokens that wait."""
+    closed: bool
+    """Whether the reader reads no more; then nothing is counted."""
+    on_end: Callable[[TriptychError], None]
+    """Called when the reader is ended."""
+
+    def __init__(self, limits: UnreadLimits, on_end: Callable[[TriptychError], None]) -> None:
+        self.num = 0
+        self.closed = False
+        self.on_end = on_end
+        self._limits = limits
+
+    def add(self, num_tokens: int) -> None:
+        """Counts tokens that wait; may end a reader."""
+        if self.closed:
+            return
+        limits = self._limits
+        if not self.num:
+            limits.behind.add(self)
+        self.num += num_tokens
+        limits.num_tokens += num_tokens
+        if self.num > limits.per_reader or limits.num_tokens > limits.total:
+            limits.check(self)
+
+    def remove(self, num_tokens: int) -> None:
+        """Counts tokens that were read."""
+        if self.closed:
+            return
+        self.num -= num_tokens
+        self._limits.num_tokens -= num_tokens
+        if not self.num:
+            self._limits.behind.discard(self)
+
+    def close(self) -> None:
+        """Forgets the reader and what waits for it."""
+        self.remove(self.num)
+        self.closed = True

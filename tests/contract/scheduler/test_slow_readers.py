@@ -1,0 +1,114 @@
+"""Real gRPC clients that do not read their streams, so that flow control stops the scheduler's writes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos.errors import Overloaded, from_rpc_error
+from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
+from protos.wire import SCHEMA_REVISION
+from scheduler_svc.settings import Settings
+from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    generate_request,
+    joined,
+    run_scheduler,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.contract
+
+# Longer than what a scheduler and a client's library buffer together.
+_LONG = 60_000
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[RunningScheduler]:
+    """Runs a scheduler whose worker generates long answers on few slots."""
+    worker = FakeWorker(max_model_len=_LONG, num_blocks=_LONG // 2, default_chunk=16, default_block_size=16)
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
+        yield scheduler
+
+
+@contextlib.asynccontextmanager
+async def slow_client(scheduler: RunningScheduler) -> AsyncIterator["inference_pb2_grpc.InferenceAsyncStub"]:
+    """Yields the stub of a client with a channel of its own, which takes little without being read."""
+    port = scheduler.server.port
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def long_request(name: str) -> inference_pb2.GenerateRequest:
+    return generate_request(request_id=name, max_tokens=_LONG - 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def error_of(stream: AsyncIterable[object]) -> Overloaded:
+    """Reads a stream to its end and returns the error that it ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, Overloaded)
+    return error
+
+
+async def test_a_stream_that_is_not_read_ends() -> None:
+    """Its requests are aborted at once. When the client reads on, it finds RESOURCE_EXHAUSTED."""
+    settings = Settings(max_num_seqs=4, max_unread_tokens_per_stream=2048)
+    async with serving(settings) as scheduler, slow_client(scheduler) as stub:
+        call = stub.Connect()
+        for number in range(4):
+            await call.write(
+                inference_pb2.ConnectRequest(
+                    schema_revision=SCHEMA_REVISION, generate=long_request(f"r{number}")
+                )
+            )
+        await until(lambda: len(scheduler.engine.live()) == 4)
+        assert await tokens_of(scheduler, generate_request([9])) == expected_tokens([9], 8)
+        await until(lambda: not scheduler.engine.live())
+        assert "--max-unread-tokens-per-stream" in (await error_of(call)).message
+        samples = (await scheduler.inference.GetMetrics(inference_pb2.GetMetricsRequest())).text.decode()
+        assert "triptych:unread_tokens 0.0" in samples
+        assert "triptych:slow_readers_total 1.0" in samples
+
+
+async def test_a_single_request_that_is_not_read_ends() -> None:
+    """The same holds for Generate. A client that reads may ask for far more tokens than may wait."""
+    settings = Settings(max_num_seqs=4, max_unread_tokens_per_stream=1024)
+    async with serving(settings) as scheduler, slow_client(scheduler) as stub:
+        call = stub.Generate(long_request("slow"))
+        await until(lambda: bool(scheduler.engine.live()))
+        await until(lambda: not scheduler.engine.live())
+        assert "--max-unread-tokens-per-stream" in (await error_of(call)).message
+        assert len(await tokens_of(scheduler, generate_request(max_tokens=2000))) == 2000
+
+
+async def test_too_much_for_all_clients_ends_the_slowest() -> None:
+    """The stream with the most unread tokens ends; the other one does not, although it is not read either."""
+    settings = Settings(max_num_seqs=4, max_unread_tokens_per_stream=10**6, max_unread_stream_tokens=2048)
+    async with (
+        serving(settings) as scheduler,
+        slow_client(scheduler) as slow,
+        slow_client(scheduler) as other,
+    ):
+        short = other.Generate(generate_request(request_id="short", max_tokens=500))
+        long = slow.Generate(long_request("long"))
+        await until(lambda: bool(scheduler.engine.live()))
+        await until(lambda: not scheduler.engine.live())
+        assert "--max-unread-stream-tokens" in (await error_of(long)).message
+        answer = [token async for event in short for token in event.token_ids]
+        assert answer == expected_tokens([5, 6, 7], 500)
