@@ -18,6 +18,7 @@ from gateway.app import create_app
 from gateway.http.protocol import BoundedProtocol
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
+from gateway.scheduler_link.request_table import unread_limits
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos import logs
@@ -125,6 +126,7 @@ def serve(settings: Settings) -> None:
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
         parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
+        unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
     )
     config = http_config(settings, create_app(settings, client))
     allow_files(settings.max_connections + _OTHER_FILES)

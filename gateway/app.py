@@ -57,7 +57,9 @@ def create_app(
         wall_clock: seconds since the epoch.
     """
     watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=_preparation(settings))
-    metrics = Metrics(lambda: watcher.model_name, lambda: client.num_pending, lambda: len(client.parking))
+    metrics = Metrics(
+        lambda: watcher.model_name, lambda: client.num_pending, lambda: len(client.parking), client.unread
+    )
     text_worker = TextWorker(settings.max_waiting_texts)
 
     @contextlib.asynccontextmanager

@@ -14,8 +14,10 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from protos.overload.unread import UnreadLimits
 
 # vLLM's bucket bounds, seconds: dashboards made for vLLM keep working.
 _TTFT: Final = (
@@ -74,11 +76,35 @@ class _TokenHistogram(Collector):
         yield family
 
 
+class _SlowReaders(Collector):
+    """What waits for clients, and the answers that were ended for it."""
+
+    def __init__(self, unread: UnreadLimits) -> None:
+        self._unread = unread
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields both metrics, for a scrape."""
+        yield GaugeMetricFamily(
+            "triptych:gateway_unread_tokens",
+            "Tokens that wait for HTTP clients that read slowly.",
+            value=self._unread.num_tokens,
+        )
+        yield CounterMetricFamily(
+            "triptych:gateway_slow_readers",
+            "Answers that were ended because too much waited for their clients.",
+            value=self._unread.num_ended,
+        )
+
+
 class Metrics:
     """One gateway's metrics, in their own registry."""
 
     def __init__(
-        self, model_name: Callable[[], str], num_pending: Callable[[], int], num_parked: Callable[[], int]
+        self,
+        model_name: Callable[[], str],
+        num_pending: Callable[[], int],
+        num_parked: Callable[[], int],
+        unread: UnreadLimits,
     ) -> None:
         """Creates the metrics.
 
@@ -86,6 +112,7 @@ class Metrics:
             model_name: returns the served model's name at the moment, for labels.
             num_pending: returns how many requests have not finished, parked ones included.
             num_parked: returns how many new requests wait for a scheduler with a ready worker.
+            unread: what waits for clients.
         """
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -131,6 +158,7 @@ class Metrics:
         self._gauge(
             "triptych:gateway_parked_requests", "New requests that wait for a scheduler with a ready worker."
         ).set_function(num_parked)
+        self.registry.register(_SlowReaders(unread))
         self._scheduler_up = self._gauge(
             "triptych:gateway_scheduler_up", "Whether the scheduler's metrics follow."
         )

@@ -33,6 +33,8 @@ class Settings(ServiceSettings):
             "max_parked_requests",
             "max_connections",
             "max_waiting_texts",
+            "max_unread_tokens_per_answer",
+            "max_unread_answer_tokens",
         ),
         Group.ADDRESSES: ("host", "port", "reuse_port", "metrics_port", "scheduler_address"),
         Group.TIMEOUTS: (
@@ -153,6 +155,23 @@ class Settings(ServiceSettings):
             " gets 429.",
         ),
     ] = 256
+
+    max_unread_tokens_per_answer: Annotated[
+        int,
+        Field(
+            ge=256,
+            description="Tokens of one answer that may wait for a client that reads slowly, log-probabilities"
+            " counted too; beyond them the answer ends with an error, and its request is aborted.",
+        ),
+    ] = 1 << 16
+    max_unread_answer_tokens: Annotated[
+        int,
+        Field(
+            ge=256,
+            description="Tokens that may wait for all clients together; beyond them the answer with the most"
+            " unread tokens ends in the same way.",
+        ),
+    ] = 1 << 20
 
     tool_call_parser: Annotated[
         str,

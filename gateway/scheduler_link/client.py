@@ -21,6 +21,7 @@ from gateway.scheduler_link.request_table import Outbox, RequestTable
 from gateway.scheduler_link.tokenizer_download import download_tokenizer
 from protos import wire
 from protos.errors import TriptychError, Unavailable, from_rpc_error
+from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub
@@ -47,6 +48,8 @@ class InferenceClient:
 
     parking: Parking
     """The new requests that wait for a scheduler with a ready worker."""
+    unread: UnreadLimits
+    """What waits for HTTP clients."""
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class InferenceClient:
         resume_timeout_s: float = 60.0,
         call_timeout_s: float = 5.0,
         parking: Parking | None = None,
+        unread: UnreadLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the client; :meth:`start` connects it.
@@ -64,6 +68,7 @@ class InferenceClient:
             resume_timeout_s: how long running requests wait for a lost scheduler.
             call_timeout_s: deadline of unary calls.
             parking: the places of new requests that wait for a scheduler; ``None``: as many as by default.
+            unread: bounds what waits for HTTP clients; ``None``: as by default.
             clock: monotonic seconds.
         """
         self._address = address
@@ -72,7 +77,8 @@ class InferenceClient:
         self._clock = clock
         self._outbox = Outbox()
         self.parking = parking if parking is not None else Parking()
-        self._table = RequestTable(self._outbox, self.parking, resume_timeout_s)
+        self._table = RequestTable(self._outbox, self.parking, resume_timeout_s, unread)
+        self.unread = self._table.unread
         self._connection = Connection(address, self._outbox, self._table, clock)
         self._task: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel

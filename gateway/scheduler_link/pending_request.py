@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, Self
 
 from protos.errors import Internal, TriptychError
 from protos.limits import MAX_REQUEST_ID_BYTES
+from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -202,6 +203,11 @@ def _age_ms(seconds: float) -> int:
     return min(int(1000 * seconds), _LONGEST_AGE_MS)
 
 
+def _weight(event: SequenceEvent) -> int:
+    """Returns the tokens of an event, at least 1, and its log-probabilities."""
+    return max(1, len(event.token_ids)) + sum(1 + len(entry.top_token_ids) for entry in event.logprobs)
+
+
 class RequestGroup:
     """Requests that were submitted together, and their events for one reader.
 
@@ -215,6 +221,7 @@ class RequestGroup:
         self,
         requests: Sequence[inference.GenerateRequest],
         abort: Callable[[PendingRequest, int | None], None],
+        limits: UnreadLimits,
     ) -> None:
         """Creates a group without events.
 
@@ -222,6 +229,7 @@ class RequestGroup:
             requests: the requests to send.
             abort: drops a request, or one of its sequences, here and at the scheduler; does nothing for
                 finished ones.
+            limits: bounds the events that may wait for the reader.
         """
         self.requests = []
         self._sequences: list[tuple[PendingRequest, int]] = []
@@ -230,6 +238,10 @@ class RequestGroup:
             self.requests.append(pending)
             self._sequences += [(pending, sequence) for sequence in range(pending.n)]
         self._abort = abort
+        self._unread = limits.reader(self._on_slow_reader)
+        self._num_taken = 0
+        # Before it, nothing counts as unread: a replay brings all of its events at once.
+        self._has_reader = False
         self._unfinished = set(range(len(self._sequences)))
         self._may_hold = not all(pending.prompt_complete for pending in self.requests)
         # A plain token becomes an event when it is taken, so that a step's tokens are handed out quickly.
@@ -244,13 +256,18 @@ class RequestGroup:
 
         Raises:
             TriptychError: if a request failed; the others of the group have been aborted.
+            Overloaded: if the reader came too late, and too many events waited. They are gone.
         """
+        self._has_reader = True
+        self._unread.remove(self._num_taken)
+        self._num_taken = 0
         while not self._events and self._error is None and self._unfinished:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
             self._waiter = None
         if self._events:
             events, self._events = self._events, []
+            self._num_taken = self._unread.num
             return [
                 (index, SequenceEvent((event,)) if isinstance(event, int) else event)
                 for index, event in events
@@ -269,6 +286,8 @@ class RequestGroup:
         self._events.append((index, token_id))
         if self._waiter is not None:
             self._wake()
+        elif self._has_reader:
+            self._unread.add(1)
 
     def put(self, index: int, event: SequenceEvent) -> None:
         """Adds an event of sequence ``index``.
@@ -284,6 +303,8 @@ class RequestGroup:
                 self._events += pending.held_events
                 pending.held_events.clear()
             self._events.append((index, event))
+            if self._waiter is None and self._has_reader:
+                self._unread.add(_weight(event))
         else:
             pending.held_events.append((index, event))
         self._wake()
@@ -298,8 +319,13 @@ class RequestGroup:
             self._error = error
         self._wake()
 
+    def _on_slow_reader(self, error: TriptychError) -> None:
+        self._events.clear()
+        self.fail(error)
+
     def abort(self) -> None:
         """Drops all requests that have not finished; they deliver no further events."""
+        self._unread.close()
         for pending in self.requests:
             self._abort(pending, None)
 

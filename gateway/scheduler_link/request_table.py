@@ -12,6 +12,7 @@ from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
 from protos.errors import Aborted, InvalidArgument, Overloaded, TriptychError, Unavailable, from_proto
+from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.wire import MAX_MESSAGE_BYTES
@@ -60,17 +61,30 @@ _RESUBMIT_PAUSE_S: Final = 0.5
 _MAX_REQUEST_BYTES: Final = MAX_MESSAGE_BYTES - 1024
 
 
+def unread_limits(per_answer: int = 1 << 16, total: int = 1 << 20) -> UnreadLimits:
+    """Returns the bounds on tokens that wait for HTTP clients: of one answer, and of all together."""
+    flags = ("--max-unread-tokens-per-answer", "--max-unread-answer-tokens")
+    return UnreadLimits(per_reader=per_answer, total=total, flags=flags)
+
+
 class RequestTable:
     """The requests of this process that have not finished."""
 
-    def __init__(self, outbox: Outbox, parking: Parking, resume_timeout_s: float) -> None:
+    unread: UnreadLimits
+    """What waits for HTTP clients."""
+
+    def __init__(
+        self, outbox: Outbox, parking: Parking, resume_timeout_s: float, unread: UnreadLimits | None = None
+    ) -> None:
         """Creates an empty table.
 
         Args:
             outbox: takes messages for the scheduler.
             parking: the places of new requests that wait for a scheduler with a ready worker.
             resume_timeout_s: how long an interrupted request waits for a scheduler before it fails.
+            unread: bounds what waits for HTTP clients; ``None``: as by default.
         """
+        self.unread = unread or unread_limits()
         self._outbox = outbox
         self._parking = parking
         self._resume_timeout_s = resume_timeout_s
@@ -86,7 +100,7 @@ class RequestTable:
 
         While no stream is open, the requests are parked; the caller has made sure that there is room.
         """
-        group = RequestGroup(requests, self.abort)
+        group = RequestGroup(requests, self.abort, self.unread)
         park_until = asyncio.get_running_loop().time() + self._parking.timeout_s
         for pending in group.requests:
             pending.park_until = park_until
@@ -106,7 +120,7 @@ class RequestTable:
             requests: as the earlier client sent them, with new ids.
             logs: for each request, its events so far.
         """
-        group = RequestGroup(requests, self.abort)
+        group = RequestGroup(requests, self.abort, self.unread)
         for pending, events in zip(group.requests, logs, strict=True):
             self._pending[pending.wire_id] = pending
             for event in events:

@@ -20,7 +20,7 @@ from gateway.answers.resumable import ChunkNumbers
 from gateway.metrics import Metrics
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import RequestGroup
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.request_table import Outbox, RequestTable, unread_limits
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.completions import CompletionRequest
@@ -162,7 +162,7 @@ async def stream(
     case: Case, served: ServedModel, group: RequestGroup, seen: tuple[int, ...]
 ) -> list[tuple[str, bytes]]:
     """Returns the chunks of a stream with their ids; the end has none."""
-    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0)
+    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits())
     worker = TextWorker()
     generation = Generation.begin(
         group, case.body, served, worker, Timing(metrics, lambda: 0.0, 0.0), markers=case.plan.markers,

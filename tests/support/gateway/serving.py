@@ -19,6 +19,7 @@ from gateway.__main__ import HttpServer, http_config, listen
 from gateway.app import create_app
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
+from gateway.scheduler_link.request_table import unread_limits
 from gateway.settings import Settings
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import demo_models as models
@@ -114,6 +115,7 @@ async def running_gateway(
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
         parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
+        unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
     )
     app = create_app(settings, client)
     listener = listen("127.0.0.1", 0)

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from gateway.metrics import _INTER_TOKEN, Metrics
+from gateway.scheduler_link.request_table import unread_limits
 
 GAPS = [0.0, 0.01, 0.010001, 0.3, 79.9, 80.0, 1e9]
 
@@ -23,7 +24,7 @@ def test_gaps_between_tokens_are_a_histogram_like_any_other() -> None:
     peer = Histogram(
         name, "Time between tokens of a sequence.", ("model_name",), buckets=_INTER_TOKEN, registry=registry
     ).labels("m")
-    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0)
+    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits())
     metrics.first_token(1, 0.5)
     for gap in GAPS:
         metrics.tokens(1, gap)
@@ -34,7 +35,7 @@ def test_gaps_between_tokens_are_a_histogram_like_any_other() -> None:
 def test_tokens_count_for_the_model_that_generated_them() -> None:
     """Another model's name may follow, and a scrape counts nothing twice."""
     served = "one"
-    metrics = Metrics(lambda: served, lambda: 0, lambda: 0)
+    metrics = Metrics(lambda: served, lambda: 0, lambda: 0, unread_limits())
     metrics.first_token(3, 0.5)
     metrics.tokens(4, 0.1)
     served = "two"

@@ -5,12 +5,15 @@ import asyncio
 import pytest
 
 from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
+from gateway.scheduler_link.request_table import unread_limits
 from protos.errors import Internal, Overloaded
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
 
-def make(size: int = 1, n: int | None = None) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
+def make(
+    size: int = 1, n: int | None = None, per_answer: int = 1000
+) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
     """Returns a group and its aborts.
 
     Each abort is the first sequence of its request in the group, and the aborted sequence (None: all).
@@ -21,7 +24,7 @@ def make(size: int = 1, n: int | None = None) -> tuple[RequestGroup, list[tuple[
     def abort(pending: PendingRequest, sequence: int | None) -> None:
         aborted.append((pending.first_index, sequence))
 
-    return RequestGroup(requests, abort), aborted
+    return RequestGroup(requests, abort, unread_limits(per_answer)), aborted
 
 
 def event(
@@ -189,7 +192,7 @@ def make_with_prompt_logprobs(size: int = 1) -> RequestGroup:
         inference.GenerateRequest(request_id=f"r{index}", n=2, prompt_token_ids=[1, 2, 3], sampling=sampling)
         for index in range(size)
     ]
-    return RequestGroup(requests, lambda *_: None)
+    return RequestGroup(requests, lambda *_: None, unread_limits())
 
 
 def deliver(
@@ -256,3 +259,50 @@ async def test_sequences_are_numbered_across_requests() -> None:
         put(group, index, event(reason=pb.FINISH_REASON_STOP, sequence=index % 3))
     assert len(await group.take()) == 5
     assert await group.take() == []
+
+
+async def test_a_reader_that_comes_too_late() -> None:
+    """It finds an error instead of the events, and the request has been aborted."""
+    group, aborted = make(per_answer=10)
+    put(group, 0, event(1))
+    await group.take()
+    for token in range(6):
+        group.put_token(0, token)
+    put(group, 0, event(*range(5)))
+    await asyncio.sleep(0)
+    assert aborted == [(0, None)]
+    with pytest.raises(Overloaded, match="--max-unread-tokens-per-answer"):
+        await group.take()
+
+
+async def test_log_probabilities_count_as_unread() -> None:
+    """They take more memory than tokens."""
+    group, aborted = make(per_answer=10)
+    put(group, 0, event(1))
+    await group.take()
+    put(group, 0, inference.GenerateEvent(token_ids=[1], logprobs=[pb.TokenLogprobs(top_token_ids=[0] * 9)]))
+    await asyncio.sleep(0)
+    assert aborted
+
+
+async def test_what_a_reader_waits_for_is_not_unread() -> None:
+    """Nor is a replay, which comes before its reader; what a reader has taken counts until its next take."""
+    limits = unread_limits(10)
+    group = RequestGroup([inference.GenerateRequest()], lambda *_: None, limits)
+    for token in range(100):
+        group.put_token(0, token)
+    assert len(await group.take()) == 100
+    reader = asyncio.create_task(group.take())
+    await asyncio.sleep(0)
+    for token in range(100):
+        group.put_token(0, token)
+    assert len(await reader) == 100
+    for token in range(9):
+        group.put_token(0, token)
+    await group.take()
+    assert limits.num_tokens == 9
+    group.put_token(0, 1)
+    await group.take()
+    assert limits.num_tokens == 1
+    group.abort()
+    assert limits.num_tokens == 0
