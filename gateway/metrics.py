@@ -120,18 +120,14 @@ class Metrics:
         self._model_name = model_name
         self._labelled: str | None = None
         names = ("model_name",)
-
-        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, names, buckets=bounds, registry=self.registry)
-
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
         self._itl = _TokenHistogram(
             "vllm:inter_token_latency_seconds",
             "Time between tokens of a sequence.",
             _INTER_TOKEN,
             self.registry,
         )
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _END_TO_END)
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _END_TO_END)
         self._prompt = Counter(
             "vllm:prompt_tokens", "Prompt tokens of finished sequences.", names, registry=self.registry
         )
@@ -162,6 +158,9 @@ class Metrics:
         self._scheduler_up = self._gauge(
             "triptych:gateway_scheduler_up", "Whether the scheduler's metrics follow."
         )
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), buckets=bounds, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
