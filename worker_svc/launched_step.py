@@ -13,9 +13,11 @@ class LaunchedStep:
     outputs: Sequence[SlotOutput] = ()
     """The outputs, if the host had to know them to complete the step."""
     read_tokens: Callable[[], Sequence[int]] | None = None
-    """Otherwise a function that waits for the step and returns one token for each slot of its work."""
+    """Otherwise a function that waits for the step and returns its tokens: one for each slot of its work, or
+    none if the work samples none."""
     runs_ahead: bool = False
-    """Whether the next step may be launched before the tokens are read: nothing of it depends on the host."""
+    """Whether the next step may be launched before `read_tokens` is called, and on which thread that happens
+    does not matter: nothing of the next step depends on the host."""
 
     def wait(self, work: Work | None) -> list[SlotOutput]:
         """Waits for the step; returns its outputs by slot.
@@ -26,6 +28,6 @@ class LaunchedStep:
         if self.read_tokens is None:
             return list(self.outputs)
         assert isinstance(work, Prefill | Decode)
-        return [
-            SlotOutput(slot, (token,)) for slot, token in zip(slots_of(work), self.read_tokens(), strict=True)
-        ]
+        tokens = self.read_tokens()
+        slots = slots_of(work) if tokens else ()
+        return [SlotOutput(slot, (token,)) for slot, token in zip(slots, tokens, strict=True)]

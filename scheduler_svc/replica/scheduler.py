@@ -306,7 +306,8 @@ class ReplicaScheduler:
             belong to their requests either way.
         """
         decoding, slots = self._decoding, self._slots
-        if step.left or (slots.prefilling and self._interleave.prefill_due):
+        # A row that has left may end a lease; a chunk is of another request.
+        if (num_steps and step.left) or (slots.prefilling and self._interleave.prefill_due):
             return None
         # Sequences of a request can share a window that slides in place only while nothing is in flight.
         if self.kv.slides_in_place and any(request.group is not None for request in step.requests):
@@ -323,7 +324,7 @@ class ReplicaScheduler:
     def _next_chunk(self, step: InFlight, chunk: Prefill) -> StepPlan | None:
         """Returns a plan with the chunk behind one that runs, if a chunk follows in any case."""
         request = step.requests[0]
-        if step.left:
+        if chunk.slot in step.left:
             return None
         last = chunk.num_tokens == request.num_to_prefill
         if last and not self._interleave.prefill_due:

@@ -1,14 +1,15 @@
 """Runs the plans of one Execute stream: each plan's step, and the further steps that it leases."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.logs import get_logger
 from protos.step_messages import one_token_each, result_to_proto
-from protos.steps import Decode, StepPlan, StepResult
+from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc.launched_step import LaunchedStep
 
@@ -28,18 +29,27 @@ class Arrivals(Protocol):
         """Whether a plan has arrived that ends the lease of plan `step`, or the stream has ended."""
         ...
 
-    def has_next(self, step: int) -> bool:
-        """Whether the plan after `step` has arrived, and is going to run."""
-        ...
+
+class Thread(Protocol):
+    """The thread that runs the plans: `api.model_thread.ModelThread`."""
+
+    def progressed(self) -> None:
+        """Reports progress."""
+
+    def defer(self, function: Callable[[], object]) -> None:
+        """Queues a function on the thread that waits for the device."""
+
+    def settle(self) -> None:
+        """Waits until everything that was deferred has run."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step."""
+    """A launched step, or why it could not be launched."""
 
     plan: StepPlan
     index: int
-    launched: LaunchedStep
+    launched: LaunchedStep | Exception
     since: float
     goes_on: bool
     """Whether another step of the plan follows, if this one gives one token for each slot."""
@@ -52,65 +62,66 @@ class PlanRunner:
     see it first; when a plan arrives that does not continue it; and when a step fails. A plan that continues
     another runs only if the other ran whole.
 
-    Where nothing of a step depends on the host, the next one is launched before its tokens are read, so that
-    a device that runs ahead has work while the host reads and reports them.
+    Where nothing of a step depends on the host, another thread waits for its tokens and hands them over. The
+    model thread launches the next step meanwhile, so that the device always has work. It launches one step of
+    a lease ahead, no more: a plan that ends the lease would have to wait for the rest.
     """
 
     def __init__(
         self,
         worker: Launcher,
         arrivals: Arrivals,
+        thread: Thread,
         *,
         hand_over: Callable[[StepPlan, StepResult], None],
-        on_progress: Callable[[], None],
     ) -> None:
         """Runs the plans of one stream.
 
         Args:
             worker: runs the steps.
             arrivals: the plans that have arrived.
-            hand_over: takes each result with its plan.
-            on_progress: called between the steps of a lease.
+            thread: the thread that calls `run`.
+            hand_over: takes each result with its plan, on either thread.
         """
         self._worker = worker
         self._arrivals = arrivals
+        self._thread = thread
         self._hand_over = hand_over
-        self._on_progress = on_progress
-        # The number of the last plan that ran whole; its last step may still be unread.
+        # The number of the last plan whose steps were all launched.
         self._whole = -1
-        self._unread: _Step | None = None
+        # The number of the last plan with a step that did not give one token for each slot: that step ended
+        # the plan, or was void itself. Results are answered in order, so only one thread writes at a time.
+        self._broken = -1
         # When the last result was read.
         self._read_s = 0.0
 
     def run(self, plan: StepPlan) -> None:
         """Runs a plan's step, then leased steps until the lease or the plan ends."""
-        if plan.continues and self._whole != plan.step - 1:
+        if plan.continues and (self._whole != plan.step - 1 or self._broken == plan.step - 1):
             self._pass_over(plan)
             return
         lease = plan.work.lease if isinstance(plan.work, Decode) else 1
         step = plan
         for index in range(lease):
-            started = time.perf_counter()
+            since = time.perf_counter()
             launched = self._launch(step, leased=index > 0)
-            if not self._answer_unread() and (index > 0 or plan.continues):
-                # That step failed, and this one computed on what it left.
-                if index == 0:
-                    self._hand_over(plan, StepResult(plan.step, void=True))
+            deferred = isinstance(launched, LaunchedStep) and launched.runs_ahead
+            last = index + 1 == lease
+            if not last or not deferred:
+                self._thread.settle()
+            goes_on = (
+                not last and not self._is_void(plan, index) and not self._arrivals.is_superseded(plan.step)
+            )
+            current = _Step(plan, index, launched, since, goes_on)
+            if deferred:
+                self._thread.defer(partial(self._answer, current))
+            else:
+                self._answer(current)
+            if last:
+                self._whole = plan.step
+            if not goes_on or self._broken == plan.step:
                 return
-            if isinstance(launched, Exception):
-                self._answer_failure(plan, index, started, launched)
-                return
-            goes_on = index + 1 < lease and not self._arrivals.is_superseded(plan.step)
-            current = _Step(plan, index, launched, started, goes_on)
-            if launched.runs_ahead and (goes_on or self._arrivals.has_next(plan.step)):
-                self._unread = current
-            elif not self._answer(current):
-                return
-            if not goes_on:
-                if index + 1 == lease:
-                    self._whole = plan.step
-                return
-            self._on_progress()
+            self._thread.progressed()
             assert isinstance(step.work, Decode)
             step = StepPlan(plan.step, work=step.work.next())
 
@@ -120,52 +131,68 @@ class PlanRunner:
         except Exception as error:  # noqa: BLE001 - any exception fails this step only
             return error
 
+    def _is_void(self, plan: StepPlan, index: int) -> bool:
+        """Whether a step computes on what an earlier one should have left, and that one did not."""
+        if index == 0:
+            return plan.continues and self._broken == plan.step - 1
+        return self._broken == plan.step
+
     def _pass_over(self, plan: StepPlan) -> None:
         """Applies a plan whose work is void: its requests keep the blocks that it gives them."""
-        self._answer_unread()
-        started = time.perf_counter()
+        since = time.perf_counter()
         applied = self._launch(replace(plan, work=None), leased=False)
+        self._thread.settle()
+        self._broken = plan.step
         if isinstance(applied, Exception):
-            self._answer_failure(plan, 0, started, applied)
+            self._answer_failure(_Step(plan, 0, applied, since, goes_on=False), applied)
         else:
             self._hand_over(plan, StepResult(plan.step, (), applied.outputs, void=True))
 
-    def _answer_unread(self) -> bool:
-        """Answers the step before the one just launched; returns whether it went well."""
-        unread, self._unread = self._unread, None
-        return unread is None or self._answer(unread)
-
-    def _answer(self, step: _Step) -> bool:
-        """Reads a step's result and hands it over.
-
-        Returns:
-            Whether it is one token for each slot or nothing.
-        """
-        plan, outputs = step.plan, step.launched.outputs
+    def _answer(self, step: _Step) -> None:
+        """Waits for a step's result and hands it over. All results before it have been handed over."""
+        plan, launched = step.plan, step.launched
+        # A plan that could not be applied fails all the same: its admissions may be lost.
+        if self._is_void(plan, step.index) and (step.index or isinstance(launched, LaunchedStep)):
+            self._broken = plan.step
+            if step.index == 0:
+                assert isinstance(launched, LaunchedStep)
+                self._hand_over(plan, StepResult(plan.step, (), _refusals(plan, launched), void=True))
+            return
         try:
-            read = step.launched.read_tokens
+            if isinstance(launched, Exception):
+                raise launched
+            outputs = launched.outputs
+            read = launched.read_tokens
             tokens = one_token_each(plan.work, outputs) if read is None else read()
             if outputs and not tokens:
                 _check_size(plan, StepResult(plan.step, outputs=outputs))
         except Exception as error:  # noqa: BLE001 - any exception fails this step only
-            self._answer_failure(plan, step.index, step.since, error)
-            return False
+            self._broken = plan.step
+            self._answer_failure(step, error)
+            return
         plain = bool(tokens) or not outputs
+        if not plain:
+            self._broken = plan.step
         result = StepResult(
             plan.step, tokens, () if tokens else outputs, last=not (step.goes_on and plain),
             lease_index=step.index, execute_us=elapsed_us(max(step.since, self._read_s)),
         )  # fmt: skip
         self._read_s = time.perf_counter()
         self._hand_over(plan, result)
-        return plain
 
-    def _answer_failure(self, plan: StepPlan, index: int, since: float, error: Exception) -> None:
-        self._whole = -1
-        get_logger().error("step_failed", step=plan.step, exc_info=error)
+    def _answer_failure(self, step: _Step, error: Exception) -> None:
+        get_logger().error("step_failed", step=step.plan.step, exc_info=error)
         failure = as_triptych_error(error, "the step failed")
-        self._hand_over(
-            plan, StepResult(plan.step, error=failure, lease_index=index, execute_us=elapsed_us(since))
+        result = StepResult(
+            step.plan.step, error=failure, lease_index=step.index, execute_us=elapsed_us(step.since)
         )
+        self._hand_over(step.plan, result)
+
+
+def _refusals(plan: StepPlan, launched: LaunchedStep) -> Sequence[SlotOutput]:
+    """Returns the outputs of a step that say which of the plan's admissions were refused."""
+    admitted = {admission.slot for admission in plan.admit}
+    return [output for output in launched.outputs if output.error is not None and output.slot in admitted]
 
 
 def _check_size(plan: StepPlan, result: StepResult) -> None:

@@ -1,4 +1,7 @@
-"""The one thread that uses the model, so that the event loop stays responsive while the device works."""
+"""The one thread that uses the model, so that the event loop stays responsive while the device works.
+
+A second thread waits for a device that runs ahead, so that the first can launch meanwhile.
+"""
 
 import asyncio
 import queue
@@ -12,6 +15,8 @@ R = TypeVar("R")
 
 MODEL_THREAD = "model"
 """The thread's name."""
+WAITING_THREAD = "device-wait"
+"""The name of the thread that waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class ModelThread:
 
     A compute library ties its thread pool to the thread that first uses it, so even the imports run here. The
     thread is a daemon: a stopping process does not wait for a half-loaded model.
+
+    A function may leave its last part, which waits for the device, to a second thread. That thread starts
+    when it is first needed, and also runs one function at a time, in order.
     """
 
     def __init__(self) -> None:
@@ -50,18 +58,24 @@ class ModelThread:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._task: _Task | None = None
         self._running: Running | None = None
+        self._deferred: queue.Queue[tuple[Callable[[], object], _Task] | None] = queue.Queue()
+        self._waiting: Running | None = None
+        self._waiting_thread: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=MODEL_THREAD, daemon=True)
         self._thread.start()
 
     @property
     def running(self) -> Running | None:
-        """The running function; `None` if none runs. Another object after each progress."""
-        return self._running
+        """The running function, or its deferred part; `None` if neither runs.
+
+        Another object after each progress.
+        """
+        return self._running or self._waiting
 
     @property
     def busy_s(self) -> float:
         """Seconds since the running function started or last reported progress; 0 if none runs."""
-        running = self._running
+        running = self.running
         return 0.0 if running is None else time.monotonic() - running.since
 
     def progressed(self) -> None:
@@ -85,10 +99,27 @@ class ModelThread:
         self._tasks.put(_Task(function, future, what, limit_s))
         return future
 
+    def defer(self, function: Callable[[], object]) -> None:
+        """Queues the rest of the running function, which waits for the device. It must not raise.
+
+        Call it on this thread. The rest counts as the running function's kind, with its limit.
+        """
+        assert self._task is not None
+        if self._waiting_thread is None:
+            self._waiting_thread = threading.Thread(target=self._wait, name=WAITING_THREAD, daemon=True)
+            self._waiting_thread.start()
+        self._deferred.put((function, self._task))
+
+    def settle(self) -> None:
+        """Waits until everything that was deferred has run. Call it on this thread."""
+        self._deferred.join()
+
     async def close(self, wait_s: float) -> None:
-        """Ends the thread after the queued functions; waits for it at most `wait_s` seconds."""
+        """Ends both threads after the queued functions; waits for them at most `wait_s` seconds."""
         self._tasks.put(None)
-        await asyncio.to_thread(self._thread.join, wait_s)
+        deadline = time.monotonic() + wait_s
+        for thread in filter(None, (self._thread, self._waiting_thread)):
+            await asyncio.to_thread(thread.join, max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -103,6 +134,19 @@ class ModelThread:
                 self._loop.call_soon_threadsafe(_settle, task.future, result, error)
             except RuntimeError:
                 return  # the loop is closed, so the process is ending
+        self._deferred.put(None)
+
+    def _wait(self) -> None:
+        while (deferred := self._deferred.get()) is not None:
+            function, task = deferred
+            self._waiting = task.running()
+            try:
+                function()
+            except RuntimeError:
+                pass  # the loop is closed, so the process is ending
+            finally:
+                self._waiting = None
+                self._deferred.task_done()
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:

@@ -39,19 +39,27 @@ class PlanStream:
         self._loop = asyncio.get_running_loop()
         self._results: asyncio.Queue[worker_pb2.StepResult | None] = asyncio.Queue()
         self._unanswered = 0
-        # The latest plan that does not continue another, and the latest that does.
+        # The latest plan that does not continue another.
         self._latest = -1
-        self._continuing = -1
         self._ended = self._closed = False
-        self._runner = PlanRunner(worker, self, hand_over=self._hand_over, on_progress=thread.progressed)
+        # What made a plan end without a result: a fault in this program.
+        self._error: BaseException | None = None
+        self._runner = PlanRunner(worker, self, thread, hand_over=self._hand_over)
         self._reading = asyncio.ensure_future(self._read())
 
     async def results(self) -> AsyncIterator[worker_pb2.StepResult]:
-        """Yields the results in order, until the stream has ended and all its plans are answered."""
+        """Yields the results in order, until the stream has ended and all its plans are answered.
+
+        Raises:
+            Exception: whatever kept a plan from being read or answered.
+        """
         while self._unanswered or not self._ended:
             if (result := await self._results.get()) is not None:
                 self._unanswered -= result.last
                 yield result
+            elif self._error is not None:
+                raise self._error
+        await self._reading
 
     def close(self) -> None:
         """Ends the stream: the running step is the last one."""
@@ -61,10 +69,6 @@ class PlanStream:
     def is_superseded(self, step: int) -> bool:
         """Whether a plan has arrived that ends the lease of plan `step`, or the stream has ended."""
         return self._ended or self._latest > step
-
-    def has_next(self, step: int) -> bool:
-        """Whether the plan after `step` has arrived, and is going to run."""
-        return not self._ended and max(self._latest, self._continuing) > step
 
     async def _read(self) -> None:
         try:
@@ -78,11 +82,10 @@ class PlanStream:
         """Queues a plan on the model thread."""
         plan = plan_from_proto(message)
         self._unanswered += 1
-        self._thread.submit(lambda: self._run(plan), what=STEP, limit_s=self._step_limit_s)
-        # Only now: a plan that others wait for must come.
-        if plan.continues:
-            self._continuing = plan.step
-        else:
+        running = self._thread.submit(lambda: self._run(plan), what=STEP, limit_s=self._step_limit_s)
+        running.add_done_callback(self._ran)
+        # Only now: a plan that ends a lease must come.
+        if not plan.continues:
             self._latest = plan.step
 
     def _run(self, plan: StepPlan) -> None:
@@ -90,8 +93,13 @@ class PlanStream:
         if not self._closed:
             self._runner.run(plan)
 
+    def _ran(self, running: "asyncio.Future[None]") -> None:
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._error = error
+            self._results.put_nowait(None)
+
     def _hand_over(self, plan: StepPlan, result: StepResult) -> None:
-        """Passes a result to the event loop, which encodes it. Runs on the model thread."""
+        """Passes a result to the event loop, which encodes it. Safe on any thread."""
         self._loop.call_soon_threadsafe(self._deliver, plan, result)
 
     def _deliver(self, plan: StepPlan, result: StepResult) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from protos.logs import get_logger
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
-from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
+from worker_svc.api.model_thread import MODEL_THREAD, WAITING_THREAD, ModelThread, Running
 
 EXIT_CODE = 1
 """The exit code of a worker that ended itself. 2 would mean a bad setting."""
@@ -127,7 +127,7 @@ class Watchdog:
                 limit_s = min(limit_s, shortened[1])
             if running and limit_s and silent_s > limit_s:
                 self._give_up(
-                    f"the model thread made no progress for {silent_s:.3g} s in a {running.what};"
+                    f"there was no progress for {silent_s:.3g} s in a {running.what};"
                     " the worker ends, so that its supervisor starts another"
                 )
                 return
@@ -142,7 +142,8 @@ def end_process(reason: str) -> None:
     """Logs the reason and where the model thread is, prints the reason as one line, and exits at once."""
 
     def report() -> None:
-        get_logger().error("hung", reason=reason, stack=_stack_of(MODEL_THREAD))
+        stack = _stack_of(MODEL_THREAD) + _stack_of(WAITING_THREAD)
+        get_logger().error("hung", reason=reason, stack=stack)
         sys.stderr.write(f"triptych worker: {reason}\n")
         sys.stderr.flush()
 

@@ -235,9 +235,9 @@ class Batch:
         """Records a computed chunk and the token sampled after it, int64 [1], if there is one."""
         end = work.start + work.num_tokens
         self._num_computed[work.slot] = end
-        self._computed[work.slot] = end
+        # As slices: to store a single number, PyTorch waits for the device.
+        self._computed[work.slot : work.slot + 1].fill_(end)
         if token is not None:
-            # As a slice: to store a single number, PyTorch would read it from the device first.
             self._tokens[work.slot, end : end + 1] = token[:1]
             self._num_known[work.slot] = end + 1
 

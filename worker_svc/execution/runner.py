@@ -16,7 +16,6 @@ from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.token_selection import (
     DecodeStep,
     PromptLogprobs,
-    Selection,
     TokenSelector,
     captured_step,
     make_sampler,
@@ -256,21 +255,22 @@ class Runner:
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
-            outputs = [SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
-            return LaunchedStep(outputs)
+            if prompt_logprobs:
+                return LaunchedStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
+            return self._read_later(positions[:0])
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits = self._model.logits(hidden[last])
         rows = upload([work.slot], self._device.torch_device)
         selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample)
         self._batch.advance_prefill(work, selection.tokens)
         if selection.is_plain and not prompt_logprobs:
-            return self._read_later(selection, 1)
+            return self._read_later(selection.tokens[:1])
         (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
         return LaunchedStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
 
-    def _read_later(self, selection: Selection, count: int) -> LaunchedStep:
-        """Starts to copy the first `count` tokens to the host."""
-        read = self._device.start_reading(selection.tokens[:count])
+    def _read_later(self, tokens: torch.Tensor) -> LaunchedStep:
+        """Starts to copy tokens to the host; reading none of them waits for the step, too."""
+        read = self._device.start_reading(tokens)
         return LaunchedStep(
             read_tokens=lambda: cast("list[int]", read().tolist()), runs_ahead=self._device.runs_ahead
         )
@@ -295,7 +295,7 @@ class Runner:
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
         if selection.is_plain:
-            return self._read_later(selection, len(work.slots))
+            return self._read_later(selection.tokens[: len(work.slots)])
         return LaunchedStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:

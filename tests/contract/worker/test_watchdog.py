@@ -80,15 +80,19 @@ async def started(kind: str, *flags: str) -> AsyncIterator[Process]:
         await running.process.wait()
 
 
-async def test_a_hung_step_ends_the_process() -> None:
-    """The exit code is 1, the last line says why, and the log says where the thread was."""
-    async with started("hang", "--hang-timeout-s", "0.5") as worker:
+@pytest.mark.parametrize("kind", ["hang", "hang-reading"])
+async def test_a_hung_step_ends_the_process(kind: str) -> None:
+    """The exit code is 1, the last line says why, and the log says where the thread was.
+
+    The device may also hang after the launch, when only the thread that waits for it is busy.
+    """
+    async with started(kind, "--hang-timeout-s", "0.5") as worker:
         await worker.configure()
         steps = worker.stub.Execute()
         await steps.write(DECODE)
         code, log = await worker.end()
         assert code == 1
-        assert log[-1].startswith("triptych worker: the model thread made no progress for 0.")
+        assert log[-1].startswith("triptych worker: there was no progress for 0.")
         assert log[-1].endswith(
             " s in a step (--hang-timeout-s); the worker ends, so that its supervisor starts another"
         )
@@ -113,7 +117,7 @@ async def test_a_step_that_the_scheduler_has_given_up_ends_the_process_soon() ->
     finally:
         await server.stop(0)
     assert code == 1
-    assert log[-1].startswith("triptych worker: the model thread made no progress for ")
+    assert log[-1].startswith("triptych worker: there was no progress for ")
 
 
 async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:

@@ -5,7 +5,7 @@ then it frees its slots, and only then do the plans of the next stream run.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from structlog.testing import capture_logs
@@ -31,14 +31,12 @@ class Stream:
         self.results: deque[StepResult] = deque()
         """Results that were sent and not read."""
         self.ended = False
-        self._latest = self._continuing = -1
+        self._latest = -1
 
     def read(self) -> StepPlan:
         """Reads the next plan at the worker's end."""
         plan = self.plans.popleft()
-        if plan.continues:
-            self._continuing = plan.step
-        else:
+        if not plan.continues:
             self._latest = plan.step
         return plan
 
@@ -46,13 +44,9 @@ class Stream:
         """See `worker_svc.api.leases.Arrivals`."""
         return self.ended or self._latest > step
 
-    def has_next(self, step: int) -> bool:
-        """See `worker_svc.api.leases.Arrivals`."""
-        return not self.ended and max(self._latest, self._continuing) > step
-
 
 class ModelWorker:
-    """A worker's process: a device, one stream at a time, and one thread that runs the worker's own code."""
+    """A worker's process: a device, one stream at a time, and the threads that run the worker's own code."""
 
     def __init__(self, device: SimulatedDevice, *, runs_ahead: bool) -> None:
         """Starts without a stream.
@@ -68,6 +62,8 @@ class ModelWorker:
         # What the thread does after the running plan: plans with their streams, and None to free all slots.
         self._tasks: deque[tuple[Stream, PlanRunner, StepPlan] | None] = deque()
         self._running: Lockstep | None = None
+        # What waits for the device.
+        self._deferred: deque[Callable[[], object]] = deque()
         self._fails = False
         self._fault: AssertionError | None = None
 
@@ -76,7 +72,7 @@ class ModelWorker:
         assert self.stream is None
         stream = self.stream = Stream()
         self._runner = PlanRunner(
-            self, stream, hand_over=lambda _, result: stream.results.append(result), on_progress=lambda: None
+            self, stream, self, hand_over=lambda _, result: stream.results.append(result)
         )
         return stream
 
@@ -110,7 +106,7 @@ class ModelWorker:
             self._tasks.append((self.stream, self._runner, self.stream.read()))
 
     def run(self, *, fails: bool = False) -> None:
-        """Runs one step, or frees the slots of a stream that is gone.
+        """Runs one step, or frees the slots of a stream that is gone, or reads what has run.
 
         Args:
             fails: whether the step raises after it has written.
@@ -118,6 +114,8 @@ class ModelWorker:
         if self._running is None:
             self._begin()
         if self._running is None:
+            with capture_logs():
+                self.settle()
             return
         self._fails = fails and self.stream is not None
         with capture_logs():  # a failed step is logged with its traceback
@@ -132,16 +130,29 @@ class ModelWorker:
         except AssertionError as fault:
             self._fault = fault
             raise
-        if self._fails:
+        ahead = self._runs_ahead and not result.outputs and plan.work is not None
+        if self._fails and not ahead:
             raise RuntimeError("the step failed")
         if result.outputs:
             return LaunchedStep(result.outputs)
-        if self._runs_ahead and result.token_ids:
-            return LaunchedStep(read_tokens=lambda: result.token_ids, runs_ahead=True)
+        if ahead:
+            return LaunchedStep(read_tokens=partial(_read, result.token_ids, self._fails), runs_ahead=True)
         slots = slots_of(plan.work) if result.token_ids else ()
         return LaunchedStep(
             [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
         )
+
+    def progressed(self) -> None:
+        """See `worker_svc.api.leases.Thread`."""
+
+    def defer(self, function: Callable[[], object]) -> None:
+        """See `worker_svc.api.leases.Thread`."""
+        self._deferred.append(function)
+
+    def settle(self) -> None:
+        """See `worker_svc.api.leases.Thread`."""
+        while self._deferred:
+            self._deferred.popleft()()
 
     def _begin(self) -> None:
         """Takes the thread's next task; a plan then waits in front of its first step."""
@@ -162,6 +173,12 @@ class ModelWorker:
             raise self._fault
         if self._running.done:
             self._running = None
+
+
+def _read(token_ids: Sequence[int], fails: bool) -> Sequence[int]:
+    if fails:
+        raise RuntimeError("the step failed")
+    return token_ids
 
 
 class Client:

@@ -7,6 +7,7 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from protos.errors import ConfigurationRefused
 from protos.steps import StepPlan
@@ -45,9 +46,16 @@ class FailingWorker(FakeWorker):
             threading.Event().wait()
         if KIND == "native":  # keeps the interpreter's lock
             ctypes.PyDLL(None).sleep(NATIVE_SLEEP_S)
+        if KIND == "hang-reading" and plan.work is not None:
+            return LaunchedStep(read_tokens=_hang, runs_ahead=True)
         if KIND == "broken":
             raise RuntimeError("the device is gone")
         return super().launch(plan, leased=leased)
+
+
+def _hang() -> Sequence[int]:
+    threading.Event().wait()
+    return ()
 
 
 if __name__ == "__main__":

@@ -57,6 +57,22 @@ def test_a_chunk_is_planned_while_a_decode_step_runs() -> None:
         running = behind
 
 
+def test_a_batch_goes_on_behind_a_chunk_although_one_of_it_has_ended() -> None:
+    """The others' next step does not wait for the chunk, and its plan releases the slot."""
+    rig = ahead()
+    decoding(rig, 4, 20)
+    rig.submit(make_submission(range(3, 3 + 6 * CHUNK), request_id="long", max_tokens=2))
+    rig.engine.dispatch()
+    scheduler = rig.scheduler
+    plans = [planned(scheduler.step())]
+    for _ in range(10):
+        plans.append(planned(scheduler.plan_ahead()))
+        answer(rig, plans[-2])
+    assert [list(plan.release) for plan in plans if plan.release] == [[0]]
+    ended = next(index for index, plan in enumerate(plans) if plan.release)
+    assert isinstance(plans[ended - 1].work, Prefill)
+
+
 def test_a_batch_goes_on_with_a_request_that_has_joined_it() -> None:
     """The last chunk's request decodes in the step behind the one that was planned with its chunk."""
     rig = ahead()

@@ -1,12 +1,14 @@
 """Plans, leased steps and plans that continue others, without a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from protos.errors import Internal, InvalidArgument
-from protos.steps import Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
+from protos.steps import Admission, Decode, Growth, Prefill, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import sampling_params
 from worker_svc.api import leases
 from worker_svc.api.leases import PlanRunner
 from worker_svc.launched_step import LaunchedStep
@@ -58,16 +60,25 @@ class Stream:
     results: list[StepResult] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
 
+    _deferred: list[Callable[[], object]] = field(default_factory=list)
+
     def run(self) -> list[StepResult]:
-        runner = PlanRunner(
-            self.worker,
-            self,
-            hand_over=self._take,
-            on_progress=lambda: self.progress.append(len(self.results)),
-        )
+        runner = PlanRunner(self.worker, self, self, hand_over=self._take)
         for plan in self.plans:  # grows meanwhile
             runner.run(plan)
+        self.settle()
         return self.results
+
+    def progressed(self) -> None:
+        self.progress.append(len(self.results))
+
+    def defer(self, function: Callable[[], object]) -> None:
+        """Waits for the device as late as it may."""
+        self._deferred.append(function)
+
+    def settle(self) -> None:
+        while self._deferred:
+            self._deferred.pop(0)()
 
     def _take(self, plan: StepPlan, result: StepResult) -> None:
         assert plan.step == result.step
@@ -77,9 +88,6 @@ class Stream:
 
     def is_superseded(self, step: int) -> bool:
         return any(plan.step > step and not plan.continues for plan in self.plans)
-
-    def has_next(self, step: int) -> bool:
-        return any(plan.step > step for plan in self.plans)
 
     @property
     def answers(self) -> list[tuple[int, int, bool]]:
@@ -134,13 +142,13 @@ def test_a_continued_lease_goes_on_without_a_pause(runs_ahead: bool) -> None:
     """The plan that continues it is no reason to end it, and runs behind it."""
     worker = StubWorker(runs_ahead)
     growth = Growth(1, 0, (5,))
-    stream = Stream(worker, [leased(steps=2)], {1: leased(4, 9, 2, continues=True, grow=(growth,))})
+    stream = Stream(worker, [leased(steps=3)], {1: leased(4, 10, 2, continues=True, grow=(growth,))})
     results = stream.run()
-    assert stream.answers == [(3, 0, False), (3, 1, True), (4, 0, False), (4, 1, True)]
-    assert [result.token_ids[0] for result in results] == [7, 8, 9, 10]
+    assert stream.answers == [(3, 0, False), (3, 1, False), (3, 2, True), (4, 0, False), (4, 1, True)]
+    assert [result.token_ids[0] for result in results] == [7, 8, 9, 10, 11]
     assert worker.grown == [growth]
     if runs_ahead:
-        assert worker.log.index(("launch", 9)) < worker.log.index(("read", 8))
+        assert worker.log.index(("launch", 10)) < worker.log.index(("read", 9))
 
 
 @both
@@ -232,6 +240,37 @@ def test_a_plan_that_depends_on_nothing_outlives_the_one_before() -> None:
     results = Stream(worker, plans).run()
     assert [(result.step, result.error is None) for result in results] == [(1, False), (2, True)]
     assert list(results[1].token_ids) == [20]
+
+
+def test_a_void_plan_that_could_not_be_applied_says_so() -> None:
+    """Its admissions may be lost, so the scheduler must not take it for applied."""
+    worker = StubWorker(runs_ahead=True, read_fails_at=7, launch_fails_at=8)
+    results = Stream(worker, [leased(steps=1), leased(4, position=8, steps=1, continues=True)]).run()
+    assert [(result.step, result.error is not None, result.void) for result in results] == [
+        (3, True, False),
+        (4, True, False),
+    ]
+
+
+def test_a_void_plan_that_was_launched_tells_which_admissions_it_refused() -> None:
+    """The scheduler must not believe that the refused request has the slot. The step's tokens are nothing."""
+    worker = StubWorker(runs_ahead=True, read_fails_at=10)
+    refusal = SlotOutput(2, (), error=InvalidArgument("the seed is not a number"))
+    launch = worker.launch
+
+    def refusing(plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        if plan.admit:
+            return LaunchedStep([refusal, SlotOutput(1, (11,))])
+        return launch(plan, leased=leased)
+
+    worker.launch = refusing  # type: ignore[method-assign]
+    admission = Admission(2, (3, 4), 0, sampling_params(), {})
+    behind = StepPlan(2, Decode((1, 2), (11, 5), 2), admit=(admission,), continues=True)
+    failed, void = Stream(worker, [StepPlan(1, Decode((1,), (10,), 1)), behind]).run()
+    assert failed.error is not None
+    assert void.void
+    assert list(void.outputs) == [refusal]
+    assert not void.token_ids
 
 
 def test_the_result_of_a_lease_that_is_cut_short_precedes_its_void_renewal() -> None:

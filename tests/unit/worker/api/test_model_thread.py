@@ -92,6 +92,56 @@ async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
     await thread.close(1)
 
 
+async def test_what_waits_for_the_device_leaves_the_thread_free() -> None:
+    """Deferred functions run in order on another thread, and the thread takes its next function meanwhile."""
+    thread = ModelThread()
+    let_go = threading.Event()
+    order: list[str] = []
+
+    def read(name: str) -> None:
+        let_go.wait()
+        order.append(f"{name} read")
+
+    def launch(name: str) -> None:
+        thread.defer(partial(read, name))
+        order.append(f"{name} launched")
+
+    def settle() -> None:
+        thread.settle()
+        order.append("settled")
+
+    await thread.submit(partial(launch, "first"))
+    await thread.submit(partial(launch, "second"))
+    assert order == ["first launched", "second launched"]
+    settled = thread.submit(settle)
+    let_go.set()
+    await settled
+    assert order[2:] == ["first read", "second read", "settled"]
+    await thread.close(5)
+
+
+async def test_waiting_for_the_device_counts_as_running() -> None:
+    """With the kind and limit of the function that deferred it, and as one state from its start on."""
+    thread = ModelThread()
+    waiting, let_go = threading.Event(), threading.Event()
+
+    def read() -> None:
+        waiting.set()
+        let_go.wait()
+
+    await thread.submit(lambda: thread.defer(read), what="step", limit_s=3.0)
+    await asyncio.to_thread(waiting.wait)
+    running = thread.running
+    assert running is not None
+    assert (running.what, running.limit_s) == ("step", 3.0)
+    assert thread.running is running
+    assert thread.busy_s > 0
+    let_go.set()
+    await thread.submit(thread.settle)
+    await thread.close(5)
+    assert thread.running is None
+
+
 async def test_progress_shows_as_another_state() -> None:
     """What runs is named, with its limit, and changes with each progress."""
     thread = ModelThread()

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
 from protos.step_messages import plan_to_proto
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import worker_pb2
@@ -15,17 +17,21 @@ from worker_svc.launched_step import LaunchedStep
 class Echo:
     """Decodes positions as tokens."""
 
+    def __init__(self, *, runs_ahead: bool = False) -> None:
+        self.runs_ahead = runs_ahead
+
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         del leased
         positions = plan.work.positions if isinstance(plan.work, Decode) else ()
-        return LaunchedStep(read_tokens=lambda: positions)
+        return LaunchedStep(read_tokens=lambda: positions, runs_ahead=self.runs_ahead)
 
 
 def lease(step: int, *, continues: bool = False) -> worker_pb2.StepPlan:
     return plan_to_proto(StepPlan(step, Decode((1,), (7,), 1, 4), continues=continues))
 
 
-async def test_a_stream_reads_ahead() -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_a_stream_reads_ahead(runs_ahead: bool) -> None:
     """A later plan ends a lease, unless it continues it; so does the end of the stream."""
     messages: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
 
@@ -35,8 +41,8 @@ async def test_a_stream_reads_ahead() -> None:
 
     thread = ModelThread()
     stream = PlanStream(
-        incoming(), Echo(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-    )
+        incoming(), Echo(runs_ahead=runs_ahead), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0,
+    )  # fmt: skip
     results = stream.results()
     messages.put_nowait(lease(1))
     assert [(await anext(results)).last for _ in range(4)] == [False, False, False, True]
@@ -44,7 +50,6 @@ async def test_a_stream_reads_ahead() -> None:
     messages.put_nowait(lease(2, continues=True))
     assert [(await anext(results)).void for _ in range(4)] == [False] * 4
     assert not stream.is_superseded(1)
-    assert stream.has_next(1)
     messages.put_nowait(worker_pb2.StepPlan(step=3))
     assert (await anext(results)).step == 3
     assert stream.is_superseded(2)
@@ -52,5 +57,48 @@ async def test_a_stream_reads_ahead() -> None:
     messages.put_nowait(None)
     assert [result async for result in results] == []
     assert stream.is_superseded(3)
+    stream.close()
+    await thread.close(wait_s=5.0)
+
+
+class Crash(Echo):
+    """Has a fault that no step's error covers."""
+
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        raise SystemExit("a fault")
+
+
+async def test_a_plan_that_is_not_answered_ends_the_stream() -> None:
+    """The scheduler must not wait for a result that will not come."""
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        yield lease(1)
+        await asyncio.Event().wait()
+
+    thread = ModelThread()
+    stream = PlanStream(
+        incoming(), Crash(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+    )
+    with pytest.raises(SystemExit, match="a fault"):
+        await anext(stream.results())
+    stream.close()
+    await thread.close(wait_s=5.0)
+
+
+async def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
+    """With its reason, after the results of the plans before it."""
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        yield plan_to_proto(StepPlan(1))
+        raise ValueError("no plan")
+
+    thread = ModelThread()
+    stream = PlanStream(
+        incoming(), Echo(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+    )
+    results = stream.results()
+    assert (await anext(results)).step == 1
+    with pytest.raises(ValueError, match="no plan"):
+        await anext(results)
     stream.close()
     await thread.close(wait_s=5.0)

@@ -76,6 +76,16 @@ def test_fresh_blocks_are_cleared(runner: Runner) -> None:
     assert (cleared(runner, "full"), cleared(runner, "window")) == ([1, 7], [1])
 
 
+def test_a_chunk_that_samples_nothing_is_answered_once_it_has_run(runner: Runner) -> None:
+    """Otherwise a long prompt's chunks would pile up on a device that runs ahead."""
+    launched = runner.launch(
+        StepPlan(1, admit=[request(0, range(1, 13))], work=Prefill(0, 0, 8, sample=False))
+    )
+    assert launched.runs_ahead
+    assert launched.read_tokens is not None
+    assert list(launched.read_tokens()) == []
+
+
 def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
     """Copies run in order and before admissions, so a request can resume from a copy in the same plan."""
     runner.cache.by_layer()["window"][2] = 7
