@@ -8,6 +8,7 @@ from protos.logs import get_logger
 from worker_svc.devices import Device
 from worker_svc.graphs.checked_graphs import CheckedGraphs
 from worker_svc.graphs.compile_cache import CompileCache
+from worker_svc.graphs.compiler_folders import replace_unwritable_cache_dirs
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.graphs.precompiled import CompiledCode
@@ -111,7 +112,8 @@ class Compilation:
         )
 
     def use(self) -> None:
-        """Makes compilers read and write the folder of the code."""
+        """Makes compilers use the folder of the code, and later folders that can be written."""
+        replace_unwritable_cache_dirs()
         if self._code is not None:
             self._code.activate()
             self._device.use_code_folder(self._code.folder)

@@ -2,6 +2,6 @@
 
 `capture` records a step. `replay` runs the recorded kernels again; `graph_partition` and `inductor`
 compile them instead. `graph_runner` builds all graphs before a worker serves and runs them.
-`fingerprint`, `compile_cache` and `precompiled` keep compiled code on disk. `vllm_adapter`,
-`execution` and `deploy` import this room; it imports `devices` and `shapes`.
+`fingerprint`, `compile_cache`, `compiler_folders` and `precompiled` keep compiled code on disk.
+`vllm_adapter`, `execution` and `deploy` import this room; it imports `devices` and `shapes`.
 """

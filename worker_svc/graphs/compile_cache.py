@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protos.errors import ConfigurationRefused
+from worker_svc.graphs.compiler_folders import TEMPORARY
 
 MANIFEST: Final = "manifest.json"
 # Folders older than this were left by a killed process; no compilation takes as long.
@@ -34,11 +35,7 @@ _KEY: Final = re.compile(r"[0-9a-f]{32}")
 _TRANSIENT: Final = (".lock", ".tmp", ".pid")
 # A compile cache with less free space counts as full.
 _LEAST_FREE_BYTES: Final = 64 << 20
-# By variable that names a compiler's cache, the folder within an entry.
-_VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-TEMPORARY: Final = "triptych-code-"
-"""The start of the names of temporary folders with compiled code."""
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a state, not an error
@@ -265,22 +262,6 @@ class PendingEntry:
     def discard(self) -> None:
         """Removes the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def set_compiler_cache_dirs(folder: Path) -> dict[str, str | None]:
-    """Makes compilers keep their files in `folder` from now on; returns what `restore_variables` takes."""
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    os.environ.update({name: str(folder / part) for name, part in _VARIABLES.items()})
-    return before
-
-
-def restore_variables(before: Mapping[str, str | None]) -> None:
-    """Makes compilers keep their files where they did before `set_compiler_cache_dirs`."""
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _check_free(folder: Path) -> None:

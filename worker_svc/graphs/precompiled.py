@@ -9,16 +9,14 @@ from pathlib import Path
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from worker_svc.graphs.compile_cache import (
-    TEMPORARY,
     CompileCache,
     DamagedEntry,
     Manifest,
     PendingEntry,
     differences,
     key_of,
-    restore_variables,
-    set_compiler_cache_dirs,
 )
+from worker_svc.graphs.compiler_folders import TEMPORARY, restore_variables, set_compiler_cache_dirs
 
 _REMEDY = "run triptych compile with the same settings, or omit --require-precompiled"
 

@@ -1,6 +1,7 @@
 """Optimization levels of devices, and the compiled code that a worker finds and keeps."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,3 +92,20 @@ def test_low_levels_have_no_code(folder: Path, tmp_path: Path) -> None:
     compilation = make_compilation(folder, settings)
     compilation.find(SIZES)
     assert compilation.folder is None
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_kernels_that_come_later_have_a_folder(
+    level: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cache can be written; a kernel that is compiled while the worker serves goes elsewhere."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "inductor"))
+    settings = Settings(model="m", optimization_level=level, compile_cache_dir=tmp_path / "file" / "cache")
+    compilation = make_compilation(folder, settings)
+    compilation.find(SIZES)
+    compilation.use()
+    compilation.keep([], 1.0)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        Path(os.environ[name]).mkdir()
