@@ -36,3 +36,7 @@ class Interleave:
     def decoded(self) -> None:
         """Counts a decode step that a lease ran, beyond those chosen here."""
         self._decodes_since_chunk += 1
+
+    def withdraw(self) -> None:
+        """Takes back a decode step that was chosen here, but has not run."""
+        self._decodes_since_chunk -= 1

@@ -59,6 +59,8 @@ class Outputs:
             if step.alone:
                 self._apply_trial(work, step, result)
             else:
+                assert step.batch is not None
+                self._decoding.count_step(step.batch, work.bucket)
                 self._apply_tokens(work, step, result)
         elif isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
@@ -78,7 +80,9 @@ class Outputs:
         here = [one for one in self._slots.requests if one.slot not in step.left]
         accused = accuse((step,), here)
         is_its_own = isinstance(error, InvalidArgument)
-        for request in accused.of_failure():
+        blamed = accused.of_failure(step.excused)
+        self._in_flight.excuse(blamed)
+        for request in blamed:
             if request.slot is None:
                 continue  # it has left the replica since
             assert request.replica_id is not None
@@ -163,6 +167,7 @@ class Outputs:
     def _apply_trial(self, work: Decode, step: InFlight, result: StepResult) -> None:
         """Applies the decode step that a suspect ran alone; it joins the decode batch."""
         slot, request = work.slots[0], step.requests[0]
+        self._decoding.count_step_outside(request, work.bucket)
         if slot in step.left:
             return
         self._slots.clear_suspect(request)
@@ -176,6 +181,9 @@ class Outputs:
 
     def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
         request = step.requests[0]
+        self._stats.chunks += 1
+        self._stats.prefill_tokens += chunk.num_tokens
+        self._stats.chunk_tokens.observe(chunk.num_tokens)
         self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran

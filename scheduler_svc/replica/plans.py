@@ -172,6 +172,8 @@ class InFlight:
     """The rows of a step of the decode batch."""
     left: set[int] = field(default_factory=set)
     """Slots that were released since; their results are ignored."""
+    excused: set[Request] = field(default_factory=set)
+    """Requests that a step before it was blamed on. If this one fails, too, it is for the same reason."""
     num_results: int = 0
     """Results received so far."""
 
@@ -215,9 +217,9 @@ class StepsInFlight:
         """The plan in flight, if there is exactly one."""
         return self._steps[0] if len(self._steps) == 1 else None
 
-    def is_cut_short(self, step: InFlight) -> bool:
-        """Whether a later plan than ``step`` was sent that does not continue it."""
-        return bool(self._steps) and self._steps[-1] is not step and not self._steps[-1].plan.continues
+    def has_chunk_behind(self, step: InFlight) -> bool:
+        """Whether a chunk was sent behind ``step``, the plan that was answered last."""
+        return any(other is not step and isinstance(other.plan.work, Prefill) for other in self._steps)
 
     def send(self, step: InFlight) -> None:
         """Adds a plan that is sent now."""
@@ -227,6 +229,11 @@ class StepsInFlight:
         """Ignores outstanding results for ``slot``."""
         for step in self._steps:
             step.left.add(slot)
+
+    def excuse(self, requests: Iterable[Request]) -> None:
+        """Blames nothing that outstanding plans bring on ``requests``; see :attr:`InFlight.excused`."""
+        for step in self._steps:
+            step.excused.update(requests)
 
     def clear(self) -> None:
         """Forgets all plans; no result will come."""

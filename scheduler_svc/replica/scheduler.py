@@ -366,9 +366,6 @@ class ReplicaScheduler:
         end = start + min(self.geometry.chunk, request.num_to_prefill - behind)
         if not make_room(request, end):
             return None
-        self.stats.chunks += 1
-        self.stats.prefill_tokens += end - start
-        self.stats.chunk_tokens.observe(end - start)
         return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
 
     def _plan_trial(self, request: Request) -> Decode | None:
@@ -376,9 +373,7 @@ class ReplicaScheduler:
         position = request.kv.num_computed
         if not self._make_room(request, position + 1):
             return None
-        bucket = bucket_for(1, self.geometry.buckets)
-        self._decoding.count_step_outside(request, bucket)
-        return Decode((request.slot,), (position,), bucket, 1)
+        return Decode((request.slot,), (position,), bucket_for(1, self.geometry.buckets), 1)
 
     def _plan_decode(self, batch: BatchRows, behind: int = 0) -> Decode | None:
         """Returns the steps of a prepared batch, ``behind`` steps that are in flight; None if it is empty."""
@@ -427,11 +422,12 @@ class ReplicaScheduler:
             Internal: if results and plans do not match; the replica's state is then unknown.
         """
         step = self._in_flight.match(result, self._clock)
-        work = step.plan.work
-        if isinstance(work, Decode) and step.batch is not None and not result.void:
-            self._decoding.count_step(step.batch, work.bucket)
-            if step.num_results > 1 and not self._in_flight.is_cut_short(step):
-                self._interleave.decoded()  # else a chunk may be on its way already, and this step is before it
+        if isinstance(step.plan.work, Decode) and not self._in_flight.has_chunk_behind(step):
+            # The plan counted as one decode step when it was made.
+            if result.void:
+                self._interleave.withdraw()
+            elif step.num_results > 1 and result.error is None:
+                self._interleave.decoded()
         self._outputs.apply(step, result)
         if self.idle:
             self._owner.released()  # no other release will follow, and pins may have to go

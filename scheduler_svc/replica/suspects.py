@@ -3,11 +3,12 @@
 A worker that dies or hangs leaves plans without an answer. Every request in their steps, and every request
 that they admit, is a suspect. So is every request of a step that failed. From then on, each plan that admits
 a suspect or computes for it contains no other request. One of its steps is answered, and the suspect is
-cleared; or the next one goes wrong, too, and no other request can be the reason.
+cleared; or the next one goes wrong, too, and no other request can be the reason. The plans behind a failed
+step may fail for the same reason, which counts once.
 """
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from protos.errors import Internal
@@ -54,12 +55,13 @@ class Accused:
             request.cleared_at = max(reached, request.cleared_at)
         return list(self.cleared_at)
 
-    def of_failure(self) -> list[Request]:
-        """Counts a failed step against the requests; returns them."""
-        for request, reached in self.cleared_at.items():
+    def of_failure(self, excused: Set[Request]) -> list[Request]:
+        """Counts a failed step against the requests that are not excused; returns them."""
+        requests = [request for request in self.cleared_at if request not in excused]
+        for request in requests:
             request.step_failures += 1
-            request.cleared_at = max(reached, request.cleared_at)
-        return list(self.cleared_at)
+            request.cleared_at = max(self.cleared_at[request], request.cleared_at)
+        return requests
 
 
 @dataclass(frozen=True, slots=True)

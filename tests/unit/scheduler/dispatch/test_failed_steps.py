@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument
-from protos.steps import StepResult
+from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_submission
 from tests.support.scheduler.poison import Kind, Moment
@@ -16,6 +16,14 @@ from tests.support.scheduler.second_replica import add_replica, run
 def fails(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:
     """Returns a device's habit to fail at one request, when it reaches ``end`` computed tokens."""
     return lambda moment: moment.kind == kind and moment.request_id.startswith(name) and moment.end >= end
+
+
+def planned(rig: Rig) -> StepPlan:
+    """Dispatches, and returns the next plan."""
+    rig.engine.dispatch()
+    plan = rig.scheduler.step()
+    assert plan is not None
+    return plan
 
 
 def submit_innocents(rig: Rig, count: int = 3) -> dict[str, list[int]]:
@@ -135,3 +143,44 @@ def test_a_lease_that_fails_keeps_the_tokens_of_its_earlier_steps() -> None:
     rig.scheduler.update(StepResult(plan.step, error=Internal("gone"), lease_index=1))
     rig.run()
     assert sink.tokens == expected_tokens([5, 6, 7], 20)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_fault_counts_once_against_a_request(back: bool) -> None:
+    """Also if the plan behind the failed step fails with it, be the request back on the replica or not."""
+    rig = make_rig(max_lease=8, plans_ahead=True)
+    rig.submit(make_submission(max_tokens=30))
+    while not isinstance((lease := planned(rig)).work, Decode):
+        rig.scheduler.update(rig.device.run(lease))
+    for _ in range(4):
+        rig.scheduler.update(StepResult(lease.step, (7,), last=False))
+    renewal = rig.scheduler.plan_ahead()
+    assert renewal is not None
+    rig.scheduler.update(StepResult(lease.step, error=Internal("the device failed")))
+    if back:  # in another slot
+        rig.submit(make_submission([9], request_id="urgent", priority=-1))
+    rig.scheduler.update(StepResult(renewal.step, error=Internal("the device failed")))
+    request = rig.engine.find("r")
+    assert request is not None
+    assert (request.step_failures, request.slot) == (1, 1 if back else None)
+
+
+def test_the_request_that_a_failed_step_admitted_is_not_blamed_for_its_chunk_behind() -> None:
+    """The device fails a decode step that admits a request, and then the request's first chunk."""
+    rig = make_rig(max_lease=8, plans_ahead=True)
+    rig.submit(make_submission([5], request_id="first", max_tokens=30))
+    rig.engine.dispatch()
+    rig.scheduler.update(rig.device.run(planned(rig)))
+    new = rig.submit(make_submission(request_id="new"))
+    rig.engine.dispatch()
+    step = planned(rig)
+    assert isinstance(step.work, Decode)
+    assert [admission.request_id for admission in step.admit] == ["new"]
+    chunk = rig.scheduler.plan_ahead()
+    assert chunk is not None
+    assert isinstance(chunk.work, Prefill)
+    for plan in (step, chunk):
+        rig.scheduler.update(StepResult(plan.step, error=Internal("the device failed")))
+    request = rig.engine.find("new")
+    assert request is not None
+    assert (request.step_failures, new.events) == (1, [])
