@@ -8,7 +8,7 @@ step may fail for the same reason, which counts once.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from protos.errors import Internal
@@ -55,7 +55,7 @@ class Accused:
             request.cleared_at = max(reached, request.cleared_at)
         return list(self.cleared_at)
 
-    def of_failure(self, excused: Set[Request]) -> list[Request]:
+    def of_failure(self, excused: Collection[Request]) -> list[Request]:
         """Counts a failed step against the requests that are not excused; returns them."""
         requests = [request for request in self.cleared_at if request not in excused]
         for request in requests:

@@ -41,7 +41,8 @@ class SimulatedWorker:
             self._running, self._index = self._waiting.popleft(), 0
             if self._running.continues and self._whole != self._running.step - 1:
                 plan, self._running = self._running, None
-                return replace(self._run_step(replace(plan, work=None)), void=True)
+                result = self._run_step(replace(plan, work=None))
+                return replace(result, void=result.error is None)
         plan, index = self._running, self._index
         lease = plan.work.lease if isinstance(plan.work, Decode) else 1
         result = self._run_step(plan)

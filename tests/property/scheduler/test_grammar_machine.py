@@ -18,7 +18,6 @@ from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (
     FULL,
     Rig,
-    SimulatedDevice,
     expected_tokens,
     make_geometry,
     make_grammar,
@@ -26,6 +25,7 @@ from tests.support.scheduler.factories import (
     make_submission,
     with_grammar,
 )
+from tests.support.scheduler.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.property
 

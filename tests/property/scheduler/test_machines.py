@@ -1,6 +1,7 @@
 """Random operations on pools and schedulers, checked against naive models after every step."""
 
 from collections import Counter
+from typing import Literal, TypeAlias
 
 import hypothesis.strategies as st
 import pytest
@@ -22,9 +23,11 @@ from tests.support.scheduler.factories import (
     make_rig,
     make_submission,
 )
-from tests.support.scheduler.poison import Kind, Moment
+from tests.support.scheduler.simulated_device import Kind, Moment
 
 pytestmark = pytest.mark.property
+
+Harm: TypeAlias = Literal["kills", "fails"]
 
 NUM_BLOCKS = 8
 
@@ -149,7 +152,7 @@ KINDS = (
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests arrive, are aborted, preempted and lose their replica; each must get exactly its tokens.
+    """Requests arrive, are aborted, preempted and lose their replica; steps fail. Each must get its tokens.
 
     Before every step, the simulated device checks that the blocks hold what its queries see.
     """
@@ -159,23 +162,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
         generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 4, 9]), jump=st.sampled_from([0, 1, 3, 7]),
         streams=st.integers(0, 2), losses=st.integers(1, 3), ahead=st.booleans(), lag=st.integers(0, 3),
+        dispatches=st.booleans(),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
-        losses: int, ahead: bool, lag: int,
+        losses: int, ahead: bool, lag: int, dispatches: bool,
     ) -> None:  # fmt: skip
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
         geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
-                                 num_streams=streams, max_worker_losses=losses, plans_ahead=ahead, lag=lag)  # fmt: skip
+                                 num_streams=streams, max_worker_losses=losses, plans_ahead=ahead, lag=lag,
+                                 dispatches=dispatches)  # fmt: skip
         self.jump = self.rig.device.jump = jump
         self.losses = losses
-        # Requests that kill the device: what it may not do for them, and from how many computed tokens on.
-        self.poison: dict[str, tuple[Kind, int]] = {}
-        self.rig.kills = self.kills
+        # Requests that kill the device or fail its steps: what it may not do for them, and from how many computed
+        # tokens on.
+        self.poison: dict[str, tuple[Harm, Kind, int]] = {}
+        self.rig.kills = lambda moment: self.harms("kills", moment)
+        self.rig.fails = lambda moment: self.harms("fails", moment)
         # Expected tokens by request and sequence, up to the stop token if there is one.
         self.stops: dict[str, int | None] = {}
         self.wanted: dict[str, list[list[int]]] = {}
@@ -268,26 +275,49 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 20), n=st.sampled_from([1, 1, 3]),
         kind=st.sampled_from(["admit", "chunk", "decode"]), end=st.integers(0, 24), meanwhile=st.booleans(),
+        harm=st.sampled_from(["kills", "fails"]),
     )  # fmt: skip
     def submit_poison(
-        self, prompt: list[int], max_tokens: int, n: int, kind: Kind, end: int, meanwhile: bool
+        self, prompt: list[int], max_tokens: int, n: int, kind: Kind, end: int, meanwhile: bool, harm: Harm
     ) -> None:
         # An admission computes nothing: it would kill again only where the prefix cache has as much again.
-        self.poison[f"r{self.count + 1}"] = (kind, 0 if kind == "admit" else end)
+        self.poison[f"r{self.count + 1}"] = (harm, kind, 0 if kind == "admit" else end)
         if meanwhile:
             self.submit_while_a_step_runs(prompt, max_tokens, 0, n, None)
         else:
             self.submit(prompt, max_tokens, "", 0, n, None)
 
-    def kills(self, moment: Moment) -> bool:
-        kind, end = self.poison.get(moment.request_id.partition("#")[0], (None, 0))
-        return moment.kind == kind and moment.end >= end
+    def harms(self, harm: Harm, moment: Moment) -> bool:
+        name = moment.request_id.partition("#")[0]
+        if name not in self.poison:
+            return False
+        how, kind, end = self.poison[name]
+        return (how, kind) == (harm, moment.kind) and moment.end >= end
+
+    @property
+    def suspected(self) -> bool:
+        """Whether a request is a suspect. Further faults could make it look as if it were poison."""
+        return any(request.suspect for request in self.rig.engine._live._by_id.values())
+
+    @rule(plans=st.integers(1, 2), after=st.integers(0, 3))
+    def steps_fail(self, plans: int, after: int) -> None:
+        """A step raises, and with two plans also the one that is behind it or comes next."""
+        if self.suspected or self.rig.device.broken:
+            return
+
+        def break_device() -> None:
+            nonlocal after
+            after -= 1
+            if after == -1:
+                self.rig.device.broken = plans
+
+        self.rig.meanwhile = break_device
+        self.rig.step()
+        self.rig.meanwhile = lambda: None
 
     @rule(in_flight=st.booleans())
     def crash(self, in_flight: bool) -> None:
-        # Two such losses in a row of a request that runs alone look as if it were poison.
-        suspected = any(request.suspect for request in self.rig.engine._live._by_id.values())
-        if in_flight and self.losses > 1 and not suspected:
+        if in_flight and self.losses > 1 and not self.suspected:
             self.rig.scheduler.step()
         self.rig.replace_replica()
         self.rig.device.jump = self.jump
@@ -316,6 +346,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.scheduler.kv.check_integrity()
 
+    @invariant()
+    def a_fault_counts_once(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        live = self.rig.engine._live._by_id.values()
+        assert all(request.step_failures <= self.rig.faults for request in live)
+        if not self.suspected:
+            self.rig.faults = 0
+
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
@@ -327,7 +366,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert {event.request_id for event in events} == {name}
             assert sum(event.first for event in events) <= 1
             failed = any(event.error is not None for event in events)
-            assert not failed or name in self.poison, "only requests that kill workers fail"
+            assert not failed or name in self.poison, "only poison fails"
             for sequence, wanted in enumerate(sequences):
                 mine = [event for event in events if event.sequence == sequence]
                 tokens = [token for event in mine for token in event.token_ids]

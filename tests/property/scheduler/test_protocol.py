@@ -20,8 +20,9 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed
 from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
-from tests.support.scheduler.factories import EOS, FULL, SimulatedDevice, make_geometry, make_submission
+from tests.support.scheduler.factories import EOS, FULL, make_geometry, make_submission
 from tests.support.scheduler.protocol_model import Client, KnownPrefixes, ModelWorker, Stream
+from tests.support.scheduler.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.property
 

@@ -1,6 +1,5 @@
-"""Small real objects for scheduler tests, and a simulated device that checks every plan."""
+"""Small real objects for scheduler tests, and an engine with one replica that is stepped by hand."""
 
-import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,11 +9,11 @@ from typing import Any
 from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
-from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
-from scheduler_svc.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
@@ -27,8 +26,9 @@ from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
-from tests.support.scheduler import poison
-from tests.support.scheduler.poison import Kind, Moment
+from tests.support.scheduler.simulated_device import (
+    DeviceLostError, Moment, SimulatedDevice, StepFailedError, next_token, nothing_fails, nothing_kills,
+)
 from tests.support.scheduler.stream_sink import StreamSink
 
 EOS = 2
@@ -123,185 +123,12 @@ def make_submission(
     )  # fmt: skip
 
 
-def next_token(context: Sequence[int], sequence: int = 0, vocab_size: int = 97) -> int:
-    """A deterministic "model": the next token is a function of the context and the sequence index."""
-    digest = hashlib.blake2b(repr((sequence, *context)).encode(), digest_size=4).digest()
-    return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
-
-
 def expected_tokens(prompt: Sequence[int], max_tokens: int, sequence: int = 0) -> list[int]:
     """Returns what the simulated model generates, alone and undisturbed."""
     context = list(prompt)
     for _ in range(max_tokens):
         context.append(next_token(context, sequence))
     return context[len(prompt) :]
-
-
-def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
-    """Extends ``contexts`` to the tokens; a context identifies all tokens up to a position."""
-    for position in range(len(contexts), len(tokens)):
-        contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
-
-
-@dataclass
-class _Slot:
-    admission: Admission
-    tokens: list[int]
-    computed: int
-    tables: list[list[int]]
-    contexts: list[int] = field(default_factory=list)
-
-
-@dataclass
-class SimulatedDevice:
-    """Executes plans as a worker does; keeps, per block, the contexts from which its KV was computed.
-
-    Before each step it checks that the blocks hold exactly the contexts that the step's queries see. A wrong
-    block table, a block that is shared while written, a missing copy and a stale prefix hit all fail at once.
-    """
-
-    geometry: Geometry
-    groups: Sequence[KvGroup] = (FULL,)
-    slots: dict[int, _Slot] = field(default_factory=dict)
-    memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
-    prefilled: int = 0
-    copied: int = 0
-    shapes: set[tuple[str, int]] = field(default_factory=set)
-    jump: int = 0
-    """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
-    passes: int = 0
-    kills: Callable[[Moment], bool] = poison.nothing_kills
-    """Whether the device dies instead of doing this."""
-    fails: Callable[[Moment], bool] = poison.nothing_fails
-    """Whether the step fails instead of doing this."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        for slot in plan.release:
-            self.slots.pop(slot, None)
-        for copy in plan.copies:
-            self.copied += 1
-            assert copy.source_block != NULL_BLOCK_ID != copy.target_block
-            self.memory[copy.group_id, copy.target_block] = list(
-                self.memory[copy.group_id, copy.source_block]
-            )
-        for admission in plan.admit:
-            self._survive("admit", admission, admission.num_computed_tokens)
-            self._admit(admission)
-        for growth in plan.grow:
-            self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
-            for block in growth.block_ids:
-                self.memory.pop((growth.group_id, block), None)
-        match plan.work:
-            case Prefill(slot, start, num_tokens, sample):
-                state = self.slots[slot]
-                assert start == state.computed
-                assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
-                assert 1 <= num_tokens <= self.geometry.chunk
-                self.shapes.add(("prefill", self.geometry.chunk))
-                self._survive("chunk", state.admission, start + num_tokens)
-                self.prefilled += num_tokens
-                self._compute(state, start + num_tokens)
-                assert sample == (state.computed == len(state.tokens))
-                self.passes += 1
-                return self._result(plan.step, (slot,) if sample else ())
-            case Decode(slots, positions, bucket):
-                assert len(set(slots)) == len(slots) <= bucket
-                assert bucket in self.geometry.buckets
-                self.shapes.add(("decode", bucket))
-                for slot, position in zip(slots, positions, strict=True):
-                    state = self.slots[slot]
-                    assert position == state.computed == len(state.tokens) - 1, (slot, position, plan)
-                    self._survive("decode", state.admission, position + 1)
-                    self._compute(state, position + 1)
-                self.passes += 1
-                return self._result(plan.step, slots)
-            case None:
-                return StepResult(plan.step)
-            case Pool():
-                raise AssertionError("this device generates")
-
-    def _survive(self, kind: Kind, admission: Admission, end: int) -> None:
-        moment = Moment(kind, admission.request_id, end)
-        if self.kills(moment):
-            raise poison.DeviceLostError(admission.request_id)
-        if self.fails(moment):
-            raise poison.StepFailedError(admission.request_id)
-
-    def _admit(self, admission: Admission) -> None:
-        assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
-        assert 0 <= admission.slot < self.geometry.max_num_seqs
-        assert admission.num_computed_tokens < len(admission.token_ids)
-        tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
-        state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables)
-        self.slots[admission.slot] = state
-        written = -(-admission.num_computed_tokens // self.geometry.block_size)
-        for group, table in enumerate(tables):
-            for block in table[written:]:
-                self.memory.pop((group, block), None)
-
-    def _compute(self, state: _Slot, end: int) -> None:
-        """Runs one graph for one row: reads what is visible, writes positions up to ``end``."""
-        _contexts(state.tokens, state.contexts)
-        start = state.computed
-        for group_id, group in enumerate(self.groups):
-            if group.kind is GroupKind.IN_PLACE_WINDOW:
-                (block,) = state.tables[group_id]
-                self._check_alone(group_id, block)
-                held = self.memory.get((group_id, block), [])
-                first = max(0, start - group.window)
-                assert held == state.contexts[first:start], f"window of group {group_id} at {start}"
-                self.memory[group_id, block] = [*held, *state.contexts[start:end]][-group.window :]
-                continue
-            first = max(0, start - group.window + 1) if group.window else 0
-            for position in range(first, start):
-                cells = self.memory.get(
-                    (group_id, state.tables[group_id][position // self.geometry.block_size]), []
-                )
-                offset = position % self.geometry.block_size
-                assert offset < len(cells), f"position {position} of group {group_id} was never written"
-                assert cells[offset] == state.contexts[position], f"position {position} of group {group_id}"
-            for position in range(start, end):
-                index, offset = divmod(position, self.geometry.block_size)
-                block = state.tables[group_id][index]
-                self._check_alone(group_id, block)
-                cells = self.memory.setdefault((group_id, block), [None] * self.geometry.block_size)
-                cells[offset] = state.contexts[position]
-        state.computed = end
-
-    def _check_alone(self, group_id: int, block: int) -> None:
-        assert block != NULL_BLOCK_ID
-        sharers = [other for other in self.slots.values() if block in other.tables[group_id]]
-        # These tables keep blocks behind a window, which other slots may have by now.
-        if self.groups[group_id].window:
-            sharers = [other for other in sharers if block in self._live(other, group_id)]
-        assert len(sharers) == 1, (
-            f"block {block} of group {group_id} is written while {len(sharers)} slots use it"
-        )
-
-    def _live(self, state: _Slot, group_id: int) -> list[int]:
-        group, table = self.groups[group_id], state.tables[group_id]
-        if group.kind is GroupKind.IN_PLACE_WINDOW:
-            return table
-        return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
-
-    def _result(self, step: int, slots: Sequence[int]) -> StepResult:
-        tokens = [self._sample(self.slots[slot]) for slot in slots]
-        if not self.jump:
-            return StepResult(step, tuple(tokens))
-        outputs = []
-        for slot, token in zip(slots, tokens, strict=True):
-            state = self.slots[slot]
-            room = self.geometry.max_model_len - len(state.tokens)
-            forced = [self._sample(state) for _ in range(min(self.jump, room) if token % 2 == 0 else 0)]
-            outputs.append(SlotOutput(slot, (token, *forced)))
-        if all(len(output.token_ids) == 1 for output in outputs):
-            return StepResult(step, tuple(tokens))
-        return StepResult(step, outputs=tuple(outputs))
-
-    def _sample(self, state: _Slot) -> int:
-        token = next_token(state.tokens, state.admission.sequence)
-        state.tokens.append(token)
-        return token
 
 
 @dataclass
@@ -328,16 +155,20 @@ class Rig:
     """Whether leases are renewed before they end."""
     lag: int = 0
     """Results that the worker has sent and the scheduler has not read."""
+    dispatches: bool = True
+    """Whether waiting requests may get a slot while results are outstanding."""
     interrupts: list[StepPlan] = field(default_factory=list)
     """Plans that ended a lease."""
     renewals: list[StepPlan] = field(default_factory=list)
     """Plans that continue a lease."""
-    kills: Callable[[Moment], bool] = poison.nothing_kills
+    kills: Callable[[Moment], bool] = nothing_kills
     """Whether the device dies instead of doing this; the next one starts at once."""
-    fails: Callable[[Moment], bool] = poison.nothing_fails
+    fails: Callable[[Moment], bool] = nothing_fails
     """Whether a step fails instead of doing this."""
     failers: list[str] = field(default_factory=list)
     """The sequences that made a step fail, in order."""
+    faults: int = 0
+    """Failed steps, without the plans that were in flight behind one and failed, too."""
     killers: list[str] = field(default_factory=list)
     """The sequences that killed a device, in order."""
     meanwhile: Callable[[], None] = lambda: None
@@ -345,11 +176,14 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.streams = [StreamSink(self.sinks) for _ in range(self.num_streams)]
+        # The last plan that was in flight when a step failed.
+        self._fault_ends = 0
 
     def start(self) -> None:
         """Attaches an empty replica."""
         blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
         kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
+        self._fault_ends = 0
         # `kills` and `fails` may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
         self.device = SimulatedDevice(self.geometry, self.groups, kills=kills, fails=fails)
@@ -380,7 +214,7 @@ class Rig:
         jump = self.device.jump
         try:
             self.answer(plan)
-        except poison.DeviceLostError as killer:
+        except DeviceLostError as killer:
             self.killers.append(str(killer))
             self.replace_replica()
             self.device.jump = jump
@@ -392,7 +226,8 @@ class Rig:
         worker.take(plan)
         while self.scheduler.has_pending:
             self.meanwhile()
-            self.engine.dispatch()
+            if self.dispatches:
+                self.engine.dispatch()
             if (newer := self.scheduler.interrupt()) is not None:
                 self.interrupts.append(newer)
                 worker.take(newer)
@@ -402,7 +237,7 @@ class Rig:
             try:
                 while worker.has_work and len(results) <= self.lag:
                     results.append(worker.run())
-            except poison.DeviceLostError:
+            except DeviceLostError:
                 for result in results:
                     self.scheduler.update(result)
                 raise
@@ -413,8 +248,11 @@ class Rig:
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self.device.run(plan)
-        except poison.StepFailedError as failer:
+        except StepFailedError as failer:
             self.failers.append(str(failer))
+            if plan.step > self._fault_ends:
+                self.faults += 1
+                self._fault_ends = self.scheduler._in_flight.latest
             return StepResult(plan.step, error=Internal(f"the device failed at {failer}"))
 
     def run(self, limit: int = 10_000) -> list[StepPlan]:
@@ -431,11 +269,12 @@ def make_rig(
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
+    dispatches: bool = True,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated)
     rig = Rig(
         groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease,
-        num_streams=num_streams, plans_ahead=plans_ahead, lag=lag,
+        num_streams=num_streams, plans_ahead=plans_ahead, lag=lag, dispatches=dispatches,
     )  # fmt: skip
     rig.engine = Engine(
         max_waiting=max_waiting,

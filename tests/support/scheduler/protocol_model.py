@@ -17,7 +17,8 @@ from scheduler_svc.kv.sequence import HashChain, seed_key
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.lockstep import Lockstep
-from tests.support.scheduler.factories import ListSink, SimulatedDevice, expected_tokens
+from tests.support.scheduler.factories import ListSink, expected_tokens
+from tests.support.scheduler.simulated_device import SimulatedDevice
 from worker_svc.api.leases import PlanRunner
 from worker_svc.launched_step import LaunchedStep
 

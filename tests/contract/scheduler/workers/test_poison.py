@@ -9,7 +9,7 @@ from protos.errors import Internal, from_rpc_error
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
-from tests.support.scheduler.poison import Moment
+from tests.support.scheduler.simulated_device import Moment
 from tests.support.scheduler.running_scheduler import (
     collect,
     failure,

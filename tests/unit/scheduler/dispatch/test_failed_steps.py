@@ -9,7 +9,7 @@ from protos.errors import Internal, InvalidArgument
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_submission
-from tests.support.scheduler.poison import Kind, Moment
+from tests.support.scheduler.simulated_device import Kind, Moment
 from tests.support.scheduler.second_replica import add_replica, run
 
 

@@ -16,7 +16,7 @@ from tests.support.scheduler.factories import (
     make_rig,
     make_submission,
 )
-from tests.support.scheduler.poison import Kind, Moment
+from tests.support.scheduler.simulated_device import Kind, Moment
 
 
 def kills(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:

@@ -1,0 +1,230 @@
+"""A device that computes deterministic tokens and checks every plan, and what may kill or fail it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from protos.kv_groups import GroupKind
+from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult, slots_of
+from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
+from scheduler_svc.shapes.geometry import Geometry, KvGroup
+
+Kind: TypeAlias = Literal["admit", "chunk", "decode"]
+
+
+class DeviceLostError(Exception):
+    """A sequence, whose id this is, has killed the device."""
+
+
+class StepFailedError(Exception):
+    """A sequence, whose id this is, has made the device's step fail; the device runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What the device is about to do for one sequence."""
+
+    kind: Kind
+    request_id: str
+    end: int
+    """Tokens that are computed afterwards."""
+
+
+def nothing_kills(_moment: Moment) -> bool:
+    """The device survives."""
+    return False
+
+
+def nothing_fails(_moment: Moment) -> bool:
+    """Every step works."""
+    return False
+
+
+def next_token(context: Sequence[int], sequence: int = 0, vocab_size: int = 97) -> int:
+    """A deterministic "model": the next token is a function of the context and the sequence index."""
+    digest = hashlib.blake2b(repr((sequence, *context)).encode(), digest_size=4).digest()
+    return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
+
+
+def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
+    """Extends ``contexts`` to the tokens; a context identifies all tokens up to a position."""
+    for position in range(len(contexts), len(tokens)):
+        contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
+
+
+@dataclass
+class _Slot:
+    admission: Admission
+    tokens: list[int]
+    computed: int
+    tables: list[list[int]]
+    contexts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class SimulatedDevice:
+    """Executes plans as a worker does; keeps, per block, the contexts from which its KV was computed.
+
+    Before each step it checks that the blocks hold exactly the contexts that the step's queries see. A wrong
+    block table, a block that is shared while written, a missing copy and a stale prefix hit all fail at once.
+    """
+
+    geometry: Geometry
+    groups: Sequence[KvGroup] = (KvGroup(GroupKind.FULL),)
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    prefilled: int = 0
+    copied: int = 0
+    shapes: set[tuple[str, int]] = field(default_factory=set)
+    jump: int = 0
+    """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
+    passes: int = 0
+    kills: Callable[[Moment], bool] = nothing_kills
+    """Whether the device dies instead of doing this."""
+    fails: Callable[[Moment], bool] = nothing_fails
+    """Whether the step fails instead of doing this."""
+    broken: int = 0
+    """The next plans that fail; they free their slots before."""
+    lost: set[int] = field(default_factory=set)
+    """Slots whose admission was in a plan that failed before it."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for slot in plan.release:
+            self.slots.pop(slot, None)
+            self.lost.discard(slot)
+        try:
+            return self._run(plan)
+        except StepFailedError:
+            self.lost.update(one.slot for one in plan.admit if one.slot not in self.slots)
+            raise
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        needed = {growth.slot for growth in plan.grow}.union(slots_of(plan.work))
+        if self.broken or not needed.isdisjoint(self.lost):
+            self.broken = max(0, self.broken - 1)
+            raise StepFailedError("the device")
+        for copy in plan.copies:
+            self.copied += 1
+            assert copy.source_block != NULL_BLOCK_ID != copy.target_block
+            self.memory[copy.group_id, copy.target_block] = list(
+                self.memory[copy.group_id, copy.source_block]
+            )
+        for admission in plan.admit:
+            self._survive("admit", admission, admission.num_computed_tokens)
+            self._admit(admission)
+        for growth in plan.grow:
+            self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
+            for block in growth.block_ids:
+                self.memory.pop((growth.group_id, block), None)
+        match plan.work:
+            case Prefill(slot, start, num_tokens, sample):
+                state = self.slots[slot]
+                assert start == state.computed
+                assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
+                assert 1 <= num_tokens <= self.geometry.chunk
+                self.shapes.add(("prefill", self.geometry.chunk))
+                self._survive("chunk", state.admission, start + num_tokens)
+                self.prefilled += num_tokens
+                self._compute(state, start + num_tokens)
+                assert sample == (state.computed == len(state.tokens))
+                self.passes += 1
+                return self._result(plan.step, (slot,) if sample else ())
+            case Decode(slots, positions, bucket):
+                assert len(set(slots)) == len(slots) <= bucket
+                assert bucket in self.geometry.buckets
+                self.shapes.add(("decode", bucket))
+                for slot, position in zip(slots, positions, strict=True):
+                    state = self.slots[slot]
+                    assert position == state.computed == len(state.tokens) - 1, (slot, position, plan)
+                    self._survive("decode", state.admission, position + 1)
+                    self._compute(state, position + 1)
+                self.passes += 1
+                return self._result(plan.step, slots)
+            case None:
+                return StepResult(plan.step)
+            case Pool():
+                raise AssertionError("this device generates")
+
+    def _survive(self, kind: Kind, admission: Admission, end: int) -> None:
+        moment = Moment(kind, admission.request_id, end)
+        if self.kills(moment):
+            raise DeviceLostError(admission.request_id)
+        if self.fails(moment):
+            raise StepFailedError(admission.request_id)
+
+    def _admit(self, admission: Admission) -> None:
+        assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
+        assert 0 <= admission.slot < self.geometry.max_num_seqs
+        assert admission.num_computed_tokens < len(admission.token_ids)
+        tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
+        state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables)
+        self.slots[admission.slot] = state
+        written = -(-admission.num_computed_tokens // self.geometry.block_size)
+        for group, table in enumerate(tables):
+            for block in table[written:]:
+                self.memory.pop((group, block), None)
+
+    def _compute(self, state: _Slot, end: int) -> None:
+        """Runs one graph for one row: reads what is visible, writes positions up to ``end``."""
+        _contexts(state.tokens, state.contexts)
+        start = state.computed
+        for group_id, group in enumerate(self.groups):
+            if group.kind is GroupKind.IN_PLACE_WINDOW:
+                (block,) = state.tables[group_id]
+                self._check_alone(group_id, block)
+                held = self.memory.get((group_id, block), [])
+                first = max(0, start - group.window)
+                assert held == state.contexts[first:start], f"window of group {group_id} at {start}"
+                self.memory[group_id, block] = [*held, *state.contexts[start:end]][-group.window :]
+                continue
+            first = max(0, start - group.window + 1) if group.window else 0
+            for position in range(first, start):
+                cells = self.memory.get(
+                    (group_id, state.tables[group_id][position // self.geometry.block_size]), []
+                )
+                offset = position % self.geometry.block_size
+                assert offset < len(cells), f"position {position} of group {group_id} was never written"
+                assert cells[offset] == state.contexts[position], f"position {position} of group {group_id}"
+            for position in range(start, end):
+                index, offset = divmod(position, self.geometry.block_size)
+                block = state.tables[group_id][index]
+                self._check_alone(group_id, block)
+                cells = self.memory.setdefault((group_id, block), [None] * self.geometry.block_size)
+                cells[offset] = state.contexts[position]
+        state.computed = end
+
+    def _check_alone(self, group_id: int, block: int) -> None:
+        assert block != NULL_BLOCK_ID
+        sharers = [other for other in self.slots.values() if block in other.tables[group_id]]
+        # These tables keep blocks behind a window, which other slots may have by now.
+        if self.groups[group_id].window:
+            sharers = [other for other in sharers if block in self._live(other, group_id)]
+        assert len(sharers) == 1, (
+            f"block {block} of group {group_id} is written while {len(sharers)} slots use it"
+        )
+
+    def _live(self, state: _Slot, group_id: int) -> list[int]:
+        group, table = self.groups[group_id], state.tables[group_id]
+        if group.kind is GroupKind.IN_PLACE_WINDOW:
+            return table
+        return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
+
+    def _result(self, step: int, slots: Sequence[int]) -> StepResult:
+        tokens = [self._sample(self.slots[slot]) for slot in slots]
+        if not self.jump:
+            return StepResult(step, tuple(tokens))
+        outputs = []
+        for slot, token in zip(slots, tokens, strict=True):
+            state = self.slots[slot]
+            room = self.geometry.max_model_len - len(state.tokens)
+            forced = [self._sample(state) for _ in range(min(self.jump, room) if token % 2 == 0 else 0)]
+            outputs.append(SlotOutput(slot, (token, *forced)))
+        if all(len(output.token_ids) == 1 for output in outputs):
+            return StepResult(step, tuple(tokens))
+        return StepResult(step, outputs=tuple(outputs))
+
+    def _sample(self, state: _Slot) -> int:
+        token = next_token(state.tokens, state.admission.sequence)
+        state.tokens.append(token)
+        return token
