@@ -178,8 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                                  dispatches=dispatches)  # fmt: skip
         self.jump = self.rig.device.jump = jump
         self.losses = losses
-        # Requests that kill the device or fail its steps: what it may not do for them, and from how many computed
-        # tokens on.
+        # Requests that kill the device or fail its steps: what it may not do for them, and from how many
+        # computed tokens on.
         self.poison: dict[str, tuple[Harm, Kind, int]] = {}
         self.rig.kills = lambda moment: self.harms("kills", moment)
         self.rig.fails = lambda moment: self.harms("fails", moment)

@@ -27,7 +27,13 @@ from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
 from tests.support.scheduler.simulated_device import (
-    DeviceLostError, Moment, SimulatedDevice, StepFailedError, next_token, nothing_fails, nothing_kills,
+    DeviceLostError,
+    Moment,
+    SimulatedDevice,
+    StepFailedError,
+    next_token,
+    nothing_fails,
+    nothing_kills,
 )
 from tests.support.scheduler.stream_sink import StreamSink
 

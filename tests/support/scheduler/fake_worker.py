@@ -13,8 +13,7 @@ from scheduler_svc.convert.configuration import groups_from_proto
 from scheduler_svc.shapes.geometry import Geometry
 from tests.support.plan_order import next_leased
 from tests.support.scheduler.factories import EOS
-from tests.support.scheduler.simulated_device import DeviceLostError, Moment, nothing_kills
-from tests.support.scheduler.simulated_device import SimulatedDevice
+from tests.support.scheduler.simulated_device import DeviceLostError, Moment, SimulatedDevice, nothing_kills
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
 

@@ -11,8 +11,7 @@ from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.shapes.geometry import Geometry
 from tests.support.scheduler.factories import FULL, Rig
-from tests.support.scheduler.simulated_device import StepFailedError
-from tests.support.scheduler.simulated_device import SimulatedDevice
+from tests.support.scheduler.simulated_device import SimulatedDevice, StepFailedError
 
 
 @dataclass

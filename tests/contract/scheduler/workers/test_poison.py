@@ -9,7 +9,6 @@ from protos.errors import Internal, from_rpc_error
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
-from tests.support.scheduler.simulated_device import Moment
 from tests.support.scheduler.running_scheduler import (
     collect,
     failure,
@@ -20,6 +19,7 @@ from tests.support.scheduler.running_scheduler import (
     run_worker,
     tokens_of,
 )
+from tests.support.scheduler.simulated_device import Moment
 
 pytestmark = pytest.mark.contract
 

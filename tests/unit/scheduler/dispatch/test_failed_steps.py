@@ -9,8 +9,8 @@ from protos.errors import Internal, InvalidArgument
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_submission
-from tests.support.scheduler.simulated_device import Kind, Moment
 from tests.support.scheduler.second_replica import add_replica, run
+from tests.support.scheduler.simulated_device import Kind, Moment
 
 
 def fails(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:
