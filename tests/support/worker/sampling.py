@@ -13,6 +13,9 @@ from worker_svc.sampling.state import SamplingState, SamplingVocabulary
 
 LONGEST = 64
 
+# Pearson's test is good enough for bins of this size and more.
+_EXPECTED_IN_BIN = 5
+
 
 def request(
     slot: int,
@@ -96,18 +99,25 @@ def draw_many(
 def chi_square_p(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
     """Returns the p-value of Pearson's chi-square test that `tokens` come from the distribution.
 
-    Tokens with an expected count below five share one bin.
+    Each bin expects five tokens or more: rare ids share bins with their neighbours.
     """
     observed = torch.bincount(tokens, minlength=len(probabilities)).double()
     expected = probabilities.double() * len(tokens)
     assert not observed[expected == 0].any(), "a token with probability 0 was drawn"
-    rare = expected < 5
-    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(max(len(expected) - 1, 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
+    common = expected >= _EXPECTED_IN_BIN
+    bins = [*zip(observed[common].tolist(), expected[common].tolist(), strict=True)]
+    rare, rare_expected = 0.0, 0.0
+    for count, share in zip(observed[~common].tolist(), expected[~common].tolist(), strict=True):
+        rare, rare_expected = rare + count, rare_expected + share
+        if rare_expected >= _EXPECTED_IN_BIN:
+            bins.append((rare, rare_expected))
+            rare, rare_expected = 0.0, 0.0
+    assert len(bins) > 1 or torch.count_nonzero(expected) == 1, "too few draws for two bins"
+    last, last_expected = bins.pop()
+    bins.append((last + rare, last_expected + rare_expected))
+    statistic = sum((count - share) ** 2 / share for count, share in bins)
+    freedom = torch.tensor(max(len(bins) - 1, 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def expected_logits(
