@@ -105,7 +105,9 @@ class Deadline:
         """Waits for nothing yet."""
         self._overdue = overdue
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        # A timer that is due at once has no `when` on uvloop, so its time is kept here.
+        self._timer: asyncio.Handle | None = None
+        self._timer_s = 0.0
         self._budget_s = 0.0
         self._set_s = 0.0
         self._end_s = math.inf
@@ -114,7 +116,7 @@ class Deadline:
         """Expects an answer within `budget_s` seconds from now."""
         self._budget_s, self._set_s = budget_s, self._loop.time()
         self._end_s = self._set_s + budget_s
-        if self._timer is None or self._timer.when() > self._end_s:
+        if self._timer is None or self._timer_s > self._end_s:
             self._move_timer()
 
     def answered(self) -> float:
@@ -132,11 +134,10 @@ class Deadline:
     def _move_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._end_s, self._fire)
+        self._timer, self._timer_s = self._loop.call_at(self._end_s, self._fire), self._end_s
 
     def _fire(self) -> None:
-        assert self._timer is not None
-        now, due = self._loop.time(), self._timer.when()
+        now, due = self._loop.time(), self._timer_s
         self._timer = None
         if self._end_s == math.inf:
             return

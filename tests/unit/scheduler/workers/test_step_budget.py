@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+import uvloop
 
 from protos.steps import Admission, Decode, Pool, PoolShape, Prefill, StepPlan, Work
 from protos.triptych.v1 import common_pb2
@@ -134,3 +135,18 @@ async def test_time_in_which_the_scheduler_stood_still_does_not_count(
     thawed_s = loop.time()
     assert await overdue.get() - thawed_s >= 0.15
     deadline.close()
+
+
+def test_a_deadline_may_be_nearer_than_the_clock_of_uvloop_can_tell() -> None:
+    """A timer that moved by less than half a millisecond runs at once there, and has no time of its own."""
+
+    async def wait() -> None:
+        overdue = asyncio.Event()
+        deadline = Deadline(overdue.set)
+        deadline.set(0.0001)
+        deadline.set(0.0002)
+        async with asyncio.timeout(10):
+            await overdue.wait()
+        deadline.close()
+
+    uvloop.run(wait())
