@@ -113,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mine: list[str] = []
         buffer = self._buffer(mine)
         try:
-            submission = self._submit(request, buffer, self.logs.sink(buffer))
+            submission = self._submit(request, self.logs.sink(buffer))
             mine.append(submission.request_id)
             left = len(submission.sequences)
             while left:
@@ -170,7 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
     ) -> None:
         """Submits and aborts requests as a stream asks. The error of one request becomes its event."""
-        first, logged = True, self.logs.sink(buffer)
+        first, sink = True, self.logs.sink(buffer)
         async for message in messages:
             if first and message.schema_revision != SCHEMA_REVISION:
                 raise SchemaMismatch(
@@ -182,7 +182,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        submission = self._submit(message.generate, buffer, logged)
+                        submission = self._submit(message.generate, sink)
                         mine.add(submission.request_id)
                         buffer.push(Event(submission.request_id, accepted=True))
                     except TriptychError as error:
@@ -238,13 +238,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 param="model",
             )
 
-    def _submit(
-        self, request: inference_pb2.GenerateRequest, buffer: EventBuffer, logged: Sink
-    ) -> Submission:
+    def _submit(self, request: inference_pb2.GenerateRequest, sink: Sink) -> Submission:
         self._check_model(request.model)
         submission = submission_from_proto(request)
         with bind_request(submission.request_id):
-            self.logs.submit(submission, buffer, logged)
+            self.logs.submit(submission, sink)
             self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
         return submission
 

@@ -204,16 +204,18 @@ class EventLogs:
         return len(self._logs)
 
     def sink(self, sink: Sink) -> Sink:
-        """Returns what the logged requests of one client push their events into, instead of ``sink``."""
+        """Returns what the requests of one client push their events into, logged or not, instead of ``sink``.
+
+        A common sink keeps their tokens of a step together.
+        """
         return LoggedSink(sink, self._record)
 
-    def submit(self, submission: Submission, sink: Sink, logged: Sink) -> None:
+    def submit(self, submission: Submission, sink: Sink) -> None:
         """Submits a request, and logs it if it asks for that.
 
         Args:
             submission: the request. If its log exists, its earlier run ends.
-            sink: receives the events.
-            logged: what :meth:`sink` made of it.
+            sink: receives the events; :meth:`sink` made it.
 
         Raises:
             InvalidArgument: the log belongs to another request.
@@ -227,7 +229,7 @@ class EventLogs:
         log.starting = True
         self._running[submission.request_id] = log
         try:
-            engine.submit(submission, logged)
+            engine.submit(submission, sink)
             log.follow(engine.find(submission.request_id))
         finally:
             log.starting = False

@@ -18,6 +18,18 @@ from tests.support.scheduler.factories import ListSink, Rig, expected_tokens, ma
 PROMPT = (5, 6, 7)
 
 
+class Columns(ListSink):
+    """Also keeps which requests' tokens come together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pushes: list[list[str]] = []
+
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        self.pushes.append(list(request_ids))
+        super().push_tokens(request_ids, token_ids)
+
+
 class Logged:
     """An engine that is stepped by hand, and its logs."""
 
@@ -31,7 +43,7 @@ class Logged:
         sink = ListSink()
         spec = EventLogSpec(log_id, digest, 1_700_000_000)
         submission = make_submission(PROMPT, request_id=request_id, log=spec, **fields)
-        self.logs.submit(submission, sink, self.logs.sink(sink))
+        self.logs.submit(submission, self.logs.sink(sink))
         return sink
 
     def tokens(self, log_id: str = "log", digest: str = "d") -> list[list[int]]:
@@ -194,3 +206,14 @@ def _merged(events: Sequence[Any]) -> tuple[list[Any], list[int], list[Any]]:
         [token for event in events for token in event.token_ids],
         [entry for event in events for entry in event.logprobs],
     )
+
+
+async def test_logged_and_plain_requests_of_a_client_share_the_columns_of_a_step() -> None:
+    """One push for each decode step, with the tokens of both."""
+    logged, columns = Logged(), Columns()
+    sink = logged.logs.sink(columns)
+    for request_id, spec in (("logged", EventLogSpec("log", "d", 1_700_000_000)), ("plain", None)):
+        logged.logs.submit(make_submission(PROMPT, request_id=request_id, max_tokens=5, log=spec), sink)
+    logged.rig.run()
+    assert columns.pushes.count(["logged", "plain"]) >= 2
+    assert logged.tokens() == [expected_tokens(PROMPT, 5)]
