@@ -167,6 +167,19 @@ def test_the_sequences_of_a_request_wait_together() -> None:
     assert [sink.tokens_of(one) for one in range(3)] == [expected_tokens(_PROMPT, 8, one) for one in range(3)]
 
 
+def test_a_request_whose_first_sequence_came_and_went_has_begun() -> None:
+    """No check has seen it with a slot, and its other sequence has had none."""
+    rig = one_slot()
+    limits = timeouts(rig, queue_s=10.0)
+    sink = rig.submit(make_submission(n=2, max_tokens=2))
+    while not any(event.finish_reason for event in sink.events):
+        rig.step()
+    rig.now = 11.0
+    limits.check()
+    rig.run()
+    assert [sink.tokens_of(one) for one in range(2)] == [expected_tokens(_PROMPT, 2, one) for one in range(2)]
+
+
 def test_all_sequences_of_a_request_fail_together() -> None:
     """The client gets one error, and nothing is left in the queue."""
     rig = one_slot()
