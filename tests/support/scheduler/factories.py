@@ -212,6 +212,16 @@ class Rig:
         self.engine.submit(submission, stream or sink)
         return sink
 
+    def submit_meanwhile(self, call: int, submission: Submission) -> None:
+        """Submits a request when :attr:`meanwhile` is called that many times from now."""
+        calls = itertools.count(1)
+
+        def meanwhile() -> None:
+            if next(calls) == call:
+                self.submit(submission)
+
+        self.meanwhile = meanwhile
+
     def step(self) -> StepPlan | None:
         self.engine.dispatch()
         plan = self.scheduler.step()

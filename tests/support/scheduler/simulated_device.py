@@ -31,6 +31,11 @@ class Moment:
     """Tokens that are computed afterwards."""
 
 
+def reaches(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:
+    """Returns what recognizes a moment: its kind, how the request's name begins, and its computed tokens."""
+    return lambda moment: moment.kind == kind and moment.request_id.startswith(name) and moment.end >= end
+
+
 def nothing_kills(_moment: Moment) -> bool:
     """The device survives."""
     return False

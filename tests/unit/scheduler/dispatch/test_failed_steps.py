@@ -1,6 +1,5 @@
 """Steps that fail: requests run again, alone and elsewhere, and only one that fails everywhere fails."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,12 +9,7 @@ from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_submission
 from tests.support.scheduler.second_replica import add_replica, run
-from tests.support.scheduler.simulated_device import Kind, Moment
-
-
-def fails(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:
-    """Returns a device's habit to fail at one request, when it reaches ``end`` computed tokens."""
-    return lambda moment: moment.kind == kind and moment.request_id.startswith(name) and moment.end >= end
+from tests.support.scheduler.simulated_device import Kind, Moment, reaches
 
 
 def planned(rig: Rig) -> StepPlan:
@@ -48,7 +42,7 @@ def check_innocents(rig: Rig, innocents: dict[str, list[int]]) -> None:
 def test_a_request_that_makes_steps_fail_fails_alone(kind: Kind, end: int, lease: int) -> None:
     """It fails with the device's error after max_step_failures; the others get all of their tokens."""
     rig = make_rig(max_lease=lease)
-    rig.fails = fails(kind, "poison", end)
+    rig.fails = reaches(kind, "poison", end)
     innocents = submit_innocents(rig)
     for _ in range(4):
         rig.step()
@@ -122,7 +116,7 @@ def test_a_poison_request_is_tried_on_every_replica() -> None:
     """With max_step_failures 1 it fails after one step on each of two."""
     rig = make_rig(max_step_failures=1)
     second = add_replica(rig)
-    second.device.fails = rig.fails = fails("decode", "poison", 8)
+    second.device.fails = rig.fails = reaches("decode", "poison", 8)
     innocents = submit_innocents(rig, 4)
     poison = rig.submit(make_submission([7] * 6, request_id="poison"))
     run(rig, second)

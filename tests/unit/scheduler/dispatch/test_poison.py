@@ -1,6 +1,5 @@
 """Requests that kill workers: they fail alone, and requests beside them lose nothing."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,12 +15,7 @@ from tests.support.scheduler.factories import (
     make_rig,
     make_submission,
 )
-from tests.support.scheduler.simulated_device import Kind, Moment
-
-
-def kills(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:
-    """Returns a device's habit to die of one request, when it reaches ``end`` computed tokens."""
-    return lambda moment: moment.kind == kind and moment.request_id.startswith(name) and moment.end >= end
+from tests.support.scheduler.simulated_device import Kind, reaches
 
 
 def check_failed(sink: ListSink) -> None:
@@ -54,7 +48,7 @@ def check_innocents(innocents: dict[str, tuple[ListSink, list[int]]]) -> None:
 def test_a_request_that_kills_workers_fails_alone(kind: Kind, end: int, lease: int) -> None:
     """It fails after two lost workers, and the requests beside it get all of their tokens."""
     rig = make_rig(max_lease=lease)
-    rig.kills = kills(kind, "poison", end)
+    rig.kills = reaches(kind, "poison", end)
     innocents = submit_innocents(rig)
     for _ in range(4):
         rig.step()
@@ -70,7 +64,7 @@ def test_the_number_of_workers_it_may_kill_is_a_setting(kind: Kind) -> None:
     """A request that runs alone from the start fails exactly after that many lost workers."""
     for most in (1, 2, 5):
         rig = make_rig(max_worker_losses=most)
-        rig.kills = kills(kind, "poison")
+        rig.kills = reaches(kind, "poison")
         poison = rig.submit(make_submission(request_id="poison"))
         rig.run(100)
         check_failed(poison)
@@ -195,7 +189,7 @@ def test_suspects_delay_the_others_by_one_step_each() -> None:
 def test_a_poison_request_with_several_sequences_fails_as_a_whole(kind: Kind) -> None:
     """Sequences that wait for a prompt, and forked ones, are judged like any other."""
     rig = make_rig()
-    rig.kills = kills(kind, "poison")
+    rig.kills = reaches(kind, "poison")
     innocents = submit_innocents(rig, 2)
     rig.step()
     poison = rig.submit(make_submission([7] * 10, request_id="poison", n=3))
@@ -208,7 +202,7 @@ def test_a_poison_request_with_several_sequences_fails_as_a_whole(kind: Kind) ->
 def test_requests_that_wait_for_a_poison_prefix_are_not_blamed_for_it() -> None:
     """They compute the prefix themselves once the request that computed it has failed."""
     rig = make_rig()
-    rig.kills = kills("chunk", "poison")
+    rig.kills = reaches("chunk", "poison")
     poison = rig.submit(make_submission([7] * 9, request_id="poison"))
     others = [rig.submit(make_submission([7] * 9 + [n], request_id=f"o{n}")) for n in (20, 21)]
     rig.run(200)
@@ -279,7 +273,7 @@ def test_a_client_learns_of_losses_and_when_they_no_longer_count() -> None:
 def test_the_count_travels_with_a_resumed_request() -> None:
     """A request that killed a worker under an earlier scheduler runs alone, and fails after one more."""
     rig = make_rig()
-    rig.kills = kills("decode", "poison")
+    rig.kills = reaches("decode", "poison")
     innocents = submit_innocents(rig, 2)
     part = Resumed(0, (), worker_losses=1)
     poison = rig.submit(make_submission([7] * 10, request_id="poison", resumed_sequences=(part,)))

@@ -135,15 +135,7 @@ def test_a_new_request_ends_a_lease() -> None:
     rig = leasing()
     first = rig.submit(make_submission([5], request_id="a", max_tokens=20))
     rig.step()
-    calls = 0
-
-    def meanwhile() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            rig.submit(make_submission([6, 7], request_id="b", max_tokens=4))
-
-    rig.meanwhile = meanwhile
+    rig.submit_meanwhile(3, make_submission([6, 7], request_id="b", max_tokens=4))
     plan = rig.scheduler.step()
     assert plan is not None
     assert rig.answer(plan) == 3

@@ -128,15 +128,7 @@ def test_a_new_request_ends_lease_and_renewal() -> None:
     rig = renewing()
     first = rig.submit(make_submission([5], request_id="a", max_tokens=40))
     rig.step()
-    calls = 0
-
-    def meanwhile() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            rig.submit(make_submission([6, 7], request_id="b", max_tokens=4))
-
-    rig.meanwhile = meanwhile
+    rig.submit_meanwhile(6, make_submission([6, 7], request_id="b", max_tokens=4))
     plan = rig.scheduler.step()
     assert plan is not None
     assert rig.answer(plan) == 6
