@@ -208,6 +208,30 @@ def test_a_resumed_request_with_a_finished_sequence_has_begun() -> None:
     assert not sink.events
 
 
+async def test_a_bug_does_not_end_the_bounds() -> None:
+    """The next check runs as ever."""
+    rig = one_slot()
+    checks = 0
+
+    def engine() -> Engine:
+        nonlocal checks
+        checks += 1
+        if checks == 1:
+            raise ValueError("a bug")
+        return rig.engine
+
+    limits = RequestTimeouts(engine, queue_s=0.1, token_s=0.0, clock=lambda: rig.now)
+    rig.submit(make_submission(request_id="running"))
+    rig.step()
+    sink = rig.submit(make_submission())
+    rig.now = 1.0
+    task = asyncio.create_task(limits.run())
+    async with asyncio.timeout(10):
+        while not timed_out(sink):
+            await asyncio.sleep(0.01)
+    task.cancel()
+
+
 async def test_a_freeze_of_the_scheduler_is_not_silence() -> None:
     """The first check after it only looks: results that have arrived meanwhile come first."""
     rig = one_slot()
