@@ -10,6 +10,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
+from worker_svc.vllm_adapter.deferred_imports import deferred
 
 # The refusal of a model that brings its own classes.
 _NEEDS_CODE = (
@@ -71,7 +72,9 @@ def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
             raise ConfigurationRefused(
                 f"vLLM does not know the architecture {architecture}; choose another model"
             )
-        ModelRegistry.register_model(architecture, known.load_model_cls())
+        with deferred():
+            model_class = known.load_model_cls()
+        ModelRegistry.register_model(architecture, model_class)
 
 
 def _is_full_precision_pooling(model_config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def is_experts(layer: Any) -> bool:
     """Whether a layer that vLLM registered by name is an expert layer, which has nothing to cache."""
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
-
-    return isinstance(layer, MoERunnerInterface)
+    # Importing that module takes seconds. A model without expert layers has not imported it.
+    module = sys.modules.get("vllm.model_executor.layers.fused_moe.runner.moe_runner_interface")
+    return module is not None and isinstance(layer, module.MoERunnerInterface)
 
 
 def describe_pooling(

@@ -8,6 +8,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from protos.errors import ConfigurationRefused
+from worker_svc.vllm_adapter.deferred_imports import deferred
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 
@@ -35,15 +36,22 @@ def prepare(device_name: str) -> None:
     # Garbage collection takes half of the time of an import of this size and finds nothing.
     gc.disable()
     try:
-        from vllm.platforms import current_platform
+        with deferred():
+            from vllm.platforms import current_platform
 
-        if not type(current_platform).__name__.startswith("Triptych"):
-            raise ConfigurationRefused(
-                "vLLM does not find Triptych's platform; install this package (pip install -e .),"
-                " which registers its entry point"
-            )
-        import vllm.engine.arg_utils
-        import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
+            if not type(current_platform).__name__.startswith("Triptych"):
+                raise ConfigurationRefused(
+                    "vLLM does not find Triptych's platform; install this package (pip install -e .),"
+                    " which registers its entry point"
+                )
+            import vllm.engine.arg_utils
+            import vllm.model_executor.layers.quantization.online.fp8
+            import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
+
+            if device_name != "cpu":
+                import worker_svc.vllm_adapter.static_moe  # noqa: F401 - registers on import
+        # Modules live as long as the process; later collections can skip them.
+        gc.freeze()
     finally:
         gc.enable()
     if device_name == "cpu":
@@ -51,8 +59,6 @@ def prepare(device_name: str) -> None:
 
         current_platform.import_kernels()
         check_kernels()
-    else:
-        import worker_svc.vllm_adapter.static_moe  # noqa: F401 - registers on import
 
 
 def init_single_process() -> None:

@@ -1,0 +1,114 @@
+"""A worker imports little of vLLM; what is deferred behaves like the real thing when it is used."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from worker_svc.vllm_adapter.deferred_imports import ENGINE_ONLY, deferred
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "max_position_embeddings": 128,
+    "vocab_size": 64, "eos_token_id": 2,
+}  # fmt: skip
+_LOAD = """
+    import sys
+    from pathlib import Path
+    from worker_svc.devices import open_device
+    from worker_svc.vllm_adapter import startup
+    device = open_device("cpu")
+    startup.prepare("cpu")
+    from worker_svc.vllm_adapter.model import VllmModel
+    model = VllmModel(Path({folder!r}), device, dtype="float32", seed=0, dummy_weights=True)
+    model.load_weights()
+"""
+
+
+def run(code: str, folder: Path) -> str:
+    """Loads a small model in a new process, runs the code there, and returns what it prints."""
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    script = textwrap.dedent(_LOAD).format(folder=str(folder)) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_worker_imports_neither_server_nor_compiler(tmp_path: Path) -> None:
+    """A process with a loaded model has none of the packages that vLLM's server and Inductor need."""
+    absent = [
+        "openai",
+        "fastapi",
+        "vllm.entrypoints",
+        "torch._inductor.compile_fx",
+        "torch._inductor.lowering",
+    ]
+    found = run(f"print([name for name in {absent} if name in sys.modules])", tmp_path)
+    assert found.splitlines()[-1] == "[]"
+
+
+def test_deferred_names_are_the_real_ones_once_used(tmp_path: Path) -> None:
+    """VLLM's engine works in a worker's process, and the compiler has vLLM's patches."""
+    found = run(
+        """
+        import vllm.v1.request as request
+        from vllm.config.reasoning import ReasoningParserManager as deferred
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        made = request.StructuredOutputRequest.from_sampling_params(params)
+        from vllm.reasoning import ReasoningParserManager as real
+        from vllm.v1.structured_output.request import StructuredOutputRequest
+        print(type(made) is StructuredOutputRequest, isinstance(made, request.StructuredOutputRequest))
+        print(deferred.reasoning_parsers is real.reasoning_parsers, deferred is not real)
+        import torch._inductor.compile_fx as compiler
+        from torch._inductor.lowering import FALLBACK_ALLOW_LIST
+        print(sys.modules["torch._inductor.compile_fx"] is compiler, "vllm::any" in FALLBACK_ALLOW_LIST)
+        """,
+        tmp_path,
+    )
+    assert found.split()[-6:] == ["True"] * 6
+
+
+def test_a_function_compiles_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the block nothing compiles; each function does so once, with its options, when it is called."""
+    compiled: list[tuple[str, dict[str, Any]]] = []
+
+    def compile_now(function: Callable[[int], int], **options: Any) -> Callable[[int], int]:
+        compiled.append((function.__name__, options))
+        return lambda number: -function(number)
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    with deferred():
+
+        @torch.compile(dynamic=True)
+        def double(number: int) -> int:
+            return 2 * number
+
+        @torch.compile
+        def triple(number: int) -> int:
+            return 3 * number
+
+    assert vars(torch)["compile"] is compile_now
+    assert compiled == []
+    assert [double(1), double(2), triple(1)] == [-2, -4, -3]
+    assert compiled == [("double", {"dynamic": True}), ("triple", {})]
+
+
+def test_the_block_leaves_no_stand_in() -> None:
+    """After the block an import gives the real package, also where the block imported a part of it."""
+    before = {name for name in ENGINE_ONLY if name in sys.modules}
+    finders = list(sys.meta_path)
+    with deferred():
+        from vllm.v1.structured_output import backend_types  # noqa: F401 - only imported
+    assert {name for name in ENGINE_ONLY if name in sys.modules} == before
+    assert [finder for finder in sys.meta_path if type(finder).__name__ == "_StandIns"] == []
+    assert set(finders) - set(sys.meta_path) == set()
