@@ -13,6 +13,7 @@ from worker_svc.vllm_adapter.configuration import register_model_class
 _LATE = (
     "worker_svc.vllm_adapter.attention",
     "worker_svc.vllm_adapter.weights",
+    "xgrammar",
 )
 
 

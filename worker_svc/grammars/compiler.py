@@ -44,6 +44,9 @@ class GrammarCompiler:
             end_ids: tokens that end a sequence.
             limits: limits on time and memory.
         """
+        # Here, and not with the first grammar, because steps may be running then.
+        import xgrammar
+
         self._folder = folder
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)

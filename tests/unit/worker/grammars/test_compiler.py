@@ -5,6 +5,8 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from protos.errors import Internal, InvalidArgument, Overloaded
+from tests.support.paths import ROOT
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, needs_smollm2, tokenizer
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
@@ -33,6 +36,20 @@ def small() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(SMOLLM2, VOCAB, [END], limits)
     yield made
     made.close()
+
+
+def test_xgrammar_is_imported_before_the_first_grammar() -> None:
+    """A compiler that has compiled nothing has imported it, so no step waits for that."""
+    code = f"""
+import sys
+from pathlib import Path
+from worker_svc.grammars.compiler import GrammarCompiler
+before = "xgrammar" in sys.modules
+GrammarCompiler(Path({str(SMOLLM2)!r}), {VOCAB}, [{END}])
+print(before, "xgrammar" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
 
 
 def test_the_same_grammar_compiles_once(small: GrammarCompiler) -> None:
