@@ -1,6 +1,7 @@
 """Requests under way on the Connect stream, and the groups that receive their events."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Self
@@ -16,6 +17,10 @@ MAX_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES - 16
 
 # The largest age that the schema allows: a week.
 _LONGEST_AGE_MS: Final = 7 * 24 * 3600 * 1000
+
+
+# Plain tokens that are counted as unread at a time; counting each would cost as much as handing it out.
+_COUNTED_TOGETHER: Final = 64
 
 
 class SequenceEvent(NamedTuple):
@@ -242,6 +247,8 @@ class RequestGroup:
         self._num_taken = 0
         # Before it, nothing counts as unread: a replay brings all of its events at once.
         self._has_reader = False
+        # The number of waiting events with which the next plain tokens are counted.
+        self._next_count = sys.maxsize
         self._unfinished = set(range(len(self._sequences)))
         self._may_hold = not all(pending.prompt_complete for pending in self.requests)
         # A plain token becomes an event when it is taken, so that a step's tokens are handed out quickly.
@@ -259,6 +266,7 @@ class RequestGroup:
             Overloaded: if the reader came too late, and too many events waited. They are gone.
         """
         self._has_reader = True
+        self._next_count = _COUNTED_TOGETHER
         self._unread.remove(self._num_taken)
         self._num_taken = 0
         while not self._events and self._error is None and self._unfinished:
@@ -268,6 +276,7 @@ class RequestGroup:
         if self._events:
             events, self._events = self._events, []
             self._num_taken = self._unread.num
+            self._next_count = _COUNTED_TOGETHER
             return [
                 (index, SequenceEvent((event,)) if isinstance(event, int) else event)
                 for index, event in events
@@ -286,8 +295,9 @@ class RequestGroup:
         self._events.append((index, token_id))
         if self._waiter is not None:
             self._wake()
-        elif self._has_reader:
-            self._unread.add(1)
+        elif len(self._events) >= self._next_count:
+            self._next_count += _COUNTED_TOGETHER
+            self._unread.add(_COUNTED_TOGETHER)
 
     def put(self, index: int, event: SequenceEvent) -> None:
         """Adds an event of sequence ``index``.
@@ -304,6 +314,7 @@ class RequestGroup:
                 pending.held_events.clear()
             self._events.append((index, event))
             if self._waiter is None and self._has_reader:
+                self._next_count += 1
                 self._unread.add(_weight(event))
         else:
             pending.held_events.append((index, event))

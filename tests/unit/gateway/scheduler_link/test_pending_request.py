@@ -263,12 +263,16 @@ async def test_sequences_are_numbered_across_requests() -> None:
 
 async def test_a_reader_that_comes_too_late() -> None:
     """It finds an error instead of the events, and the request has been aborted."""
-    group, aborted = make(per_answer=10)
+    group, aborted = make(per_answer=200)
     put(group, 0, event(1))
     await group.take()
-    for token in range(6):
+    for token in range(150):
         group.put_token(0, token)
-    put(group, 0, event(*range(5)))
+    put(group, 0, event(*range(50)))
+    await asyncio.sleep(0)
+    assert not aborted
+    for token in range(64):
+        group.put_token(0, token)
     await asyncio.sleep(0)
     assert aborted == [(0, None)]
     with pytest.raises(Overloaded, match="--max-unread-tokens-per-answer"):
@@ -287,21 +291,21 @@ async def test_log_probabilities_count_as_unread() -> None:
 
 async def test_what_a_reader_waits_for_is_not_unread() -> None:
     """Nor is a replay, which comes before its reader; what a reader has taken counts until its next take."""
-    limits = unread_limits(10)
+    limits = unread_limits(100)
     group = RequestGroup([inference.GenerateRequest()], lambda *_: None, limits)
-    for token in range(100):
+    for token in range(500):
         group.put_token(0, token)
-    assert len(await group.take()) == 100
+    assert len(await group.take()) == 500
     reader = asyncio.create_task(group.take())
     await asyncio.sleep(0)
-    for token in range(100):
+    for token in range(500):
         group.put_token(0, token)
-    assert len(await reader) == 100
-    for token in range(9):
+    assert len(await reader) == 500
+    for token in range(70):
         group.put_token(0, token)
     await group.take()
-    assert limits.num_tokens == 9
-    group.put_token(0, 1)
+    assert limits.num_tokens == 64
+    put(group, 0, event(1))
     await group.take()
     assert limits.num_tokens == 1
     group.abort()
