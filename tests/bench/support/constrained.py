@@ -23,7 +23,7 @@ from typing import Final
 import torch
 
 from protos.steps import Prefill
-from tests.support.sampling_params import sampling_params
+from tests.support.sampling_params import constrained, sampling_params
 from tests.support.worker.grammar_harness import (
     VOCAB,
     ConstrainedHarness,
@@ -97,8 +97,9 @@ def step_times(harness: Harness, case: Case, steps: int, prompt: Sequence[int], 
     """Prefills a batch, measures its decode steps in seconds and frees it."""
     for slot in range(BATCH):
         sampling = sampling_params(temperature=case.temperature, seed=slot)
-        spec = grammar if slot < case.constrained else None
-        admission = harness.admit(slot, prompt, sampling, structured=spec, num_prompt_tokens=len(prompt))
+        if slot < case.constrained:
+            sampling = constrained(sampling, grammar.kind, grammar.text)
+        admission = harness.admit(slot, prompt, sampling, num_prompt_tokens=len(prompt))
         harness.run(admit=[admission], work=Prefill(slot, 0, len(prompt), sample=True))
         harness.lengths[slot] = len(prompt)
     slots = range(BATCH)
@@ -217,10 +218,10 @@ def measured_on_words(
     redrawn: dict[str, int] = {}
     for turn in range(turns * 2):
         drawn = "greedy" if turn % 2 else "sampled"
-        for kind, (constrained, spec) in kinds.items():
+        for kind, (count, spec) in kinds.items():
             name = f"{kind}, {drawn}"
             before = constraints.num_redrawn
-            case = Case(name, constrained, float(drawn == "sampled"))
+            case = Case(name, count, float(drawn == "sampled"))
             times.setdefault(name, []).extend(step_times(harness, case, steps, range(100, 164), spec)[2:])
             redrawn[name] = redrawn.get(name, 0) + constraints.num_redrawn - before
     ms = {name: statistics.median(values) * 1000 for name, values in times.items()}
