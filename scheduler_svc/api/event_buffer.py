@@ -96,7 +96,7 @@ class EventBuffer:
             count += 1
         self._num_buffered -= self._num_taken
         events, self._events = self._events[:count], self._events[count:]
-        if not events:
+        if not self._events:
             self._filled.clear()
         self._taken.set()
         return events

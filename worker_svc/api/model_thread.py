@@ -70,7 +70,8 @@ class ModelThread:
 
         Another object after each progress.
         """
-        return self._running or self._waiting
+        # What was deferred is older than what runs.
+        return self._waiting or self._running
 
     @property
     def busy_s(self) -> float:

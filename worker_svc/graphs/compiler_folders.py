@@ -59,12 +59,13 @@ def _compiler_cache_dirs() -> dict[str, Path]:
 
     PyTorch's own choice is left out: it lies in the folder for temporary files, as a private one would.
     """
-    triton_home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    triton_home = Path(os.path.expanduser(os.environ.get("TRITON_HOME") or "~"))  # noqa: PTH111 - never raises
     folders = {"TRITON_CACHE_DIR": triton_home / ".triton" / "cache"}
     return folders | {name: Path(value) for name in _VARIABLES if (value := os.environ.get(name))}
 
 
 def _is_writable(folder: Path) -> bool:
     """Whether files can be created in a folder, which need not exist."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # `Path.exists` raises where a folder may not be searched.
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
