@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from protos.logs import get_logger
+
 R = TypeVar("R")
 
 MODEL_THREAD = "model"
@@ -101,7 +103,7 @@ class ModelThread:
         return future
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Queues the rest of the running function, which waits for the device. It must not raise.
+        """Queues the rest of the running function, which waits for the device. What it raises is only logged.
 
         Call it on this thread. The rest counts as the running function's kind, with its limit.
         """
@@ -143,8 +145,10 @@ class ModelThread:
             self._waiting = task.running()
             try:
                 function()
-            except RuntimeError:
-                pass  # the loop is closed, so the process is ending
+            except Exception:  # noqa: BLE001 - a fault in this program
+                # Without this thread no later step would be answered. The scheduler gives this one up.
+                if not self._loop.is_closed():
+                    get_logger().exception("deferred_failed", what=task.what)
             finally:
                 self._waiting = None
                 self._deferred.task_done()

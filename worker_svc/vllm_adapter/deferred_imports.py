@@ -5,7 +5,7 @@ Nothing is replaced or left out. What is deferred happens when something first u
 - vLLM's configuration and its attention import the packages of its server and its engine (parsers, OpenAI's
   types, FastAPI). Names from `ENGINE_ONLY` stand for the real ones, and import them at their first use.
 - vLLM imports all of TorchInductor in order to patch it. The patches run when something imports Inductor's
-  compiler.
+  compiler. They run at once if a variable asks for a patch of something else.
 - Some modules of vLLM compile a function when they are imported, which imports Inductor, too. Such a function
   is compiled at its first call.
 """
@@ -29,6 +29,8 @@ ENGINE_ONLY: Final = ("vllm.reasoning", "vllm.v1.structured_output")
 COMPILER: Final = "torch._inductor.compile_fx"
 """The module through which everything compiles with Inductor."""
 _PATCHES: Final = "vllm.env_override"
+# What else that module does, if these variables say so.
+_OTHER_PATCHES: Final = ("VLLM_TRITON_FORCE_FIRST_CONFIG", "VLLM_ENABLE_CUDA_COMPATIBILITY")
 
 
 @contextlib.contextmanager
@@ -37,7 +39,8 @@ def deferred() -> Iterator[None]:
     names = [name for name in ENGINE_ONLY if name not in sys.modules]
     stand_ins = _StandIns(names)
     sys.meta_path.insert(0, stand_ins)
-    if _PATCHES not in sys.modules and COMPILER not in sys.modules:
+    wanted = any(os.environ.get(name) for name in _OTHER_PATCHES)
+    if not wanted and _PATCHES not in sys.modules and COMPILER not in sys.modules:
         _defer_patches()
     compile_now = torch.compile
     torch.compile = functools.partial(_compile_later, compile_now)
@@ -130,6 +133,7 @@ def _defer_patches() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+    os.environ.setdefault("TILELANG_CLEANUP_TEMP_FILES", "1")
     sys.modules[_PATCHES] = types.ModuleType(_PATCHES)
     sys.meta_path.insert(0, _PatchedCompiler())
 

@@ -67,6 +67,18 @@ async def test_a_writer_holds_a_bounded_part() -> None:
     assert tokens == list(range(50_000))
 
 
+async def test_a_large_entry_leaves_nothing_to_take() -> None:
+    """The next take waits for more."""
+    buffer = make_buffer()
+    buffer.push_tokens(["a"] * 20_000, range(20_000))
+    assert len(await buffer.take()) == 1
+    following = asyncio.ensure_future(buffer.take())
+    await asyncio.sleep(0)
+    assert not following.done()
+    buffer.push_tokens(["a"], [1])
+    assert len(await following) == 1
+
+
 async def test_what_a_writer_has_taken_counts_until_it_comes_again() -> None:
     """A client that reads nothing keeps the writer from its next take."""
     limits = UnreadLimits(per_reader=100, total=1000, flags=("--one", "--all"))

@@ -1,4 +1,4 @@
-"""Plans whose work did not run, or failed: nothing counts them."""
+"""Plans whose work did not run or failed: they count for no chunk, no step and no tenant."""
 
 import pytest
 

@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import pytest
+from structlog.testing import capture_logs
 
 from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
 
@@ -140,6 +141,43 @@ async def test_waiting_for_the_device_counts_as_running() -> None:
     await thread.submit(thread.settle)
     await thread.close(5)
     assert thread.running is None
+
+
+async def test_a_fault_in_what_was_deferred_ends_nothing_else() -> None:
+    """The next step is read and answered as usual."""
+    thread = ModelThread()
+    read = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    with capture_logs() as logs:
+        await thread.submit(lambda: thread.defer(fail))
+        await thread.submit(lambda: thread.defer(read.set))
+        await asyncio.wait_for(thread.submit(thread.settle), 5)
+    assert read.is_set()
+    assert [entry["event"] for entry in logs] == ["deferred_failed"]
+    await thread.close(5)
+
+
+async def test_a_hung_read_shows_although_the_thread_runs_something_else() -> None:
+    """What was deferred is the older work, so it is what hangs."""
+    thread = ModelThread()
+    waiting, blocked, let_go = threading.Event(), threading.Event(), threading.Event()
+
+    def block(reached: threading.Event) -> None:
+        reached.set()
+        let_go.wait()
+
+    await thread.submit(lambda: thread.defer(partial(block, waiting)), what="step")
+    last = thread.submit(partial(block, blocked), what="reset")
+    await asyncio.to_thread(waiting.wait)
+    await asyncio.to_thread(blocked.wait)
+    assert thread.running is not None
+    assert thread.running.what == "step"
+    let_go.set()
+    await last
+    await thread.close(5)
 
 
 async def test_progress_shows_as_another_state() -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,38 @@ def _private_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def variables() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in _NAMES}
+
+
+def test_a_home_that_may_not_be_searched_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another user's, for example: asking what is in it raises an error."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{home}/"):
+            raise PermissionError(path)
+        return stat(path, **options)
+
+    home.mkdir()
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, _: path != home)
+    replace_unwritable_cache_dirs()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).parent.parent == tmp_path / "temporary"
+
+
+def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container may run as a user that has no entry and no HOME."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    before = variables()
+    replace_unwritable_cache_dirs()
+    assert variables() == before
 
 
 def test_folders_that_can_be_written_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

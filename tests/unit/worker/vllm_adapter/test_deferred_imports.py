@@ -1,6 +1,9 @@
 """A worker imports little of vLLM; what is deferred behaves like the real thing when it is used."""
 
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
+from worker_svc.vllm_adapter import deferred_imports
 from worker_svc.vllm_adapter.deferred_imports import ENGINE_ONLY, deferred
 
 _CONFIG = {
@@ -112,3 +116,30 @@ def test_the_block_leaves_no_stand_in() -> None:
     assert {name for name in ENGINE_ONLY if name in sys.modules} == before
     assert [finder for finder in sys.meta_path if type(finder).__name__ == "_StandIns"] == []
     assert set(finders) - set(sys.meta_path) == set()
+
+
+def test_all_variables_that_the_patches_set_are_set_at_once() -> None:
+    """Other modules read them. Those that only ask for a patch keep the patches from being deferred."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    patches = Path(spec.origin).with_name("env_override.py").read_text()
+    ours = Path(deferred_imports.__file__).read_text()
+    assigned = r'^os\.environ(?:\.setdefault\()?\W"?(\w+)"'
+    names = re.findall(assigned, patches, re.MULTILINE)
+    assert len(names) == 4
+    assert [name for name in names if f'"{name}"' not in ours] == []
+    switches = re.findall(r'os\.environ\.get\(\s*"(VLLM_\w+)", "0"', patches)
+    assert set(switches) == set(deferred_imports._OTHER_PATCHES)
+
+
+@pytest.mark.parametrize("name", deferred_imports._OTHER_PATCHES)
+def test_patches_of_something_else_are_not_deferred(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may act long before something compiles, if it ever does."""
+    monkeypatch.setenv(name, "1")
+    for module in (deferred_imports._PATCHES, deferred_imports.COMPILER):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    before = dict(os.environ)
+    with deferred():
+        assert deferred_imports._PATCHES not in sys.modules
+    assert dict(os.environ) == before
