@@ -3,8 +3,8 @@
 import asyncio
 import signal
 import sys
+from typing import TYPE_CHECKING
 
-import grpc.aio
 import uvloop
 
 from protos.errors import TriptychError
@@ -16,6 +16,9 @@ from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
+
+if TYPE_CHECKING:
+    import grpc.aio
 
 INFERENCE = "triptych.v1.Inference"
 REGISTRY = "triptych.v1.WorkerRegistry"
@@ -36,7 +39,7 @@ async def serve(settings: Settings) -> None:
         detach_after_failed_steps=settings.detach_after_failed_steps,
     )
 
-    def register(server: grpc.aio.Server) -> None:
+    def register(server: "grpc.aio.Server") -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
 

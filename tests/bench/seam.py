@@ -165,7 +165,8 @@ async def measure(
         for batch in model.batches * rounds:
             before = step_in_process(worker, lengths[batch], steps // 2)
             window = await decode_together(address, prompts(batch, dice), _needed(batch, steps))
-            after = step_in_process(worker, lengths[batch], steps // 2)
+            later = [length + steps // 2 for length in lengths[batch]]
+            after = step_in_process(worker, later, steps // 2)
             measured.append(Round(batch, window, (before + after) / 2))
     worker.close()
     return measured, read_steps(file)

@@ -218,3 +218,13 @@ def test_trusted_model_code_runs(
     plain = open_model(single)
     plain.load_weights()
     assert generate(model) == generate(plain)
+
+
+def test_one_process_group_serves_models_with_and_without_experts(single: Path, tmp_path: Path) -> None:
+    """Each group that vLLM asks for would have a thread that wakes 100 times a second."""
+    for folder in (single, tiny_models.write("mixtral", tmp_path)):
+        model = open_model(folder)
+        model.load_weights()
+        assert len(generate(model)) == 6
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        assert names.count("gloo_tcp_loop") <= 1
