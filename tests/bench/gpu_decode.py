@@ -1,17 +1,16 @@
 """Compares decode steps of a 1B model on a GPU with the time that memory needs.
 
-``python -m tests.bench.gpu_decode [--quick] [--no-services]`` needs a CUDA GPU. The model has the shape of
-Llama 3.2 1B and made-up weights. For each batch (1, 8, 32, 128) and context (200 and 2,000 tokens) the bench
-measures the median time of a decode step, from the plan to the tokens on the host. The floor is the time to
-read the weights and the batch's keys and values at this GPU's measured bandwidth.
+``python -m tests.bench.gpu_decode [--quick] [--no-services] [--gateways N]`` needs a CUDA GPU. The model has
+the shape of Llama 3.2 1B and made-up weights. For each batch (1, 8, 32, 128) and context (200 and 2,000
+tokens) the bench measures the median time of a decode step, from the plan to the tokens on the host. The
+floor is the time to read the weights and the batch's keys and values at this GPU's measured bandwidth.
 
-Steps run in this process and then through the services. There the same batch is requested over HTTP and
-streamed; a step is the time between two tokens of a stream while all streams run. By then the contexts are
-longer, by the steps that ran while other prompts were prefilled.
+Steps run in this process and then through the services. There the same batch is requested over HTTP by
+several client processes and streamed; a step is the time in which every stream gets a token while all of them
+run. By then the contexts are longer, by the steps that ran while other prompts were prefilled.
 """
 
 import argparse
-import asyncio
 import statistics
 import tempfile
 import time
@@ -22,12 +21,22 @@ from typing import Any
 import torch
 
 from protos.steps import Admission, Decode, Prefill, StepPlan
-from tests.bench.support.gpu_model import BLOCK, CHUNK, SERVED_NAME, model_folder, open_worker, serving
+from tests.bench.support.gpu_model import (
+    BLOCK,
+    CHUNK,
+    SERVED_NAME,
+    VOCAB_SIZE,
+    model_folder,
+    open_worker,
+    serving,
+)
+from tests.bench.support.http_load import Load, step_seconds
 from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
 MAX_LEN = 3072
+CLIENTS = 12
 WEIGHT_BYTES = 2 * 1_235_814_400
 KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 8 * 64
 
@@ -78,54 +87,20 @@ def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], st
     return times
 
 
-async def _stream(base: str, prompt: list[int], count: int, arrivals: list[float]) -> None:
-    import httpx
-
-    body = {
-        "model": SERVED_NAME, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
-    }  # fmt: skip
-    async with (
-        httpx.AsyncClient(timeout=300) as client,
-        client.stream("POST", f"{base}/v1/completions", json=body) as response,
-    ):
-        response.raise_for_status()
-        lines = [(time.perf_counter(), line) async for line in response.aiter_lines()]
-    arrivals.extend(at for at, line in lines if line.startswith("data: {"))
-    if len(arrivals) < count // 2:
-        raise RuntimeError(f"{len(arrivals)} of {count} tokens arrived: {lines[:3]}")
-
-
-async def _load(base: str, batch: int, context: int, count: int) -> float:
-    """Returns the median milliseconds between two tokens of a stream while all streams run."""
-    arrivals: list[list[float]] = [[] for _ in range(batch)]
-    await asyncio.gather(
-        *(
-            _stream(
-                base, [(7 * index + position) % 40_000 + 100 for position in range(context)], count, times
-            )
-            for index, times in enumerate(arrivals)
-        )
-    )
-    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
-    gaps = [
-        (inside[-1] - inside[0]) / (len(inside) - 1)
-        for times in arrivals
-        if len(inside := [at for at in times if begin <= at <= end]) > 1
-    ]
-    return statistics.median(gaps) * 1e3
-
-
 def through_services(
-    folder: Path, batches: Sequence[int], contexts: Sequence[int], together: int
+    folder: Path, batches: Sequence[int], contexts: Sequence[int], together: int, gateways: int
 ) -> dict[str, float]:
-    """Returns the same as ``in_process``, measured through gateway, scheduler and worker."""
-    with serving(folder, batches, MAX_LEN) as (base, _):
-        asyncio.run(_load(base, 1, 200, 16))
+    """Returns the same as ``in_process``, measured through gateways, scheduler and worker."""
+    with serving(folder, batches, MAX_LEN, gateways) as (base, _):
+
+        def milliseconds(batch: int, context: int, count: int) -> float:
+            load = Load(base, SERVED_NAME, VOCAB_SIZE, context, count)
+            return step_seconds(load, batch, CLIENTS) * 1e3
+
+        milliseconds(1, 200, 16)
         return {
             # One decode step runs between two chunks, so this leaves `together` steps with all requests.
-            f"b{batch}_c{context}": asyncio.run(
-                _load(base, batch, context, batch * -(-context // CHUNK) + together)
-            )
+            f"b{batch}_c{context}": milliseconds(batch, context, batch * -(-context // CHUNK) + together)
             for batch in batches
             for context in contexts
         }
@@ -136,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two batches, fewer steps")
     parser.add_argument("--no-services", action="store_true", help="measure only in this process")
+    parser.add_argument("--gateways", type=int, default=1, help="gateway processes")
     arguments = parser.parse_args()
     batches: Sequence[int] = (1, 32) if arguments.quick else BATCHES
     with tempfile.TemporaryDirectory() as scratch:
@@ -153,7 +129,8 @@ def main() -> None:
         torch.cuda.empty_cache()
         outside: dict[str, float] = {}
         if not arguments.no_services:
-            outside = through_services(folder, batches, CONTEXTS, 40 if arguments.quick else 120)
+            together = 40 if arguments.quick else 120
+            outside = through_services(folder, batches, CONTEXTS, together, arguments.gateways)
     print(f"{'':12}{'floor':>10}{'step':>10}{'floor/step':>12}{'served':>10}{'served/step':>12}")
     ratios: dict[str, float] = {}
     for name, step in inside.items():
@@ -164,7 +141,7 @@ def main() -> None:
             line += f"{outside[name]:8.2f}ms{outside[name] / step:12.2f}"
         print(line)
     figures: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "bandwidth_tb_s": round(speed / 1e12, 3),
+        "gpu": torch.cuda.get_device_name(), "gateways": arguments.gateways, "bandwidth_tb_s": round(speed / 1e12, 3),
         "step_ms": inside, "floor_ms": floors, "served_ms": outside,
     }  # fmt: skip
     report("gpu_decode", figures, ratios)

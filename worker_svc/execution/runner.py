@@ -11,6 +11,7 @@ from protos.errors import Internal, TriptychError
 from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan
 from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with_tensors
 from worker_svc.devices.base import Device
+from worker_svc.devices.upload import upload
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.token_selection import (
@@ -21,7 +22,6 @@ from worker_svc.execution.token_selection import (
     make_sampler,
     plain_step,
 )
-from worker_svc.execution.upload import upload
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.capture import Recording

@@ -14,8 +14,8 @@ from protos.errors import InvalidArgument
 from protos.steps import Admission, Prefill, SlotOutput
 from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import Device
+from worker_svc.devices.upload import upload
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.upload import upload
 from worker_svc.grammars.constraints import Choice, Constraints
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
 from worker_svc.sampling.sampler import argmax_rows, sample

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from worker_svc.devices.upload import upload
+
 
 class Masks:
     """One bit per token and row, set where the token is allowed.
@@ -47,10 +49,9 @@ class Masks:
 
             apply_token_bitmask_inplace(logits, self.rows, vocab_size=self._vocab_size, indices=list(rows))
             return
-        index = torch.tensor(rows)
-        staged = torch.index_select(self.rows, 0, index, out=self._staging[: len(rows)])
+        staged = torch.index_select(self.rows, 0, torch.tensor(rows), out=self._staging[: len(rows)])
         words = staged.to(self._device, non_blocking=True)
-        index = index.to(self._device, non_blocking=True)
+        index = upload(rows, self._device)
         shifts = torch.arange(32, dtype=torch.int32, device=self._device)
         allowed = (words[:, :, None] >> shifts) & 1
         forbidden = allowed.view(len(rows), -1)[:, : logits.shape[1]] == 0

@@ -14,6 +14,7 @@ from protos.errors import InvalidArgument
 from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
+from worker_svc.devices.upload import upload
 from worker_svc.sampling.filters import FEW
 from worker_svc.sampling.parameters import Columns, repetition_of, row_of, temperature_of, top_p_of
 from worker_svc.sampling.workspace import Workspace
@@ -258,9 +259,9 @@ class SamplingState:
             self._set_tables(slot, sampling, bans)
         (self._listed.add if lists else self._listed.discard)(slot)
         if needs.history:
-            output = torch.tensor(request.token_ids[request.prompt_len :], dtype=torch.int64)
-            counts = torch.bincount(output, minlength=self.vocabulary.size)
-            self.counts[slot] = counts.to(self.counts)
+            self.counts[slot].fill_(0)
+            if output := request.token_ids[request.prompt_len :]:
+                self.extend(slot, self._upload(output, torch.int64))
 
     def _set_tables(
         self, slot: int, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
@@ -369,36 +370,41 @@ class SamplingState:
             bans.extend(((token,), until) for token in ends)
         return bans
 
+    # The setters below fill rows with `fill_`: to assign a number, PyTorch waits for the device.
+
     def _set_masks(self, slot: int, allowed: Sequence[int]) -> None:
         if not allowed:
-            self.allowed[slot] = -1
+            self.allowed[slot].fill_(-1)
             return
-        bits = torch.zeros(self.allowed.shape[1] * 32, dtype=torch.int32)
-        bits[torch.tensor(allowed)] = 1
-        words = (bits.view(-1, 32).long() << torch.arange(32)).sum(dim=-1)
-        self.allowed[slot] = words.to(torch.int32).to(self.allowed.device)
+        bits = torch.zeros(self.allowed.shape[1] * 32, dtype=torch.int32, device=self.allowed.device)
+        bits.index_fill_(0, self._upload(allowed, torch.int64), 1)
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        self.allowed[slot] = (bits.view(-1, 32) << shifts).sum(dim=-1, dtype=torch.int32)
 
     def _set_biases(self, slot: int, sampling: common_pb2.SamplingParams) -> None:
         count = len(sampling.logit_bias)
-        self.bias_ids[slot] = 0
-        self.bias_values[slot] = 0
+        self.bias_ids[slot].fill_(0)
+        self.bias_values[slot].fill_(0)
         if count:
-            self.bias_ids[slot, :count] = torch.tensor(list(sampling.logit_bias)).to(self.bias_ids)
-            values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
-            self.bias_values[slot, :count] = values.to(self.bias_values)
+            self.bias_ids[slot, :count] = self._upload(list(sampling.logit_bias), torch.int64)
+            values = self._upload(list(sampling.logit_bias.values()), torch.float32)
+            self.bias_values[slot, :count] = values
 
     def _set_bans(self, slot: int, bans: Sequence[tuple[Sequence[int], int]]) -> None:
-        self.ban_until[slot] = 0
+        self.ban_until[slot].fill_(0)
         if not bans:
             return
         count, width = len(bans), self.ban_prefix.shape[2]
-        prefixes = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word, _ in bans]
-        self.ban_tokens[slot] = 0
-        self.ban_tokens[slot, :count] = torch.tensor([word[-1] for word, _ in bans]).to(self.ban_tokens)
-        self.ban_until[slot, :count] = torch.tensor([until for _, until in bans]).to(self.ban_until)
-        self.ban_prefix[slot, :count] = torch.tensor(prefixes).to(self.ban_prefix)
-        lengths = torch.tensor([len(word) - 1 for word, _ in bans])
-        self.ban_prefix_len[slot, :count] = lengths.to(self.ban_prefix_len)
+        columns = self._upload([(word[-1], until, len(word) - 1) for word, until in bans], torch.int64)
+        prefixes = [token for word, _ in bans for token in (*[-1] * (width + 1 - len(word)), *word[:-1])]
+        self.ban_tokens[slot].fill_(0)
+        self.ban_tokens[slot, :count] = columns[:, 0]
+        self.ban_until[slot, :count] = columns[:, 1]
+        self.ban_prefix[slot, :count] = self._upload(prefixes, torch.int32).view(count, width)
+        self.ban_prefix_len[slot, :count] = columns[:, 2]
+
+    def _upload(self, values: Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
+        return upload(values, self.tokens.device, dtype)
 
 
 def _width(entries: int) -> int:

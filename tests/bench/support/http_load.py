@@ -1,6 +1,7 @@
-"""A closed loop of streamed completions, spread over client processes so that no client is the limit."""
+"""Streamed completions, spread over client processes so that no client is the limit."""
 
 import asyncio
+import math
 import multiprocessing
 import random
 import time
@@ -12,13 +13,15 @@ from typing import Final
 import httpx
 
 _TIMEOUT_S: Final = 120.0
+# Client processes import for a while before they can start.
+_IMPORT_S: Final = 5.0
 # Ids below are special tokens.
 _FIRST_TOKEN: Final = 100
 
 
 @dataclass(frozen=True)
 class Load:
-    """What every stream requests, again and again."""
+    """What every stream requests."""
 
     url: str
     """The gateway's."""
@@ -56,29 +59,56 @@ def tokens_per_second(load: Load, streams: int, warm_up_s: float, seconds: float
         seconds: seconds in which tokens count.
         clients: processes that share the streams.
     """
-    # Client processes import for a while before they can start.
-    start = time.monotonic() + 5.0
-    end = start + warm_up_s + seconds
-    shares = [list(range(streams))[client::clients] for client in range(min(clients, streams))]
-    with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = [pool.submit(_client, load, share, streams, start, warm_up_s / 2, end) for share in shares]
-        arrivals = [each for job in jobs for each in job.result()]
+    start = time.monotonic() + _IMPORT_S
     begin = start + warm_up_s
+    end = begin + seconds
+    arrivals = _run(load, streams, clients, _Schedule(start, warm_up_s / 2, end))
     return sum(each.tokens_between(begin, end) for each in arrivals) / seconds
 
 
-def _client(
-    load: Load, share: Sequence[int], streams: int, start: float, spread_s: float, end: float
-) -> list[Arrivals]:
+def step_seconds(load: Load, streams: int, clients: int) -> float:
+    """Returns the seconds in which every stream gets a token, while all of them run.
+
+    Each stream requests one completion, all at once; their answers must be long enough to overlap.
+    """
+    arrivals = _run(load, streams, clients, _Schedule(time.monotonic() + _IMPORT_S))
+    begin, end = max(each.at[0] for each in arrivals), min(each.at[-1] for each in arrivals)
+    if end <= begin:
+        raise RuntimeError("an answer ended before the last one began; raise output_tokens")
+    return (end - begin) * streams / sum(each.tokens_between(begin, end) for each in arrivals)
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """When streams run, by `time.monotonic`, seconds."""
+
+    start: float
+    """When the first one starts."""
+    spread_s: float = 0.0
+    """The time over which the streams' starts are spread."""
+    end: float | None = None
+    """When streams leave their answers, having requested one after the other; None: each requests one."""
+
+
+def _run(load: Load, streams: int, clients: int, schedule: _Schedule) -> list[Arrivals]:
+    """Runs the streams in client processes; returns all answers."""
+    shares = [list(range(streams))[client::clients] for client in range(min(clients, streams))]
+    with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(_client, load, share, streams, schedule) for share in shares]
+        return [each for job in jobs for each in job.result()]
+
+
+def _client(load: Load, share: Sequence[int], streams: int, schedule: _Schedule) -> list[Arrivals]:
     """Runs a client process's share of the streams."""
 
     async def run() -> list[Arrivals]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(base_url=load.url, timeout=_TIMEOUT_S, limits=limits) as client:
+            starts = {index: schedule.start + schedule.spread_s * index / streams for index in share}
             answers = await asyncio.gather(
                 *(
-                    _stream(client, load, random.Random(index), start + spread_s * index / streams, end)
-                    for index in share
+                    _stream(client, load, random.Random(index), start, schedule.end)
+                    for index, start in starts.items()
                 )
             )
         return [answer for each in answers for answer in each]
@@ -87,30 +117,37 @@ def _client(
 
 
 async def _stream(
-    client: httpx.AsyncClient, load: Load, dice: random.Random, start: float, end: float
+    client: httpx.AsyncClient, load: Load, dice: random.Random, start: float, end: float | None
 ) -> list[Arrivals]:
-    """Requests one completion after the other until `end`, and leaves the last one then."""
-    answers = []
+    """Requests one completion, or one after the other until `end`, and leaves the last one then."""
     await asyncio.sleep(max(0.0, start - time.monotonic()))
+    if end is None:
+        return [await _answer(client, load, dice, math.inf)]
+    answers = []
     while time.monotonic() < end:
-        body = {
-            "model": load.model,
-            "prompt": [dice.randrange(_FIRST_TOKEN, load.vocab_size) for _ in range(load.prompt_tokens)],
-            "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        }  # fmt: skip
-        times = []
-        whole = False
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.is_error:
-                raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-            async for line in response.aiter_lines():
-                now = time.monotonic()
-                if now >= end:
-                    break
-                if line == "data: [DONE]":
-                    whole = True
-                elif line.startswith("data: "):
-                    times.append(now)
-        # A gateway may send several tokens in a chunk when it falls behind.
-        answers.append(Arrivals(tuple(times), load.output_tokens / len(times) if whole else 1.0))
+        answers.append(await _answer(client, load, dice, end))
     return answers
+
+
+async def _answer(client: httpx.AsyncClient, load: Load, dice: random.Random, end: float) -> Arrivals:
+    """Requests a completion and reads it until `end`."""
+    body = {
+        "model": load.model,
+        "prompt": [dice.randrange(_FIRST_TOKEN, load.vocab_size) for _ in range(load.prompt_tokens)],
+        "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    times = []
+    whole = False
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.is_error:
+            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            now = time.monotonic()
+            if now >= end:
+                break
+            if line == "data: [DONE]":
+                whole = True
+            elif line.startswith("data: "):
+                times.append(now)
+    # A gateway may send several tokens in a chunk when it falls behind.
+    return Arrivals(tuple(times), load.output_tokens / len(times) if whole else 1.0)

@@ -13,7 +13,7 @@ from tests.support.sampling_params import changed, complete_params
 from tests.support.worker.sampling import admit, choose, draw_many, make_state, request
 from worker_svc.sampling.filters import find_threshold
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
-from worker_svc.sampling.sampler import argmax_rows, filtered_masses, sample
+from worker_svc.sampling.sampler import argmax_of_blocks, argmax_rows, filtered_masses, sample
 from worker_svc.sampling.state import Needs, Reach
 from worker_svc.sampling.workspace import Workspace
 
@@ -149,10 +149,10 @@ def test_argmax_rows_equals_argmax(
     logits = logits.round() if flat else logits
     for row, token, value in special:
         logits[row % rows, token % vocab] = value
-    assert torch.equal(argmax_rows(logits), logits.argmax(dim=-1))
-    assert torch.equal(
-        argmax_rows(torch.full((rows, vocab), -torch.inf)), torch.zeros(rows, dtype=torch.int64)
-    )
+    forbidden = torch.full((rows, vocab), -torch.inf)
+    for argmax in (argmax_rows, argmax_of_blocks):
+        assert torch.equal(argmax(logits), logits.argmax(dim=-1))
+        assert torch.equal(argmax(forbidden), torch.zeros(rows, dtype=torch.int64))
 
 
 @given(

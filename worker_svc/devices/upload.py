@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import torch
 
 
-def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Returns the values as a tensor on the device.
+def upload(
+    values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Returns numbers as a tensor on the device.
 
     From ordinary memory, a copy to a GPU waits until the GPU has done all that was launched before. From
     page-locked memory it only takes its place in the stream.
 
     Args:
-        values: integers.
+        values: the numbers, or rows of equal length.
         device: the tensor's device.
         dtype: the tensor's type.
     """
