@@ -2,8 +2,8 @@
 
 `attention` has the types that kernels take. `cpu`, `cuda` and `rbln` each have a folder with a
 `device` module. `gathered` and `in_place` are attention in plain PyTorch: the fallback of devices
-without such kernels, and the reference of tests. `graphs`, `vllm_adapter` and `execution` import this
-room; it imports `shapes` and `protos` only.
+without such kernels, and the reference of tests. `upload` copies the host's values to a device without
+waiting for it. The rooms above import this one; it imports `shapes` and `protos` only.
 """
 
 import os

@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event, Semaphore
 from typing import Final
 
 import httpx
 
 _TIMEOUT_S: Final = 120.0
-# Client processes import for a while before they can start.
-_IMPORT_S: Final = 5.0
 # Ids below are special tokens.
 _FIRST_TOKEN: Final = 100
 
@@ -59,11 +59,9 @@ def tokens_per_second(load: Load, streams: int, warm_up_s: float, seconds: float
         seconds: seconds in which tokens count.
         clients: processes that share the streams.
     """
-    start = time.monotonic() + _IMPORT_S
+    start, arrivals = _run(load, streams, clients, _Schedule(warm_up_s / 2, warm_up_s + seconds))
     begin = start + warm_up_s
-    end = begin + seconds
-    arrivals = _run(load, streams, clients, _Schedule(start, warm_up_s / 2, end))
-    return sum(each.tokens_between(begin, end) for each in arrivals) / seconds
+    return sum(each.tokens_between(begin, begin + seconds) for each in arrivals) / seconds
 
 
 def step_seconds(load: Load, streams: int, clients: int) -> float:
@@ -71,7 +69,7 @@ def step_seconds(load: Load, streams: int, clients: int) -> float:
 
     Each stream requests one completion, all at once; their answers must be long enough to overlap.
     """
-    arrivals = _run(load, streams, clients, _Schedule(time.monotonic() + _IMPORT_S))
+    _, arrivals = _run(load, streams, clients, _Schedule())
     begin, end = max(each.at[0] for each in arrivals), min(each.at[-1] for each in arrivals)
     if end <= begin:
         raise RuntimeError("an answer ended before the last one began; raise output_tokens")
@@ -80,36 +78,67 @@ def step_seconds(load: Load, streams: int, clients: int) -> float:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """When streams run, by `time.monotonic`, seconds."""
+    """When streams run, seconds after the common start."""
 
-    start: float
-    """When the first one starts."""
     spread_s: float = 0.0
     """The time over which the streams' starts are spread."""
-    end: float | None = None
+    end_s: float | None = None
     """When streams leave their answers, having requested one after the other; None: each requests one."""
 
 
-def _run(load: Load, streams: int, clients: int, schedule: _Schedule) -> list[Arrivals]:
-    """Runs the streams in client processes; returns all answers."""
+@dataclass(frozen=True)
+class _Start:
+    """The common start of the client processes, each of which imports for seconds first."""
+
+    ready: Semaphore
+    """Released by each client that can start."""
+    begun: Event
+    """Set once `at` is known."""
+    at: "Synchronized[float]"
+    """The start, by `time.monotonic`."""
+
+
+_start: _Start
+"""In a client process: the start of its load."""
+
+
+def _know(start: _Start) -> None:
+    global _start  # noqa: PLW0603 - a synchronization primitive reaches a process only when it begins
+    _start = start
+
+
+def _run(load: Load, streams: int, clients: int, schedule: _Schedule) -> tuple[float, list[Arrivals]]:
+    """Runs the streams in client processes; returns the time of their start, and all answers.
+
+    Raises:
+        RuntimeError: a client process does not start.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    start = _Start(spawn.Semaphore(0), spawn.Event(), spawn.Value("d"))
     shares = [list(range(streams))[client::clients] for client in range(min(clients, streams))]
-    with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(shares), spawn, initializer=_know, initargs=(start,)) as pool:
         jobs = [pool.submit(_client, load, share, streams, schedule) for share in shares]
-        return [each for job in jobs for each in job.result()]
+        all_ready = all(start.ready.acquire(timeout=_TIMEOUT_S) for _ in shares)
+        start.at.value = time.monotonic()
+        start.begun.set()  # in any case, because the pool waits for the clients that are ready
+        if not all_ready:
+            raise RuntimeError("a client process does not start")
+        return start.at.value, [each for job in jobs for each in job.result()]
 
 
 def _client(load: Load, share: Sequence[int], streams: int, schedule: _Schedule) -> list[Arrivals]:
     """Runs a client process's share of the streams."""
+    _start.ready.release()
+    _start.begun.wait()
+    begin = _start.at.value
+    end = None if schedule.end_s is None else begin + schedule.end_s
 
     async def run() -> list[Arrivals]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(base_url=load.url, timeout=_TIMEOUT_S, limits=limits) as client:
-            starts = {index: schedule.start + schedule.spread_s * index / streams for index in share}
+            starts = {index: begin + schedule.spread_s * index / streams for index in share}
             answers = await asyncio.gather(
-                *(
-                    _stream(client, load, random.Random(index), start, schedule.end)
-                    for index, start in starts.items()
-                )
+                *(_stream(client, load, random.Random(index), start, end) for index, start in starts.items())
             )
         return [answer for each in answers for answer in each]
 
