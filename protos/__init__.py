@@ -12,6 +12,9 @@ All packages import this one; it imports none of them.
 
 import os
 
-# gRPC reads this once, when it is imported. Its new event engine, Python's default since 1.80, passes every
-# message through threads of its own, which doubles the context switches.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+# gRPC reads this once, when it is imported, and knows no other way to choose. Its new event engine, Python's
+# default since 1.80, passes every message through threads of its own, which doubles the context switches.
+_given = os.environ.get("GRPC_EXPERIMENTS", "")
+if "event_engine" not in _given:
+    _old_engine = "-event_engine_client,-event_engine_listener"
+    os.environ["GRPC_EXPERIMENTS"] = f"{_given},{_old_engine}" if _given else _old_engine

@@ -92,18 +92,17 @@ def through_services(
 ) -> dict[str, float]:
     """Returns the same as ``in_process``, measured through gateways, scheduler and worker."""
     with serving(folder, batches, MAX_LEN, gateways) as (base, _):
-
-        def milliseconds(batch: int, context: int, count: int) -> float:
-            load = Load(base, SERVED_NAME, VOCAB_SIZE, context, count)
-            return step_seconds(load, batch, CLIENTS) * 1e3
-
-        milliseconds(1, 200, 16)
-        return {
-            # One decode step runs between two chunks, so this leaves `together` steps with all requests.
-            f"b{batch}_c{context}": milliseconds(batch, context, batch * -(-context // CHUNK) + together)
-            for batch in batches
-            for context in contexts
-        }
+        served = {}
+        for batch in batches:
+            for context in contexts:
+                # One decode step runs between two chunks, so this leaves `together` steps with all requests.
+                count = batch * -(-context // CHUNK) + together
+                load = Load(base, SERVED_NAME, VOCAB_SIZE, context, count)
+                served[f"b{batch}_c{context}"] = step_seconds(load, batch, CLIENTS) * 1e3
+                print(
+                    f"b{batch}_c{context}: {served[f'b{batch}_c{context}']:.2f} ms a step served", flush=True
+                )
+        return served
 
 
 def main() -> None:

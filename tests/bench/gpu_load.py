@@ -11,6 +11,7 @@ bench also states how much of a core each service uses.
 """
 
 import argparse
+import queue
 import statistics
 import tempfile
 import time
@@ -39,6 +40,9 @@ from worker_svc.execution.worker import Worker
 REQUESTS = (16, 64, 128)
 PROMPT, OUTPUT, MAX_LEN = 512, 128, 1024
 _SERVICES = ("gateway", "scheduler", "worker")
+_WARM_UP_S = 5.0
+# Client processes import for seconds before they start.
+_CLIENTS_START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -114,16 +118,17 @@ def through_services(
     """Returns output tokens per second and the cores in use, both by requests at a time."""
     served: dict[int, float] = {}
     cores: dict[int, Mapping[str, float]] = {}
+    starts: queue.SimpleQueue[float] = queue.SimpleQueue()
     with serving(folder, batches, MAX_LEN, gateways) as (url, launcher), ThreadPoolExecutor(1) as thread:
         load = Load(url, SERVED_NAME, VOCAB_SIZE, PROMPT, OUTPUT)
         tokens_per_second(load, min(batches), 2.0, 1.0, 1)
         use = CoreUse(launcher)
         for batch in batches:
-            running = thread.submit(tokens_per_second, load, batch, 5.0, seconds, clients)
-            # The clients start and warm up in the first ten seconds.
-            time.sleep(10.5)
+            running = thread.submit(tokens_per_second, load, batch, _WARM_UP_S, seconds, clients, starts.put)
+            start = starts.get(timeout=_CLIENTS_START_S)
+            time.sleep(max(0.0, start + _WARM_UP_S - time.monotonic()))
             use.start()
-            time.sleep(seconds - 1.0)
+            time.sleep(seconds)
             cores[batch] = use.stop()
             served[batch] = running.result()
     return served, cores

@@ -4,6 +4,6 @@
 compiled grammars. It gets them through `compile_client` from `compile_server`, which speak
 `compile_protocol`; `markers` gives a tag's special tokens a text. `constraints` chooses the tokens of a step
 with one `matcher` per slot and the `masks`. Only this package imports xgrammar. Imported by `execution`
-and `api`; imports only `protos`. This file imports nothing, because the compile server must not load
-torch.
+and `api`; imports only `devices` and `protos`. This file imports nothing, because the compile
+server must not load torch.
 """

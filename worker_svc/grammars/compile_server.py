@@ -340,6 +340,9 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the worker reports why the tokenizer cannot be read
         send_answer(control, COMPILER_ERROR, str(error).encode(errors="replace"))
         return
+    # A library of xgrammar's has set a handler that prints a trace. It allocates memory, so a child that
+    # crashes while it allocates some itself would hang instead of ending.
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     send_answer(
         control, DONE, dump_vocabulary(str(vocabulary.tokenizer.serialize_json()), vocabulary.specials)
     )

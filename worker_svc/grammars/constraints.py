@@ -23,6 +23,7 @@ from time import perf_counter
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
+from worker_svc.devices.upload import upload
 from worker_svc.grammars.batch_clock import BatchClock
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.lowering.refusals import PARAM
@@ -235,7 +236,7 @@ class _Step:
         """Returns the drawn tokens with the replaced ones written over them."""
         if not self._replaced:
             return tokens
-        rows, values = torch.tensor([list(self._replaced), list(self._replaced.values())]).to(tokens.device)
+        rows, values = upload([tuple(self._replaced), tuple(self._replaced.values())], tokens.device)
         return tokens.index_put((rows,), values)
 
     def charge(self, rows: Sequence[int], clock: BatchClock) -> None:

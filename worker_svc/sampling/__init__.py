@@ -6,5 +6,5 @@ applies them in vLLM's order: `adjust` (masks, bad words, `min_tokens`, `logit_b
 the largest logit (greedy) or temperature, `filters` (`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and
 `draw`. `logprobs` reads the model's own logits, before any of this. `workspace` is the memory that steps
 compute in; `footprint` counts it. A step computes only what its rows need (`state.Needs`). Nothing here waits
-for the device, so steps can be captured. Imported by `execution`; imports only `protos`.
+for the device, so steps can be captured. Imported by `execution`; imports only `devices` and `protos`.
 """

@@ -8,7 +8,7 @@ from worker_svc.sampling.filters import apply_filters
 from worker_svc.sampling.state import Needs, Reach, SamplingState
 from worker_svc.sampling.workspace import Tile
 
-# The first pass computes the maximum of each block, which processors do many times faster than finding its
+# The first pass computes the maximum of each block, which a GPU does many times faster than finding its
 # position.
 _BLOCK = 128
 
@@ -25,13 +25,13 @@ def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
         int64 [rows].
     """
     if logits.device.type == "cpu":
-        # One thread does this faster than PyTorch wakes another.
+        # NumPy's single thread is done before PyTorch has woken a second one.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return argmax_of_blocks(logits)
 
 
 def argmax_of_blocks(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the same as `argmax_rows`, in the way that suits devices with many cores."""
+    """Returns the same as `argmax_rows`, block by block, as GPUs do it fastest."""
     vocab = logits.shape[-1]
     count = vocab // _BLOCK
     best = logits[:, : count * _BLOCK].unflatten(-1, (count, _BLOCK)).amax(dim=-1)

@@ -370,8 +370,6 @@ class SamplingState:
             bans.extend(((token,), until) for token in ends)
         return bans
 
-    # The setters below fill rows with `fill_`: to assign a number, PyTorch waits for the device.
-
     def _set_masks(self, slot: int, allowed: Sequence[int]) -> None:
         if not allowed:
             self.allowed[slot].fill_(-1)

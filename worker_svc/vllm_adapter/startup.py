@@ -96,8 +96,9 @@ def init_parallel_groups(*, experts: bool) -> None:
 def _one_process_group() -> Iterator[None]:
     """Makes vLLM use the world's process group wherever it would create or destroy one of its own.
 
-    vLLM creates a dozen groups, all of this one rank. Each gloo group has a thread that wakes 100 times a
-    second, for nothing; together they took 1 to 2 % of both cores from the model's steps.
+    vLLM creates a dozen groups, all of this one rank. Each gloo group would have a thread that wakes 100
+    times a second, for nothing. All of vLLM's coordinators then hold the world's group, so what destroys one
+    must run within this block, too.
     """
     distributed = torch.distributed
     new_group, destroy = distributed.new_group, distributed.destroy_process_group

@@ -99,4 +99,7 @@ def serving(
         yield f"http://127.0.0.1:{_PORT}", process.pid
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -1,11 +1,12 @@
 """Streamed completions, spread over client processes so that no client is the limit."""
 
 import asyncio
+import itertools
 import math
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
@@ -17,6 +18,7 @@ import httpx
 _TIMEOUT_S: Final = 120.0
 # Ids below are special tokens.
 _FIRST_TOKEN: Final = 100
+_seeds = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Load:
     model: str
     """The served name."""
     vocab_size: int
-    """Prompts are random token ids below this, so that no prefix is found."""
+    """Prompts are random token ids below this. They differ between calls, so that no prefix is found."""
     prompt_tokens: int
     """Tokens of a prompt."""
     output_tokens: int
@@ -49,7 +51,14 @@ class Arrivals:
         return self.tokens_per_chunk * sum(begin <= at < end for at in self.at)
 
 
-def tokens_per_second(load: Load, streams: int, warm_up_s: float, seconds: float, clients: int) -> float:
+def tokens_per_second(
+    load: Load,
+    streams: int,
+    warm_up_s: float,
+    seconds: float,
+    clients: int,
+    on_start: Callable[[float], None] = lambda _: None,
+) -> float:
     """Returns the output tokens per second of a closed loop, counted after its warm-up.
 
     Args:
@@ -58,8 +67,10 @@ def tokens_per_second(load: Load, streams: int, warm_up_s: float, seconds: float
         warm_up_s: seconds in which streams start, one after the other, and spread out.
         seconds: seconds in which tokens count.
         clients: processes that share the streams.
+        on_start: gets the time at which the warm-up begins, by `time.monotonic`.
     """
-    start, arrivals = _run(load, streams, clients, _Schedule(warm_up_s / 2, warm_up_s + seconds))
+    schedule = _Schedule(warm_up_s / 2, warm_up_s + seconds)
+    start, arrivals = _run(load, streams, clients, schedule, on_start)
     begin = start + warm_up_s
     return sum(each.tokens_between(begin, begin + seconds) for each in arrivals) / seconds
 
@@ -72,7 +83,9 @@ def step_seconds(load: Load, streams: int, clients: int) -> float:
     _, arrivals = _run(load, streams, clients, _Schedule())
     begin, end = max(each.at[0] for each in arrivals), min(each.at[-1] for each in arrivals)
     if end <= begin:
-        raise RuntimeError("an answer ended before the last one began; raise output_tokens")
+        raise RuntimeError(
+            f"of {streams} answers, one ended {begin - end:.3f} s before the last one began; raise output_tokens"
+        )
     return (end - begin) * streams / sum(each.tokens_between(begin, end) for each in arrivals)
 
 
@@ -102,12 +115,18 @@ _start: _Start
 """In a client process: the start of its load."""
 
 
-def _know(start: _Start) -> None:
+def _set_start(start: _Start) -> None:
     global _start  # noqa: PLW0603 - a synchronization primitive reaches a process only when it begins
     _start = start
 
 
-def _run(load: Load, streams: int, clients: int, schedule: _Schedule) -> tuple[float, list[Arrivals]]:
+def _run(
+    load: Load,
+    streams: int,
+    clients: int,
+    schedule: _Schedule,
+    on_start: Callable[[float], None] = lambda _: None,
+) -> tuple[float, list[Arrivals]]:
     """Runs the streams in client processes; returns the time of their start, and all answers.
 
     Raises:
@@ -116,29 +135,38 @@ def _run(load: Load, streams: int, clients: int, schedule: _Schedule) -> tuple[f
     spawn = multiprocessing.get_context("spawn")
     start = _Start(spawn.Semaphore(0), spawn.Event(), spawn.Value("d"))
     shares = [list(range(streams))[client::clients] for client in range(min(clients, streams))]
-    with ProcessPoolExecutor(len(shares), spawn, initializer=_know, initargs=(start,)) as pool:
-        jobs = [pool.submit(_client, load, share, streams, schedule) for share in shares]
-        all_ready = all(start.ready.acquire(timeout=_TIMEOUT_S) for _ in shares)
-        start.at.value = time.monotonic()
-        start.begun.set()  # in any case, because the pool waits for the clients that are ready
+    with ProcessPoolExecutor(len(shares), spawn, initializer=_set_start, initargs=(start,)) as pool:
+        seed = str(next(_seeds))
+        jobs = [pool.submit(_client, load, share, streams, schedule, seed) for share in shares]
+        try:
+            all_ready = all(start.ready.acquire(timeout=_TIMEOUT_S) for _ in shares)
+        finally:
+            start.at.value = time.monotonic()
+            start.begun.set()  # in any case, because the pool waits for the clients that are ready
         if not all_ready:
-            raise RuntimeError("a client process does not start")
+            broken = (job.exception() for job in jobs)
+            cause = next((error for error in broken if error is not None), None)
+            raise RuntimeError("a client process does not start") from cause
+        on_start(start.at.value)
         return start.at.value, [each for job in jobs for each in job.result()]
 
 
-def _client(load: Load, share: Sequence[int], streams: int, schedule: _Schedule) -> list[Arrivals]:
+def _client(load: Load, share: Sequence[int], streams: int, schedule: _Schedule, seed: str) -> list[Arrivals]:
     """Runs a client process's share of the streams."""
-    _start.ready.release()
-    _start.begun.wait()
-    begin = _start.at.value
-    end = None if schedule.end_s is None else begin + schedule.end_s
 
     async def run() -> list[Arrivals]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(base_url=load.url, timeout=_TIMEOUT_S, limits=limits) as client:
+            _start.ready.release()
+            _start.begun.wait()
+            begin = _start.at.value
+            end = None if schedule.end_s is None else begin + schedule.end_s
             starts = {index: begin + schedule.spread_s * index / streams for index in share}
             answers = await asyncio.gather(
-                *(_stream(client, load, random.Random(index), start, end) for index, start in starts.items())
+                *(
+                    _stream(client, load, random.Random(f"{seed}-{index}"), start, end)
+                    for index, start in starts.items()
+                )
             )
         return [answer for each in answers for answer in each]
 
@@ -159,14 +187,18 @@ async def _stream(
 
 
 async def _answer(client: httpx.AsyncClient, load: Load, dice: random.Random, end: float) -> Arrivals:
-    """Requests a completion and reads it until `end`."""
+    """Requests a completion and reads it until `end`.
+
+    Raises:
+        RuntimeError: the answer is an error, or breaks off.
+    """
     body = {
         "model": load.model,
         "prompt": [dice.randrange(_FIRST_TOKEN, load.vocab_size) for _ in range(load.prompt_tokens)],
         "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
     }  # fmt: skip
-    times = []
-    whole = False
+    times: list[float] = []
+    whole, line = False, ""
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.is_error:
             raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
@@ -176,7 +208,12 @@ async def _answer(client: httpx.AsyncClient, load: Load, dice: random.Random, en
                 break
             if line == "data: [DONE]":
                 whole = True
+            elif line.startswith('data: {"error"'):
+                raise RuntimeError(line)
             elif line.startswith("data: "):
                 times.append(now)
+        else:
+            if not whole or not times:
+                raise RuntimeError(f"an answer broke off after {len(times)} chunks; its last line: {line!r}")
     # A gateway may send several tokens in a chunk when it falls behind.
     return Arrivals(tuple(times), load.output_tokens / len(times) if whole else 1.0)

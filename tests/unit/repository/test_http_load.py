@@ -18,6 +18,7 @@ class Server:
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, ...]] = []
+        self.breaks_off = False
         self.port = 0
         self.listening = threading.Event()
 
@@ -47,6 +48,8 @@ class Server:
                     writer.write(f"{len(piece):x}\r\n{piece}\r\n".encode())
                     await writer.drain()
                     await asyncio.sleep(_GAP_S)
+                    if self.breaks_off:
+                        break
                 writer.write(b"0\r\n\r\n")
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
@@ -58,7 +61,7 @@ def server() -> Iterator[Server]:
     server = Server()
     thread = threading.Thread(target=lambda: asyncio.run(server.run()))
     thread.start()
-    server.listening.wait()
+    assert server.listening.wait(60)
     yield server
     server.stop()
     thread.join()
@@ -73,6 +76,20 @@ def test_each_stream_requests_one_answer_at_the_same_time(server: Server) -> Non
     seconds = step_seconds(load(server, 50), streams=3, clients=2)
     assert 0.9 * _GAP_S < seconds < 20 * _GAP_S  # the machine may be busy
     assert len(set(server.prompts)) == 3
+
+
+def test_calls_share_no_prompt(server: Server) -> None:
+    """A prefix cache finds nothing of an earlier call."""
+    for _ in range(2):
+        step_seconds(load(server, 50), streams=2, clients=2)
+    assert len(set(server.prompts)) == 4
+
+
+def test_an_answer_that_breaks_off_is_an_error(server: Server) -> None:
+    """A bench must not count it as a good one."""
+    server.breaks_off = True
+    with pytest.raises(RuntimeError, match="broke off after 1 chunks"):
+        step_seconds(load(server, 50), streams=1, clients=1)
 
 
 def test_a_closed_loop_requests_again_until_its_end(server: Server) -> None:

@@ -293,6 +293,30 @@ def test_tables_hold_the_largest_allowed_requests() -> None:
         state.check(request(0, complete_params(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only on a GPU does a copy block the host")
+def test_an_admission_makes_no_blocking_copy() -> None:
+    """Lists, penalties and counts reach a GPU in the order of its stream, while earlier steps run."""
+    tokens = torch.zeros((3, LONGEST + 1), dtype=torch.int64, device="cuda")
+    state = SamplingState(tokens, SamplingVocabulary(VOCAB, ENDS))
+    full = complete_params(
+        logit_bias={5: 1.5, 7: -2.0}, allowed_token_ids=(5, 7, 31, 63), bad_words=((1, 2), (3,)),
+        min_tokens=4, presence_penalty=0.5, repetition_penalty=1.1,
+    )  # fmt: skip
+    state.allocate()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state.set(request(0, full, [1, 2], [9, 9, 8]))
+        state.set(request(0, complete_params(temperature=0.0)))
+        state.set(request(1, full, [1, 2], [9, 9, 8]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    words = state.allowed[1].tolist()
+    assert [token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1] == [5, 7, 31, 63]
+    assert state.bias_values[1, :2].tolist() == [1.5, -2.0]
+    assert state.ban_tokens[1, :3].tolist() == [2, 3, 0]
+    assert state.counts[1].nonzero()[:, 0].tolist() == [8, 9]
+
+
 def test_a_worker_can_meet_every_request_that_validation_accepts() -> None:
     """The worker's tables are as wide as the limits in the schema."""
     assert 2 * gateway.schemas.sampling.MAX_BAD_WORDS <= limits.MAX_BAD_WORDS
