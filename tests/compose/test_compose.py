@@ -1,5 +1,7 @@
-"""Builds the images, runs the compose stack, adds a worker and kills one. `make test-compose` runs it."""
+"""Builds the images, runs the compose stack, adds processes and kills some. `make test-compose` runs it."""
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -23,16 +25,34 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def ask(port: int) -> str:
-    """Asks a question with one right answer."""
-    body = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
-    request = urllib.request.Request(
+def completion(port: int, headers: dict[str, str], **fields: object) -> urllib.request.Request:
+    """Returns a request for a greedy answer."""
+    body = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, **fields}
+    return urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **headers},
     )
-    with urllib.request.urlopen(request, timeout=180) as answer:
+
+
+def ask(port: int) -> str:
+    """Asks a question with one right answer."""
+    with urllib.request.urlopen(completion(port, {}, max_tokens=8), timeout=180) as answer:
         return str(json.load(answer)["choices"][0]["text"])
+
+
+def stream(port: int, last_id: str | None = None) -> Iterator[tuple[str, str]]:
+    """Yields the id and the text of each chunk of an answer that can be resumed; `last_id` resumes one."""
+    headers = {} if last_id is None else {"Last-Event-ID": last_id}
+    fields = {"max_tokens": 200, "ignore_eos": True, "stream": True, "stream_options": {"resumable": True}}
+    with urllib.request.urlopen(completion(port, headers, **fields), timeout=180) as answer:
+        event_id = ""
+        for line in answer:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "id":
+                event_id = value
+            elif name == "data" and value.startswith("{"):
+                yield event_id, "".join(choice["text"] for choice in json.loads(value)["choices"])
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +136,32 @@ def test_requests_survive_a_killed_worker(engine: Engine, port: int) -> None:
             assert time.monotonic() < deadline, status(engine, victim)
             time.sleep(0.5)
     assert "Paris" in ask(port)
+
+
+def test_an_answer_continues_on_another_gateway(engine: Engine, port: int) -> None:
+    """Two gateways share the scheduler; when one is killed, its client goes on at the other."""
+    whole = "".join(text for _, text in stream(port))
+    second = free_port()
+    engine.environment["TRIPTYCH_PORT"] = str(second)
+    try:
+        with timed("a second gateway"):
+            # The first one keeps its port.
+            engine.compose(
+                "up", "--detach", "--no-build", "--no-recreate", "--wait", "--scale", "gateway=2",
+                "--scale", f"worker={len(engine.containers('worker'))}",
+            )  # fmt: skip
+    finally:
+        engine.environment["TRIPTYCH_PORT"] = str(port)
+    (gateway,) = (name for name in engine.containers("gateway") if str(port) in engine.podman("port", name))
+    text = last_id = ""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        for number, (event_id, piece) in enumerate(stream(port)):
+            last_id, text = event_id, text + piece
+            if number == 20:
+                os.kill(engine.process(gateway), signal.SIGKILL)
+    assert 0 < len(text) < len(whole)
+    text += "".join(piece for _, piece in stream(second, last_id))
+    assert text == whole
 
 
 def status(engine: Engine, container: str) -> str:
