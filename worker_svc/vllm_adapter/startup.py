@@ -80,13 +80,12 @@ def init_parallel_groups(*, experts: bool) -> None:
     """
     from vllm.distributed import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        if not experts or parallel_state._EP is not None:  # noqa: SLF001 - the getter raises
-            return
-        # An earlier model of this process had no experts, so their group is missing.
-        with _one_process_group():
-            parallel_state.destroy_model_parallel()
+    has_experts = parallel_state._EP is not None  # noqa: SLF001 - the getter raises
+    if parallel_state.model_parallel_is_initialized() and (has_experts or not experts):
+        return
     with _one_process_group():
+        # If an earlier model of this process had no experts, their group is missing.
+        parallel_state.destroy_model_parallel()
         # The process group exists already, so the address is ignored.
         parallel_state.init_distributed_environment(1, 0, "file:///", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1, backend="gloo")
