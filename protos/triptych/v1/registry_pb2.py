@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/v1/registry.proto\x12\x0btriptych.v1\"\x9f\x01\n\x0fRegisterRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0e\n\x06socket\x18\x08 \x01(\t\x12\x12\n\nreplica_id\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\"\xa8\x01\n\rRegisterEvent\x12\x0f\n\x07message\x18\x01 \x01(\t\x12/\n\x05state\x18\x02 \x01(\x0e\x32 .triptych.v1.RegisterEvent.State\"U\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_ACCEPTED\x10\x01\x12\x11\n\rSTATE_SERVING\x10\x02\x12\x0e\n\nSTATE_HUNG\x10\x03\"!\n\x0cLeaveRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse2\x98\x01\n\x0eWorkerRegistry\x12\x46\n\x08Register\x12\x1c.triptych.v1.RegisterRequest\x1a\x1a.triptych.v1.RegisterEvent0\x01\x12>\n\x05Leave\x12\x19.triptych.v1.LeaveRequest\x1a\x1a.triptych.v1.LeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/v1/registry.proto\x12\x0btriptych.v1\"\xf6\x01\n\x0fRegisterRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0e\n\x06socket\x18\x08 \x01(\t\x12\x12\n\nreplica_id\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\n \x01(\r\x12\x17\n\x0f\x65xpert_parallel\x18\x0b \x01(\x08\"\xbd\x01\n\rRegisterEvent\x12\x0f\n\x07message\x18\x01 \x01(\t\x12/\n\x05state\x18\x02 \x01(\x0e\x32 .triptych.v1.RegisterEvent.State\"j\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_ACCEPTED\x10\x01\x12\x11\n\rSTATE_SERVING\x10\x02\x12\x0e\n\nSTATE_HUNG\x10\x03\x12\x13\n\x0fSTATE_RANK_LOST\x10\x04\"!\n\x0cLeaveRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse2\x98\x01\n\x0eWorkerRegistry\x12\x46\n\x08Register\x12\x1c.triptych.v1.RegisterRequest\x1a\x1a.triptych.v1.RegisterEvent0\x01\x12>\n\x05Leave\x12\x19.triptych.v1.LeaveRequest\x1a\x1a.triptych.v1.LeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.registry_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REGISTERREQUEST']._serialized_start=44
-  _globals['_REGISTERREQUEST']._serialized_end=203
-  _globals['_REGISTEREVENT']._serialized_start=206
-  _globals['_REGISTEREVENT']._serialized_end=374
-  _globals['_REGISTEREVENT_STATE']._serialized_start=289
-  _globals['_REGISTEREVENT_STATE']._serialized_end=374
-  _globals['_LEAVEREQUEST']._serialized_start=376
-  _globals['_LEAVEREQUEST']._serialized_end=409
-  _globals['_LEAVERESPONSE']._serialized_start=411
-  _globals['_LEAVERESPONSE']._serialized_end=426
-  _globals['_WORKERREGISTRY']._serialized_start=429
-  _globals['_WORKERREGISTRY']._serialized_end=581
+  _globals['_REGISTERREQUEST']._serialized_end=290
+  _globals['_REGISTEREVENT']._serialized_start=293
+  _globals['_REGISTEREVENT']._serialized_end=482
+  _globals['_REGISTEREVENT_STATE']._serialized_start=376
+  _globals['_REGISTEREVENT_STATE']._serialized_end=482
+  _globals['_LEAVEREQUEST']._serialized_start=484
+  _globals['_LEAVEREQUEST']._serialized_end=517
+  _globals['_LEAVERESPONSE']._serialized_start=519
+  _globals['_LEAVERESPONSE']._serialized_end=534
+  _globals['_WORKERREGISTRY']._serialized_start=537
+  _globals['_WORKERREGISTRY']._serialized_end=689
 # @@protoc_insertion_point(module_scope)

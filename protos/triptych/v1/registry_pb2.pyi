@@ -29,6 +29,9 @@ class RegisterRequest(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Schema revision of the worker's release; must equal the scheduler's."""
     worker_id: _builtins.str
@@ -46,6 +49,11 @@ class RegisterRequest(_message.Message):
     """Rank in the replica, 0 .. world_size-1: pipeline rank * tensor_parallel_size + tensor rank."""
     world_size: _builtins.int
     """Ranks of the replica: tensor_parallel_size * pipeline_parallel_size. 0 or 1: a single device."""
+    tensor_parallel_size: _builtins.int
+    """How the model is split. All ranks of a replica must say the same. 0 means 1."""
+    pipeline_parallel_size: _builtins.int
+    expert_parallel: _builtins.bool
+    """Whether expert layers are split by experts instead of within each expert."""
     def __init__(
         self,
         *,
@@ -57,10 +65,13 @@ class RegisterRequest(_message.Message):
         replica_id: _builtins.str = ...,
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
+        expert_parallel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port", "rank", b"rank", "replica_id", b"replica_id", "schema_revision", b"schema_revision", "socket", b"socket", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel", b"expert_parallel", "host", b"host", "pipeline_parallel_size", b"pipeline_parallel_size", "port", b"port", "rank", b"rank", "replica_id", b"replica_id", "schema_revision", b"schema_revision", "socket", b"socket", "tensor_parallel_size", b"tensor_parallel_size", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -85,6 +96,10 @@ class RegisterEvent(_message.Message):
         """A step was not answered in time, and the scheduler has given the worker up. The stream ends. A worker
         whose step still runs ends itself.
         """
+        STATE_RANK_LOST: RegisterEvent._State.ValueType  # 4
+        """Another rank of the replica is lost or leaves, and with it the replica. The stream ends. A worker that has
+        joined a group ends itself: its collectives would wait for the lost rank.
+        """
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: RegisterEvent.State.ValueType  # 0
@@ -95,6 +110,10 @@ class RegisterEvent(_message.Message):
     STATE_HUNG: RegisterEvent.State.ValueType  # 3
     """A step was not answered in time, and the scheduler has given the worker up. The stream ends. A worker
     whose step still runs ends itself.
+    """
+    STATE_RANK_LOST: RegisterEvent.State.ValueType  # 4
+    """Another rank of the replica is lost or leaves, and with it the replica. The stream ends. A worker that has
+    joined a group ends itself: its collectives would wait for the lost rank.
     """
 
     MESSAGE_FIELD_NUMBER: _builtins.int

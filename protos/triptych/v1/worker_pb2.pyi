@@ -3,6 +3,10 @@
 isort:skip_file
 The API of a worker rank, which only the scheduler calls.
 
+Of a replica of several ranks, all ranks are described and configured. Rank 0 alone executes plans for the
+scheduler; it passes every step on to the other ranks. Grammars are compiled on the first rank of the last
+pipeline stage, which chooses the tokens.
+
 A worker decides nothing; plans determine its state. A slot has token ids, a number of computed tokens
 (their KV is in the cache), block tables and sampling parameters. A request travels in full once. Later
 steps name slots, new block ids and counts. The end of an Execute stream frees every slot.
@@ -68,6 +72,7 @@ class DescribeResponse(_message.Message):
     MAX_LEASE_STEPS_FIELD_NUMBER: _builtins.int
     POOL_TASKS_FIELD_NUMBER: _builtins.int
     PLANS_AHEAD_FIELD_NUMBER: _builtins.int
+    GROUP_EPOCH_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -94,6 +99,10 @@ class DescribeResponse(_message.Message):
     plans_ahead: _builtins.bool
     """Whether the worker takes plans ahead and understands StepPlan.continues. False: only a plan that ends a
     lease may be sent before the last result of the one before.
+    """
+    group_epoch: _builtins.str
+    """The group of ranks that this process has joined; empty before its first configuration, and for a replica of
+    one rank.
     """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
@@ -139,10 +148,11 @@ class DescribeResponse(_message.Message):
         max_lease_steps: _builtins.int = ...,
         pool_tasks: _abc.Iterable[_common_pb2.PoolTask.ValueType] | None = ...,
         plans_ahead: _builtins.bool = ...,
+        group_epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -161,6 +171,7 @@ class ConfigureRequest(_message.Message):
     WINDOWS_KEPT_PER_SLOT_FIELD_NUMBER: _builtins.int
     POOL_SHAPES_FIELD_NUMBER: _builtins.int
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    GROUP_EPOCH_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest sequence (prompt plus output), tokens. Determines the width of block tables."""
     max_num_seqs: _builtins.int
@@ -176,6 +187,11 @@ class ConfigureRequest(_message.Message):
     step_timeout_s: _builtins.float
     """How long the scheduler waits for a step at most, seconds. The worker ends itself if a step takes longer by
     half. 0: unknown; 120.
+    """
+    group_epoch: _builtins.str
+    """Names this forming of the replica's group, the same for all of its ranks; empty for a replica of one rank.
+    A process joins one group in its life: with another epoch than before it refuses and ends itself. If all
+    ranks describe the same epoch, the group stands, and the scheduler repeats that epoch.
     """
     @_builtins.property
     def decode_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -205,10 +221,11 @@ class ConfigureRequest(_message.Message):
         windows_kept_per_slot: _builtins.int = ...,
         pool_shapes: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
         step_timeout_s: _builtins.float = ...,
+        group_epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "group_epoch", b"group_epoch", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
