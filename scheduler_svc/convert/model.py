@@ -49,12 +49,18 @@ class WorkerDescription:
     default_block_size: int
     """Tokens of a KV block that the device usually runs with."""
     max_lease_steps: int
-    plans_ahead: bool
     """Decode steps that one lease may span."""
+    plans_ahead: bool
+    """Whether the worker takes a plan before the last result of the one before."""
     max_logprobs: int
     """Most log-probabilities per token."""
     sampling_fields: frozenset[str]
     """Names of the sampling parameters that the worker honours."""
+    pipeline_stages: int = 1
+    """Ranges of layers that work on different steps at the same time. The registration of the replica's ranks
+    says how many; the worker that describes the model is the first."""
+    tensor_parallel: int = 1
+    """Ranks that share each stage."""
 
 
 def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescription:
