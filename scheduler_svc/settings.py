@@ -254,9 +254,15 @@ class Settings(ServiceSettings):
             raise ValueError(
                 f"max_num_batched_tokens {chunk} (the prefill chunk) and block_size {block} must divide one another"
             )
-        if self.max_num_seqs or self.decode_bucket_strategy == "manual":
-            # Without max_num_seqs, the largest manual bucket is the largest batch.
-            self.buckets(self.max_num_seqs or max(self.decode_buckets, default=1))
+        most = self.max_num_seqs
+        if self.decode_bucket_strategy == "manual":
+            # Without max_num_seqs, the largest manual bucket is the largest batch. With it, the largest batch
+            # is max_num_seqs // stages, and only the worker knows its pipeline stages.
+            largest = max((1, *self.decode_buckets))
+            if most is None or (largest <= most and most // (most // largest) == largest):
+                most = largest
+        if most is not None:
+            self.buckets(most)
         return self
 
     def buckets(self, max_batch: int) -> tuple[int, ...]:

@@ -69,6 +69,24 @@ def _manual(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
     return tuple(sorted(buckets))
 
 
+def stage_batch(max_num_seqs: int, stages: int) -> int:
+    """Returns the most rows of a decode step: the requests of a replica are divided among its stages.
+
+    Args:
+        max_num_seqs: slots of the replica.
+        stages: pipeline stages, at least 1.
+
+    Raises:
+        ValueError: if a stage would have no row.
+    """
+    if max_num_seqs < stages:
+        raise ValueError(
+            f"max_num_seqs {max_num_seqs} is smaller than the {stages} pipeline stages; each runs a decode batch "
+            f"of its own, of max_num_seqs // {stages} rows"
+        )
+    return max_num_seqs // stages
+
+
 def bucket_for(batch: int, buckets: Sequence[int]) -> int:
     """Returns the smallest bucket that holds ``batch`` rows.
 

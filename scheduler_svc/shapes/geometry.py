@@ -45,6 +45,13 @@ class Geometry:
     """Tokens of one KV block of a paged group; a block of an in-place group holds one window."""
     buckets: tuple[int, ...]
     """Decode batch sizes, ascending."""
+    stages: int = 1
+    """Pipeline stages of a replica."""
+
+    @property
+    def stage_batch(self) -> int:
+        """Most rows of a decode step."""
+        return self.max_num_seqs // self.stages
 
     @property
     def hash_block_size(self) -> int:
@@ -57,6 +64,7 @@ class Geometry:
         Raises:
             ConfigurationRefused: naming the first broken rule and the setting to change.
         """
+        per_stage = f" // {self.stages} pipeline stages" if self.stages > 1 else ""
         rules = [
             (self.max_model_len <= limits.max_context,
              f"max_model_len {self.max_model_len} exceeds the model's context of {limits.max_context} tokens"),
@@ -66,10 +74,10 @@ class Geometry:
              f"max_num_batched_tokens {self.chunk} (the prefill chunk) and block_size {self.block_size} must divide one another"),
             (self.chunk <= limits.max_chunk,
              f"max_num_batched_tokens {self.chunk} (the prefill chunk) exceeds this device's limit of {limits.max_chunk}"),
-            (self.max_num_seqs <= limits.max_batch,
-             f"max_num_seqs {self.max_num_seqs} exceeds this device's limit of {limits.max_batch}"),
-            (self.buckets[-1] >= self.max_num_seqs,
-             f"the largest decode bucket {self.buckets[-1]} is smaller than max_num_seqs {self.max_num_seqs}"),
+            (self.stage_batch <= limits.max_batch,
+             f"max_num_seqs {self.max_num_seqs}{per_stage} exceeds this device's limit of {limits.max_batch}"),
+            (self.buckets[-1] >= self.stage_batch,
+             f"the largest decode bucket {self.buckets[-1]} is smaller than max_num_seqs {self.max_num_seqs}{per_stage}"),
             (len(groups) > 0, "the worker describes no KV groups; it cannot generate text"),
         ]  # fmt: skip
         for group_id, group in enumerate(groups):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from protos.errors import ConfigurationRefused, TriptychError
+from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.configuration import configure_to_proto
 from scheduler_svc.convert.model import WorkerDescription
@@ -19,6 +20,7 @@ from scheduler_svc.requests.admission import ModelLimits
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
+from scheduler_svc.shapes.buckets import stage_batch
 from scheduler_svc.shapes.geometry import Geometry
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 
@@ -51,10 +53,12 @@ def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry
     Raises:
         ConfigurationRefused: the settings contradict each other on this device.
     """
-    manual = max(settings.decode_buckets) if settings.decode_bucket_strategy == "manual" else None
-    max_num_seqs = settings.max_num_seqs or manual or description.default_max_num_seqs
+    stages = description.pipeline_stages
+    manual = max(settings.decode_buckets) * stages if settings.decode_bucket_strategy == "manual" else None
+    # A device that usually runs one sequence runs one on each stage.
+    max_num_seqs = settings.max_num_seqs or manual or max(description.default_max_num_seqs, stages)
     try:
-        buckets = settings.buckets(max_num_seqs)
+        buckets = settings.buckets(stage_batch(max_num_seqs, stages))
     except ValueError as error:
         raise ConfigurationRefused(str(error)) from error
     return Geometry(
@@ -63,6 +67,7 @@ def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry
         chunk=settings.max_num_batched_tokens or description.default_chunk,
         block_size=settings.block_size or description.default_block_size,
         buckets=buckets,
+        stages=stages,
     )
 
 
@@ -91,6 +96,7 @@ class GeneratingReplicas:
         self.engine = engine
         self._histogram = histogram
         self._clock = clock
+        self._log = get_logger()
 
     def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
         """Chooses the geometry of a worker.
@@ -100,6 +106,11 @@ class GeneratingReplicas:
         """
         geometry = geometry_for(self._settings, description)
         geometry.check(description.limits, description.groups)
+        if geometry.max_num_seqs % geometry.stages:
+            self._log.warning(
+                "slots_left_over", replica=replica_id, max_num_seqs=geometry.max_num_seqs, pipeline_stages=geometry.stages,
+                used=geometry.stage_batch * geometry.stages,
+            )  # fmt: skip
         return ReplicaSetup(
             request=configure_request(self._settings, geometry),
             max_model_len=geometry.max_model_len,
@@ -107,6 +118,7 @@ class GeneratingReplicas:
                 "chunk": geometry.chunk,
                 "block_size": geometry.block_size,
                 "buckets": geometry.buckets,
+                "pipeline_stages": geometry.stages,
                 "max_model_len": geometry.max_model_len,
             },
             attach=partial(self._attach, replica_id, geometry, description),

@@ -1,5 +1,7 @@
 """The scheduler's settings: validation and the variables of other stacks."""
 
+from dataclasses import replace
+
 import pytest
 
 from protos.errors import ConfigurationRefused
@@ -9,14 +11,18 @@ from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.generating import geometry_for
 
+DESCRIPTION = description_from_proto(
+    worker_pb2.DescribeResponse(default_max_num_seqs=1, default_chunk=16, default_block_size=16)
+)
+
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--decode-bucket-strategy manual", "manual buckets need a list, for example 1,2,4,8"),
         (
-            "--decode-bucket-strategy manual --decode-buckets 1,4 --max-num-seqs 8",
-            "must equal the largest batch 8, not 4",
+            "--decode-bucket-strategy manual --decode-buckets 1,3 --max-num-seqs 8",
+            "must equal the largest batch 8, not 3",
         ),
         ("--decode-bucket-strategy manual --decode-buckets 4,1,4", "must be unique"),
         ("--max-num-seqs 4 --decode-bucket-min 8", "between 1 and the largest batch 4, not 8"),
@@ -72,11 +78,43 @@ def test_the_largest_manual_bucket_sets_max_num_seqs(
 ) -> None:
     """The manual list overrides the worker's default; without the manual strategy it has no effect."""
     settings = load(Settings, [*flags.split(), "--decode-bucket-min", "2", "--decode-bucket-limit", "5"])
-    description = worker_pb2.DescribeResponse(
-        default_max_num_seqs=32, default_chunk=16, default_block_size=16
-    )
-    geometry = geometry_for(settings, description_from_proto(description))
+    geometry = geometry_for(settings, replace(DESCRIPTION, default_max_num_seqs=32))
     assert (geometry.max_num_seqs, geometry.buckets) == (max_num_seqs, buckets)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages", "max_num_seqs", "buckets"),
+    [
+        ("--max-num-seqs 32", 2, 32, (2, 4, 8, 16)),
+        ("--max-num-seqs 32 --decode-bucket-strategy linear --decode-bucket-step 3", 4, 32, (2, 5, 8)),
+        ("--max-num-seqs 10", 4, 10, (2,)),
+        ("--decode-bucket-strategy manual --decode-buckets 2,8", 4, 32, (2, 8)),
+        ("--decode-bucket-strategy manual --decode-buckets 2,8 --max-num-seqs 17", 2, 17, (2, 8)),
+        ("--decode-bucket-min 1", 4, 4, (1,)),
+    ],
+)
+def test_the_largest_bucket_is_the_decode_batch_of_a_pipeline_stage(
+    flags: str, stages: int, max_num_seqs: int, buckets: tuple[int, ...]
+) -> None:
+    """It is max_num_seqs // stages, and max_num_seqs is at least 1 for each stage where nothing sets it."""
+    settings = load(Settings, ["--decode-bucket-min", "2", *flags.split()])
+    geometry = geometry_for(settings, replace(DESCRIPTION, pipeline_stages=stages))
+    assert (geometry.max_num_seqs, geometry.buckets, geometry.stages) == (max_num_seqs, buckets, stages)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ("--max-num-seqs 3", "max_num_seqs 3 is smaller than the 4 pipeline stages"),
+        ("--decode-bucket-strategy manual --decode-buckets 16 --max-num-seqs 32", "must equal the largest batch 8, not 16"),
+        ("--decode-bucket-min 3 --max-num-seqs 8", "between 1 and the largest batch 2, not 3"),
+    ],
+)  # fmt: skip
+def test_decode_buckets_that_no_stage_can_run_are_refused(flags: str, rule: str) -> None:
+    """The settings alone cannot tell: the worker says how many stages there are."""
+    settings = load(Settings, flags.split())
+    with pytest.raises(ConfigurationRefused, match=rule):
+        geometry_for(settings, replace(DESCRIPTION, pipeline_stages=4))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ def test_chunk_and_block_may_divide_one_another_either_way(chunk: int, block_siz
         ({"chunk": 1024, "block_size": 1024}, "exceeds this device's limit of 512"),
         ({"max_num_seqs": 65, "buckets": (65,)}, "max_num_seqs 65 exceeds this device's limit of 64"),
         ({"buckets": (1, 4)}, "the largest decode bucket 4 is smaller than max_num_seqs 8"),
+        (
+            {"buckets": (1, 3), "stages": 2},
+            "the largest decode bucket 3 is smaller than max_num_seqs 8 // 2 pipeline stages",
+        ),
     ],
 )
 def test_a_broken_rule_is_named_with_the_setting(change: dict[str, object], message: str) -> None:
@@ -67,3 +71,8 @@ def test_a_model_without_groups_is_refused() -> None:
     """It has no KV memory to manage."""
     with pytest.raises(ConfigurationRefused, match="describes no KV groups"):
         GOOD.check(LIMITS, [])
+
+
+def test_the_decode_batch_of_a_stage_must_fit_the_device_and_a_bucket() -> None:
+    """128 slots are more than the device's 64 rows, but 2 stages run 64 rows each."""
+    dataclasses.replace(GOOD, max_num_seqs=128, buckets=(64,), stages=2).check(LIMITS, [FULL])
