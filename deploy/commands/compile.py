@@ -96,7 +96,7 @@ def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.C
         return None
     geometry = geometry_for(scheduler_settings, description)
     geometry.check(description.limits, description.groups)
-    return configure_request(scheduler_settings, geometry)
+    return configure_request(scheduler_settings, geometry, copies_blocks=description.copies_blocks)
 
 
 def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:

@@ -56,6 +56,8 @@ class WorkerDescription:
     """Most log-probabilities per token."""
     sampling_fields: frozenset[str]
     """Names of the sampling parameters that the worker honours."""
+    copies_blocks: bool
+    """Whether the worker can copy blocks: first its expectation, and once it is configured its answer."""
     pipeline_stages: int = 1
     """Ranges of layers that work on different steps at the same time. The registration of the replica's ranks
     says how many; the worker that describes the model is the first."""
@@ -94,7 +96,13 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         plans_ahead=message.plans_ahead,
         max_logprobs=message.max_logprobs,
         sampling_fields=frozenset(message.sampling_fields),
+        copies_blocks=copies_blocks_from_proto(message.block_copies),
     )
+
+
+def copies_blocks_from_proto(value: "worker_pb2.BlockCopies.ValueType") -> bool:
+    """Returns whether a worker that answers this can copy blocks."""
+    return value in (worker_pb2.BLOCK_COPIES_TENSORS, worker_pb2.BLOCK_COPIES_RUNTIME)
 
 
 def model_to_proto(

@@ -34,6 +34,9 @@ class CacheOptions:
     cache_generated: bool = False
     """Whether the output of decode steps is indexed, too. Decode kernels round differently from prefill
     kernels, so a hit on generated tokens is not bit-exact with a miss."""
+    copies_blocks: bool = True
+    """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing is reused that
+    would have to be copied: no part of a block, no window in place, and no fork into either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class KvCache:
             keep: decides which contents of in-place windows are worth a copy.
             first_event: sequence number before the first batch of events.
         """
-        self._layout = BlockLayout.of(geometry, sub_block=options.sub_block)
+        self._copies_blocks = options.copies_blocks
+        self._layout = BlockLayout.of(geometry, sub_block=options.sub_block and options.copies_blocks)
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )
@@ -103,10 +107,12 @@ class KvCache:
         self.stats = KvStats()
         self.slides_in_place = not all(group.paged for group in self.groups)
         """Whether the model has in-place windows, which slide with every token."""
+        # Every hit on a window in place is a copy.
+        enabled = options.prefix_caching and (options.copies_blocks or not self.slides_in_place)
         self.prefixes = PrefixIndex(
             self.groups, self._layout, self.copies, self.events, self.stats, model=model,
-            enabled=options.prefix_caching, index_decoded=options.cache_generated,
-            keep=(keep or KeepJunctions()) if self.slides_in_place and options.prefix_caching else None,
+            enabled=enabled, index_decoded=options.cache_generated,
+            keep=(keep or KeepJunctions()) if self.slides_in_place and enabled else None,
         )  # fmt: skip
         """The prefix cache."""
         self.on_release: Callable[[], None] = lambda: None
@@ -237,7 +243,8 @@ class KvCache:
         the child.
 
         Returns:
-            False, with nothing changed, if there is not enough room now or a window has moved on.
+            False, with nothing changed, if there is not enough room now, a window has moved on, or a block
+            would have to be copied and cannot be.
         """
         if not all(
             group.reaches_back(table, parent.num_computed, num_tokens)
@@ -246,6 +253,8 @@ class KvCache:
             return False
         num_full = num_tokens // self._layout.block_size
         copied = [group.copied_tokens(num_tokens) for group in self.groups]
+        if any(copied) and not self._copies_blocks:
+            return False
         if any(tokens and not pool.num_free for tokens, pool in zip(copied, self._pools, strict=True)):
             return False
         tables = []

@@ -125,7 +125,7 @@ class Deployment:
             max_model_len=setup.max_model_len,
         )
         self._check_same_model(served, replica_id)
-        scheduler = setup.attach(num_blocks, served.name, link)
+        scheduler = setup.attach(description, num_blocks, served.name, link)
         self._factory = self._factory_for(description)
         if self.served is None:
             self.served = served

@@ -10,7 +10,11 @@ from protos.errors import Internal, SchemaMismatch, TriptychError, Unavailable, 
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
-from scheduler_svc.convert.model import WorkerDescription, description_from_proto
+from scheduler_svc.convert.model import (
+    WorkerDescription,
+    copies_blocks_from_proto,
+    description_from_proto,
+)
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, StepScheduler, WorkerLink
@@ -184,7 +188,9 @@ class WorkerDriver:
         ):
             files.add(chunk.name, chunk.data, last=chunk.last)
         model = replace(description.model, weights_digest=ready.weights_digest)
-        return _Configured(replace(description, model=model), setup, ready, files.files())
+        copies_blocks = copies_blocks_from_proto(ready.block_copies)
+        configured = replace(description, model=model, copies_blocks=copies_blocks)
+        return _Configured(configured, setup, ready, files.files())
 
     def _attach(self, worker: _Configured, link: WorkerLink) -> StepScheduler:
         """Attaches the worker to the deployment."""

@@ -149,8 +149,9 @@ class ReplicaSetup:
     """Longest sequence that the replica serves, tokens."""
     facts: Mapping[str, object]
     """The configuration for the log."""
-    attach: Callable[[tuple[int, ...], str, WorkerLink], StepScheduler]
-    """Attaches the replica to the engine, given its blocks per KV group and the name of the model.
+    attach: Callable[[WorkerDescription, tuple[int, ...], str, WorkerLink], StepScheduler]
+    """Attaches the replica to the engine, given the configured worker's description, its blocks per KV group
+    and the name of the model.
 
     Raises :class:`protos.errors.ConfigurationRefused` if it cannot serve beside the other replicas.
     """

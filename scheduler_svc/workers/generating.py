@@ -24,6 +24,8 @@ from scheduler_svc.shapes.buckets import stage_batch
 from scheduler_svc.shapes.geometry import Geometry
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 
+# What a replica whose worker cannot copy blocks does without.
+_NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
 
 
@@ -71,10 +73,13 @@ def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry
     )
 
 
-def configure_request(settings: Settings, geometry: Geometry) -> worker_pb2.ConfigureRequest:
-    """Returns the configuration of a worker that runs with `geometry`."""
+def configure_request(
+    settings: Settings, geometry: Geometry, *, copies_blocks: bool
+) -> worker_pb2.ConfigureRequest:
+    """Returns the configuration of a worker that runs with `geometry`, and that can copy blocks or not."""
     num_blocks = (settings.num_blocks,) if settings.num_blocks else ()
-    windows_kept_per_slot = settings.windows_kept_per_slot if settings.enable_prefix_caching else 0
+    keeps_windows = settings.enable_prefix_caching and copies_blocks
+    windows_kept_per_slot = settings.windows_kept_per_slot if keeps_windows else 0
     return configure_to_proto(geometry, num_blocks, windows_kept_per_slot)
 
 
@@ -112,7 +117,7 @@ class GeneratingReplicas:
                 used=geometry.stage_batch * geometry.stages,
             )  # fmt: skip
         return ReplicaSetup(
-            request=configure_request(self._settings, geometry),
+            request=configure_request(self._settings, geometry, copies_blocks=description.copies_blocks),
             max_model_len=geometry.max_model_len,
             facts={
                 "chunk": geometry.chunk,
@@ -121,7 +126,7 @@ class GeneratingReplicas:
                 "pipeline_stages": geometry.stages,
                 "max_model_len": geometry.max_model_len,
             },
-            attach=partial(self._attach, replica_id, geometry, description),
+            attach=partial(self._attach, replica_id, geometry),
         )
 
     def _attach(
@@ -134,6 +139,8 @@ class GeneratingReplicas:
         link: WorkerLink,
     ) -> ReplicaScheduler:
         self._check_same_grid(geometry, replica_id)
+        if not description.copies_blocks:
+            self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
         self._histogram.describe(served_name, geometry.buckets)
         self.engine.model = ModelLimits(
             max_model_len=geometry.max_model_len,
@@ -174,6 +181,7 @@ class GeneratingReplicas:
                 prefix_caching=settings.enable_prefix_caching,
                 sub_block=settings.sub_block_cache,
                 cache_generated=settings.cache_generated_tokens,
+                copies_blocks=description.copies_blocks,
             ),
             keep=_KEEP_POLICIES[settings.keep_windows](),
             # Higher than every sequence number that an earlier life of this replica can have used.

@@ -6,7 +6,7 @@ from functools import partial
 from protos.logs import get_logger
 from protos.steps import PoolShape
 from scheduler_svc.convert.configuration import configure_pool_to_proto
-from scheduler_svc.convert.model import ModelDescription, WorkerDescription
+from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.settings import Settings
@@ -55,19 +55,20 @@ class PoolingReplicas:
             request=configure_pool_to_proto(chosen),
             max_model_len=chosen[-1].prompt_len,
             facts={"shapes": [str(shape) for shape in chosen]},
-            attach=partial(self._attach, replica_id, chosen, description.model),
+            attach=partial(self._attach, replica_id, chosen),
         )
 
     def _attach(
         self,
         replica_id: str,
         shapes: tuple[PoolShape, ...],
-        model: ModelDescription,
+        description: WorkerDescription,
         num_blocks: tuple[int, ...],
         served_name: str,
         link: WorkerLink,
     ) -> PoolScheduler:
         del num_blocks, served_name  # no KV memory, no histogram
+        model = description.model
         pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size)
         self.engine.serve(pooled, shapes)
         scheduler = self.engine.make_scheduler(replica_id, pooled)

@@ -8,6 +8,7 @@ from protos.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
+from worker_svc.devices import BlockCopies
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
@@ -23,6 +24,11 @@ _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
     "allocate": worker_pb2.ConfigureProgress.PHASE_ALLOCATE,
     "compile": worker_pb2.ConfigureProgress.PHASE_COMPILE,
     "warm_up": worker_pb2.ConfigureProgress.PHASE_WARM_UP,
+}
+_BLOCK_COPIES: dict[BlockCopies, worker_pb2.BlockCopies.ValueType] = {
+    "none": worker_pb2.BLOCK_COPIES_NONE,
+    "tensors": worker_pb2.BLOCK_COPIES_TENSORS,
+    "runtime": worker_pb2.BLOCK_COPIES_RUNTIME,
 }
 
 
@@ -70,6 +76,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_lease_steps=1 if pooling else _MAX_LEASE,
         plans_ahead=not pooling,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
+        block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
     )
 
 
@@ -139,5 +146,6 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
             phase_seconds=dict(ready.phase_seconds.items()),
             first_step_timeout_s=first_step_timeout_s,
             weights_digest=ready.weights_digest,
+            block_copies=_BLOCK_COPIES[ready.block_copies],
         )
     )

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from worker_svc.devices.base import Device, DeviceOptions
+from worker_svc.devices.base import BlockCopies, Device, DeviceOptions
 
 DeviceName = Literal["cpu", "cuda", "rbln"]
 
@@ -61,4 +61,4 @@ def _rbln(options: DeviceOptions) -> Device:
 
 _OPENERS: dict[DeviceName, Callable[[DeviceOptions], Device]] = {"cpu": _cpu, "cuda": _cuda, "rbln": _rbln}
 
-__all__ = ["Device", "DeviceName", "DeviceOptions", "choose_device", "open_device"]
+__all__ = ["BlockCopies", "Device", "DeviceName", "DeviceOptions", "choose_device", "open_device"]

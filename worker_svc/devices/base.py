@@ -38,6 +38,8 @@ class DeviceOptions:
     """Requests the same operator under the plugin's other name for it."""
 
 
+BlockCopies = Literal["none", "tensors", "runtime"]
+"""How a device copies blocks: not at all, with tensor operators, or with a call of its runtime."""
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh"]
 """Activation of an expert's gate; NPU kernels use the same names."""
 _ACTIVATIONS: dict[ExpertActivation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -173,9 +175,24 @@ class Device(abc.ABC):
         """Zeroes one block in the caches [layers, …] of some layers, each of `cache_shape`."""
         caches.select(1 + self.block_dim, block).zero_()
 
-    def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
-        """Copies one block over another in the caches [layers, …] of some layers."""
-        caches.select(1 + self.block_dim, target).copy_(caches.select(1 + self.block_dim, source))
+    def block_copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
+        """Returns how the device copies blocks of these groups.
+
+        Before graphs are made, the answer is what the device expects of them.
+        """
+        return "tensors" if groups else "none"
+
+    def copy_block(self, caches: Sequence[torch.Tensor], source: int, target: int, num_tokens: int) -> None:  # noqa: ARG002 - for other devices
+        """Copies the leading tokens of one block over those of another, in all layers of a KV group.
+
+        Args:
+            caches: the group's caches, each [layers, …] of some layers.
+            source: the block to copy.
+            target: the block to write.
+            num_tokens: how many tokens must be copied. The rest of the target is then zeros or the source's.
+        """
+        for each in caches:
+            each.select(1 + self.block_dim, target).copy_(each.select(1 + self.block_dim, source))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocates zeroed memory on the device.

@@ -72,10 +72,10 @@ class KvCache:
             self._device.clear_block(caches, block)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies whole blocks, in order. Only the kernels know the layout within a block."""
+        """Copies blocks, in order. Only the device knows the layout within a block."""
         for copy in copies:
-            for caches in self._tensors[copy.group_id]:
-                self._device.copy_block(caches, copy.source_block, copy.target_block)
+            caches = self._tensors[copy.group_id]
+            self._device.copy_block(caches, copy.source_block, copy.target_block, copy.num_tokens)
 
 
 def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan
-from worker_svc.devices import Device, DeviceOptions, choose_device, open_device
+from worker_svc.devices import BlockCopies, Device, DeviceOptions, choose_device, open_device
 from worker_svc.execution.compilation import Compilation, graph_options
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
@@ -49,6 +49,8 @@ class Ready:
     """How long each phase of the configuration took."""
     weights_digest: str
     """Equal for workers with the same weights; see `weights_digest.start_digest`."""
+    block_copies: BlockCopies
+    """How the device copies blocks."""
 
 
 class Worker:
@@ -173,7 +175,8 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._requested = geometry
-        self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result())
+        copies = self.device.block_copies(self.groups)
+        self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result(), copies)
         return self._ready
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.triptych.v1 import common_pb2 as triptych_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/worker.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"*\n\x0f\x44\x65scribeRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\"\xa7\x04\n\x10\x44\x65scribeResponse\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12%\n\x05model\x18\x06 \x01(\x0b\x32\x16.triptych.v1.ModelInfo\x12\'\n\tkv_groups\x18\x07 \x03(\x0b\x32\x14.triptych.v1.KvGroup\x12\x1b\n\x13\x62lock_size_multiple\x18\x08 \x01(\r\x12\x11\n\tmax_batch\x18\t \x01(\r\x12\x11\n\tmax_chunk\x18\n \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_block_size\x18\x0b \x01(\r\x12\x15\n\rdefault_chunk\x18\x0c \x01(\r\x12\x1c\n\x14\x64\x65\x66\x61ult_max_num_seqs\x18\r \x01(\r\x12+\n\x0bgraph_kinds\x18\x0e \x03(\x0e\x32\x16.triptych.v1.GraphKind\x12\x17\n\x0fsampling_fields\x18\x0f \x03(\t\x12\x14\n\x0cmax_logprobs\x18\x10 \x01(\r\x12\x17\n\x0fmax_lease_steps\x18\x11 \x01(\r\x12)\n\npool_tasks\x18\x12 \x03(\x0e\x32\x15.triptych.v1.PoolTask\x12\x13\n\x0bplans_ahead\x18\x13 \x01(\x08\x12\x13\n\x0bgroup_epoch\x18\x14 \x01(\t\"\x8c\x02\n\x10\x43onfigureRequest\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\x12\r\n\x05\x63hunk\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_buckets\x18\x05 \x03(\r\x12\x12\n\nnum_blocks\x18\x06 \x03(\r\x12\x1d\n\x15windows_kept_per_slot\x18\x07 \x01(\r\x12\x30\n\x0bpool_shapes\x18\x08 \x03(\x0b\x32\x1b.triptych.v1.GraphSignature\x12\x16\n\x0estep_timeout_s\x18\t \x01(\x02\x12\x13\n\x0bgroup_epoch\x18\n \x01(\t\"{\n\x0e\x43onfigureEvent\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.triptych.v1.ConfigureProgressH\x00\x12,\n\x05ready\x18\x02 \x01(\x0b\x32\x1b.triptych.v1.ConfigureReadyH\x00\x42\x07\n\x05\x65vent\"\xe0\x01\n\x11\x43onfigureProgress\x12\x33\n\x05phase\x18\x01 \x01(\x0e\x32$.triptych.v1.ConfigureProgress.Phase\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"h\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x0e\n\nPHASE_LOAD\x10\x01\x12\x12\n\x0ePHASE_ALLOCATE\x10\x02\x12\x11\n\rPHASE_COMPILE\x10\x03\x12\x11\n\rPHASE_WARM_UP\x10\x04\"\x9b\x02\n\x0e\x43onfigureReady\x12\x12\n\nnum_blocks\x18\x01 \x03(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x02 \x03(\x04\x12+\n\x06graphs\x18\x03 \x03(\x0b\x32\x1b.triptych.v1.GraphSignature\x12\x44\n\rphase_seconds\x18\x04 \x03(\x0b\x32-.triptych.v1.ConfigureReady.PhaseSecondsEntry\x12\x1c\n\x14\x66irst_step_timeout_s\x18\x05 \x01(\x02\x12\x16\n\x0eweights_digest\x18\x06 \x01(\t\x1a\x33\n\x11PhaseSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x16\n\x14GetModelFilesRequest\"Q\n\x15\x43ompileGrammarRequest\x12\x38\n\x11structured_output\x18\x01 \x01(\x0b\x32\x1d.triptych.v1.StructuredOutput\"B\n\x16\x43ompileGrammarResponse\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x12\n\ncompile_us\x18\x02 \x01(\r\"\xaf\x02\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07release\x18\x02 \x03(\r\x12&\n\x06\x63opies\x18\x03 \x03(\x0b\x32\x16.triptych.v1.BlockCopy\x12\'\n\x05\x61\x64mit\x18\x04 \x03(\x0b\x32\x18.triptych.v1.SlotRequest\x12%\n\x04grow\x18\x05 \x03(\x0b\x32\x17.triptych.v1.SlotBlocks\x12\'\n\x07prefill\x18\x06 \x01(\x0b\x32\x14.triptych.v1.PrefillH\x00\x12%\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x13.triptych.v1.DecodeH\x00\x12!\n\x04pool\x18\x08 \x01(\x0b\x32\x11.triptych.v1.PoolH\x00\x12\x11\n\tcontinues\x18\t \x01(\x08\x42\x06\n\x04work\"]\n\tBlockCopy\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12\x14\n\x0csource_block\x18\x02 \x01(\r\x12\x14\n\x0ctarget_block\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\xa4\x02\n\x0bSlotRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x06 \x01(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\'\n\x06\x62locks\x18\x08 \x03(\x0b\x32\x17.triptych.v1.SlotBlocks\x12\x11\n\tlora_name\x18\t \x01(\t\x12+\n\x07pooling\x18\n \x01(\x0b\x32\x1a.triptych.v1.PoolingParams\"?\n\nSlotBlocks\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08group_id\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"J\n\x07Prefill\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0e\n\x06sample\x18\x04 \x01(\x08\"O\n\x06\x44\x65\x63ode\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x0e\n\x06\x62ucket\x18\x03 \x01(\r\x12\x13\n\x0blease_steps\x18\x04 \x01(\r\"A\n\x04Pool\x12\r\n\x05slots\x18\x01 \x03(\r\x12*\n\x05shape\x18\x02 \x01(\x0b\x32\x1b.triptych.v1.GraphSignature\"\xbf\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0blease_index\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12(\n\x07outputs\x18\x04 \x03(\x0b\x32\x17.triptych.v1.SlotOutput\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.triptych.v1.Error\x12\x12\n\nexecute_us\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x0c\n\x04void\x18\x08 \x01(\x08\"\xc3\x01\n\nSlotOutput\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.triptych.v1.Error\x12\x0e\n\x06pooled\x18\x05 \x03(\x02\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs2\x84\x03\n\x06Worker\x12G\n\x08\x44\x65scribe\x12\x1c.triptych.v1.DescribeRequest\x1a\x1d.triptych.v1.DescribeResponse\x12I\n\tConfigure\x12\x1d.triptych.v1.ConfigureRequest\x1a\x1b.triptych.v1.ConfigureEvent0\x01\x12L\n\rGetModelFiles\x12!.triptych.v1.GetModelFilesRequest\x1a\x16.triptych.v1.FileChunk0\x01\x12Y\n\x0e\x43ompileGrammar\x12\".triptych.v1.CompileGrammarRequest\x1a#.triptych.v1.CompileGrammarResponse\x12=\n\x07\x45xecute\x12\x15.triptych.v1.StepPlan\x1a\x17.triptych.v1.StepResult(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/worker.proto\x12\x0btriptych.v1\x1a\x18triptych/v1/common.proto\"*\n\x0f\x44\x65scribeRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\"\xd7\x04\n\x10\x44\x65scribeResponse\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12%\n\x05model\x18\x06 \x01(\x0b\x32\x16.triptych.v1.ModelInfo\x12\'\n\tkv_groups\x18\x07 \x03(\x0b\x32\x14.triptych.v1.KvGroup\x12\x1b\n\x13\x62lock_size_multiple\x18\x08 \x01(\r\x12\x11\n\tmax_batch\x18\t \x01(\r\x12\x11\n\tmax_chunk\x18\n \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_block_size\x18\x0b \x01(\r\x12\x15\n\rdefault_chunk\x18\x0c \x01(\r\x12\x1c\n\x14\x64\x65\x66\x61ult_max_num_seqs\x18\r \x01(\r\x12+\n\x0bgraph_kinds\x18\x0e \x03(\x0e\x32\x16.triptych.v1.GraphKind\x12\x17\n\x0fsampling_fields\x18\x0f \x03(\t\x12\x14\n\x0cmax_logprobs\x18\x10 \x01(\r\x12\x17\n\x0fmax_lease_steps\x18\x11 \x01(\r\x12)\n\npool_tasks\x18\x12 \x03(\x0e\x32\x15.triptych.v1.PoolTask\x12\x13\n\x0bplans_ahead\x18\x13 \x01(\x08\x12\x13\n\x0bgroup_epoch\x18\x14 \x01(\t\x12.\n\x0c\x62lock_copies\x18\x15 \x01(\x0e\x32\x18.triptych.v1.BlockCopies\"\x8c\x02\n\x10\x43onfigureRequest\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\x12\r\n\x05\x63hunk\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_buckets\x18\x05 \x03(\r\x12\x12\n\nnum_blocks\x18\x06 \x03(\r\x12\x1d\n\x15windows_kept_per_slot\x18\x07 \x01(\r\x12\x30\n\x0bpool_shapes\x18\x08 \x03(\x0b\x32\x1b.triptych.v1.GraphSignature\x12\x16\n\x0estep_timeout_s\x18\t \x01(\x02\x12\x13\n\x0bgroup_epoch\x18\n \x01(\t\"{\n\x0e\x43onfigureEvent\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.triptych.v1.ConfigureProgressH\x00\x12,\n\x05ready\x18\x02 \x01(\x0b\x32\x1b.triptych.v1.ConfigureReadyH\x00\x42\x07\n\x05\x65vent\"\xe0\x01\n\x11\x43onfigureProgress\x12\x33\n\x05phase\x18\x01 \x01(\x0e\x32$.triptych.v1.ConfigureProgress.Phase\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"h\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x0e\n\nPHASE_LOAD\x10\x01\x12\x12\n\x0ePHASE_ALLOCATE\x10\x02\x12\x11\n\rPHASE_COMPILE\x10\x03\x12\x11\n\rPHASE_WARM_UP\x10\x04\"\xcb\x02\n\x0e\x43onfigureReady\x12\x12\n\nnum_blocks\x18\x01 \x03(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x02 \x03(\x04\x12+\n\x06graphs\x18\x03 \x03(\x0b\x32\x1b.triptych.v1.GraphSignature\x12\x44\n\rphase_seconds\x18\x04 \x03(\x0b\x32-.triptych.v1.ConfigureReady.PhaseSecondsEntry\x12\x1c\n\x14\x66irst_step_timeout_s\x18\x05 \x01(\x02\x12\x16\n\x0eweights_digest\x18\x06 \x01(\t\x12.\n\x0c\x62lock_copies\x18\x07 \x01(\x0e\x32\x18.triptych.v1.BlockCopies\x1a\x33\n\x11PhaseSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x16\n\x14GetModelFilesRequest\"Q\n\x15\x43ompileGrammarRequest\x12\x38\n\x11structured_output\x18\x01 \x01(\x0b\x32\x1d.triptych.v1.StructuredOutput\"B\n\x16\x43ompileGrammarResponse\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x12\n\ncompile_us\x18\x02 \x01(\r\"\xaf\x02\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07release\x18\x02 \x03(\r\x12&\n\x06\x63opies\x18\x03 \x03(\x0b\x32\x16.triptych.v1.BlockCopy\x12\'\n\x05\x61\x64mit\x18\x04 \x03(\x0b\x32\x18.triptych.v1.SlotRequest\x12%\n\x04grow\x18\x05 \x03(\x0b\x32\x17.triptych.v1.SlotBlocks\x12\'\n\x07prefill\x18\x06 \x01(\x0b\x32\x14.triptych.v1.PrefillH\x00\x12%\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x13.triptych.v1.DecodeH\x00\x12!\n\x04pool\x18\x08 \x01(\x0b\x32\x11.triptych.v1.PoolH\x00\x12\x11\n\tcontinues\x18\t \x01(\x08\x42\x06\n\x04work\"]\n\tBlockCopy\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12\x14\n\x0csource_block\x18\x02 \x01(\r\x12\x14\n\x0ctarget_block\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\xa4\x02\n\x0bSlotRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x06 \x01(\r\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.triptych.v1.SamplingParams\x12\'\n\x06\x62locks\x18\x08 \x03(\x0b\x32\x17.triptych.v1.SlotBlocks\x12\x11\n\tlora_name\x18\t \x01(\t\x12+\n\x07pooling\x18\n \x01(\x0b\x32\x1a.triptych.v1.PoolingParams\"?\n\nSlotBlocks\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08group_id\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"J\n\x07Prefill\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0e\n\x06sample\x18\x04 \x01(\x08\"O\n\x06\x44\x65\x63ode\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x0e\n\x06\x62ucket\x18\x03 \x01(\r\x12\x13\n\x0blease_steps\x18\x04 \x01(\r\"A\n\x04Pool\x12\r\n\x05slots\x18\x01 \x03(\r\x12*\n\x05shape\x18\x02 \x01(\x0b\x32\x1b.triptych.v1.GraphSignature\"\xbf\x01\n\nStepResult\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0blease_index\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12(\n\x07outputs\x18\x04 \x03(\x0b\x32\x17.triptych.v1.SlotOutput\x12!\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x12.triptych.v1.Error\x12\x12\n\nexecute_us\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x0c\n\x04void\x18\x08 \x01(\x08\"\xc3\x01\n\nSlotOutput\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.triptych.v1.Error\x12\x0e\n\x06pooled\x18\x05 \x03(\x02\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.triptych.v1.TokenLogprobs*v\n\x0b\x42lockCopies\x12\x1c\n\x18\x42LOCK_COPIES_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_COPIES_NONE\x10\x01\x12\x18\n\x14\x42LOCK_COPIES_TENSORS\x10\x02\x12\x18\n\x14\x42LOCK_COPIES_RUNTIME\x10\x03\x32\x84\x03\n\x06Worker\x12G\n\x08\x44\x65scribe\x12\x1c.triptych.v1.DescribeRequest\x1a\x1d.triptych.v1.DescribeResponse\x12I\n\tConfigure\x12\x1d.triptych.v1.ConfigureRequest\x1a\x1b.triptych.v1.ConfigureEvent0\x01\x12L\n\rGetModelFiles\x12!.triptych.v1.GetModelFilesRequest\x1a\x16.triptych.v1.FileChunk0\x01\x12Y\n\x0e\x43ompileGrammar\x12\".triptych.v1.CompileGrammarRequest\x1a#.triptych.v1.CompileGrammarResponse\x12=\n\x07\x45xecute\x12\x15.triptych.v1.StepPlan\x1a\x17.triptych.v1.StepResult(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,46 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONFIGUREREADY_PHASESECONDSENTRY']._loaded_options = None
   _globals['_CONFIGUREREADY_PHASESECONDSENTRY']._serialized_options = b'8\001'
+  _globals['_BLOCKCOPIES']._serialized_start=3222
+  _globals['_BLOCKCOPIES']._serialized_end=3340
   _globals['_DESCRIBEREQUEST']._serialized_start=67
   _globals['_DESCRIBEREQUEST']._serialized_end=109
   _globals['_DESCRIBERESPONSE']._serialized_start=112
-  _globals['_DESCRIBERESPONSE']._serialized_end=663
-  _globals['_CONFIGUREREQUEST']._serialized_start=666
-  _globals['_CONFIGUREREQUEST']._serialized_end=934
-  _globals['_CONFIGUREEVENT']._serialized_start=936
-  _globals['_CONFIGUREEVENT']._serialized_end=1059
-  _globals['_CONFIGUREPROGRESS']._serialized_start=1062
-  _globals['_CONFIGUREPROGRESS']._serialized_end=1286
-  _globals['_CONFIGUREPROGRESS_PHASE']._serialized_start=1182
-  _globals['_CONFIGUREPROGRESS_PHASE']._serialized_end=1286
-  _globals['_CONFIGUREREADY']._serialized_start=1289
-  _globals['_CONFIGUREREADY']._serialized_end=1572
-  _globals['_CONFIGUREREADY_PHASESECONDSENTRY']._serialized_start=1521
-  _globals['_CONFIGUREREADY_PHASESECONDSENTRY']._serialized_end=1572
-  _globals['_GETMODELFILESREQUEST']._serialized_start=1574
-  _globals['_GETMODELFILESREQUEST']._serialized_end=1596
-  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=1598
-  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=1679
-  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=1681
-  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=1747
-  _globals['_STEPPLAN']._serialized_start=1750
-  _globals['_STEPPLAN']._serialized_end=2053
-  _globals['_BLOCKCOPY']._serialized_start=2055
-  _globals['_BLOCKCOPY']._serialized_end=2148
-  _globals['_SLOTREQUEST']._serialized_start=2151
-  _globals['_SLOTREQUEST']._serialized_end=2443
-  _globals['_SLOTBLOCKS']._serialized_start=2445
-  _globals['_SLOTBLOCKS']._serialized_end=2508
-  _globals['_PREFILL']._serialized_start=2510
-  _globals['_PREFILL']._serialized_end=2584
-  _globals['_DECODE']._serialized_start=2586
-  _globals['_DECODE']._serialized_end=2665
-  _globals['_POOL']._serialized_start=2667
-  _globals['_POOL']._serialized_end=2732
-  _globals['_STEPRESULT']._serialized_start=2735
-  _globals['_STEPRESULT']._serialized_end=2926
-  _globals['_SLOTOUTPUT']._serialized_start=2929
-  _globals['_SLOTOUTPUT']._serialized_end=3124
-  _globals['_WORKER']._serialized_start=3127
-  _globals['_WORKER']._serialized_end=3515
+  _globals['_DESCRIBERESPONSE']._serialized_end=711
+  _globals['_CONFIGUREREQUEST']._serialized_start=714
+  _globals['_CONFIGUREREQUEST']._serialized_end=982
+  _globals['_CONFIGUREEVENT']._serialized_start=984
+  _globals['_CONFIGUREEVENT']._serialized_end=1107
+  _globals['_CONFIGUREPROGRESS']._serialized_start=1110
+  _globals['_CONFIGUREPROGRESS']._serialized_end=1334
+  _globals['_CONFIGUREPROGRESS_PHASE']._serialized_start=1230
+  _globals['_CONFIGUREPROGRESS_PHASE']._serialized_end=1334
+  _globals['_CONFIGUREREADY']._serialized_start=1337
+  _globals['_CONFIGUREREADY']._serialized_end=1668
+  _globals['_CONFIGUREREADY_PHASESECONDSENTRY']._serialized_start=1617
+  _globals['_CONFIGUREREADY_PHASESECONDSENTRY']._serialized_end=1668
+  _globals['_GETMODELFILESREQUEST']._serialized_start=1670
+  _globals['_GETMODELFILESREQUEST']._serialized_end=1692
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=1694
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=1775
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=1777
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=1843
+  _globals['_STEPPLAN']._serialized_start=1846
+  _globals['_STEPPLAN']._serialized_end=2149
+  _globals['_BLOCKCOPY']._serialized_start=2151
+  _globals['_BLOCKCOPY']._serialized_end=2244
+  _globals['_SLOTREQUEST']._serialized_start=2247
+  _globals['_SLOTREQUEST']._serialized_end=2539
+  _globals['_SLOTBLOCKS']._serialized_start=2541
+  _globals['_SLOTBLOCKS']._serialized_end=2604
+  _globals['_PREFILL']._serialized_start=2606
+  _globals['_PREFILL']._serialized_end=2680
+  _globals['_DECODE']._serialized_start=2682
+  _globals['_DECODE']._serialized_end=2761
+  _globals['_POOL']._serialized_start=2763
+  _globals['_POOL']._serialized_end=2828
+  _globals['_STEPRESULT']._serialized_start=2831
+  _globals['_STEPRESULT']._serialized_end=3022
+  _globals['_SLOTOUTPUT']._serialized_start=3025
+  _globals['_SLOTOUTPUT']._serialized_end=3220
+  _globals['_WORKER']._serialized_start=3343
+  _globals['_WORKER']._serialized_end=3731
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _BlockCopies:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockCopiesEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockCopies.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_COPIES_UNSPECIFIED: _BlockCopies.ValueType  # 0
+    """As BLOCK_COPIES_NONE."""
+    BLOCK_COPIES_NONE: _BlockCopies.ValueType  # 1
+    """Not at all: plans must have no copies."""
+    BLOCK_COPIES_TENSORS: _BlockCopies.ValueType  # 2
+    """With tensor operators on the caches."""
+    BLOCK_COPIES_RUNTIME: _BlockCopies.ValueType  # 3
+    """With a call of the device's runtime, which owns the caches."""
+
+class BlockCopies(_BlockCopies, metaclass=_BlockCopiesEnumTypeWrapper):
+    """How a worker copies a block over another one, all layers of its KV group at once."""
+
+BLOCK_COPIES_UNSPECIFIED: BlockCopies.ValueType  # 0
+"""As BLOCK_COPIES_NONE."""
+BLOCK_COPIES_NONE: BlockCopies.ValueType  # 1
+"""Not at all: plans must have no copies."""
+BLOCK_COPIES_TENSORS: BlockCopies.ValueType  # 2
+"""With tensor operators on the caches."""
+BLOCK_COPIES_RUNTIME: BlockCopies.ValueType  # 3
+"""With a call of the device's runtime, which owns the caches."""
+Global___BlockCopies: _TypeAlias = BlockCopies  # noqa: Y015
+
 @_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -73,6 +101,7 @@ class DescribeResponse(_message.Message):
     POOL_TASKS_FIELD_NUMBER: _builtins.int
     PLANS_AHEAD_FIELD_NUMBER: _builtins.int
     GROUP_EPOCH_FIELD_NUMBER: _builtins.int
+    BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -104,6 +133,8 @@ class DescribeResponse(_message.Message):
     """The group of ranks that this process has joined; empty before its first configuration, and for a replica of
     one rank.
     """
+    block_copies: Global___BlockCopies.ValueType
+    """How the worker expects to copy blocks; ConfigureReady has the final answer."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """The model, without `served_name`. Here `max_model_len` is the longest context that the model was made
@@ -149,10 +180,11 @@ class DescribeResponse(_message.Message):
         pool_tasks: _abc.Iterable[_common_pb2.PoolTask.ValueType] | None = ...,
         plans_ahead: _builtins.bool = ...,
         group_epoch: _builtins.str = ...,
+        block_copies: Global___BlockCopies.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,6 +368,7 @@ class ConfigureReady(_message.Message):
     PHASE_SECONDS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     first_step_timeout_s: _builtins.float
     """How long a step may take that makes its graph, seconds; the first step of each kind may. 0: all graphs are
     made, so no step has more time than others.
@@ -344,6 +377,8 @@ class ConfigureReady(_message.Message):
     """Hash of the names and contents of the weight files, hexadecimal. Workers whose hashes differ serve
     different models, whatever their names. Empty: unknown.
     """
+    block_copies: Global___BlockCopies.ValueType
+    """How the worker copies blocks. A device whose runtime owns the caches knows it only once graphs are made."""
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks per group, including the null block 0."""
@@ -367,10 +402,11 @@ class ConfigureReady(_message.Message):
         phase_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         first_step_timeout_s: _builtins.float = ...,
         weights_digest: _builtins.str = ...,
+        block_copies: Global___BlockCopies.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ import gc
 
 import grpc.aio
 import pytest
+from structlog.testing import capture_logs
 
 from protos.errors import (
     ConfigurationRefused,
@@ -16,7 +17,7 @@ from protos.errors import (
     Unsupported,
     from_rpc_error,
 )
-from protos.triptych.v1 import common_pb2, registry_pb2
+from protos.triptych.v1 import common_pb2, registry_pb2, worker_pb2
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -75,6 +76,30 @@ async def test_a_worker_that_hangs_counts_as_lost() -> None:
             stream.cancel()
     assert isinstance(error, Unavailable)
     assert "the worker hangs" in error.message
+
+
+async def test_a_worker_that_cannot_copy_blocks_gets_no_copies() -> None:
+    """What the worker says once it is configured counts; the scheduler says once what it does without."""
+    worker = FakeWorker(
+        kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW,
+        window=4,
+        block_copies=worker_pb2.BLOCK_COPIES_RUNTIME,
+        block_copies_when_ready=worker_pb2.BLOCK_COPIES_NONE,
+    )
+    prompt = list(range(5, 22))
+    with capture_logs() as logs:
+        async with run_scheduler() as scheduler, joined(scheduler, worker):
+            for _ in range(2):
+                request = generate_request(prompt, max_tokens=3)
+                request.n = 2
+                events = await collect(scheduler.inference.Generate(request))
+                for sequence in range(2):
+                    tokens = [t for event in events if event.sequence == sequence for t in event.token_ids]
+                    assert tokens == expected_tokens(prompt, 3, sequence)
+    plans = [worker.plans.get_nowait() for _ in range(worker.plans.qsize())]
+    assert plans
+    assert not any(plan.copies for plan in plans)
+    assert [entry["replica"] for entry in logs if entry["event"] == "no_block_copies"] == ["w"]
 
 
 async def test_two_workers_share_the_queue() -> None:

@@ -285,9 +285,9 @@ def make_rig(
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
-    dispatches: bool = True,
+    dispatches: bool = True, copies_blocks: bool = True,
 ) -> Rig:  # fmt: skip
-    options = CacheOptions(prefix_caching, sub_block, cache_generated)
+    options = CacheOptions(prefix_caching, sub_block, cache_generated, copies_blocks)
     rig = Rig(
         groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease,
         num_streams=num_streams, plans_ahead=plans_ahead, lag=lag, dispatches=dispatches,

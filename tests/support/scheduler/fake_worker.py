@@ -49,6 +49,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     weights_digest: str = ""
     default_chunk: int = 4
     default_block_size: int = 4
+    block_copies: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_TENSORS
+    block_copies_when_ready: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_UNSPECIFIED
+    """The answer of Configure, if it differs."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Steps run while this is set."""
     configured: worker_pb2.ConfigureRequest | None = None
@@ -79,7 +82,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_groups=[self.group],
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
             default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
-            max_lease_steps=32,
+            max_lease_steps=32, block_copies=self.block_copies,
         )  # fmt: skip
 
     async def Configure(
@@ -97,6 +100,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 num_blocks=[self.num_blocks],
                 first_step_timeout_s=self.first_step_timeout_s,
                 weights_digest=self.weights_digest,
+                block_copies=self.block_copies_when_ready or self.block_copies,
             )
         )
 

@@ -37,7 +37,7 @@ class FakeWorker:
         if self.gate is not None:
             self.gate.wait()
         self.geometry = geometry
-        return Ready(geometry, (64,), {"load": 0.5}, "ab12")
+        return Ready(geometry, (64,), {"load": 0.5}, "ab12", "tensors")
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         del leased

@@ -7,7 +7,7 @@ Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +16,10 @@ import psutil
 import torch
 from torch import _dynamo as dynamo
 
-from protos.errors import ConfigurationRefused, Internal
+from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
-from worker_svc.devices.base import Device, DeviceOptions, ExpertActivation
+from worker_svc.devices.base import BlockCopies, Device, DeviceOptions, ExpertActivation
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.ops import registry
 from worker_svc.devices.rbln.ops.experts import emit_experts
@@ -228,19 +228,15 @@ class RblnDevice(Device):
         if self._is_stand_in or not caches.is_meta:
             super().clear_block(self.memory.resolve(caches), block)
 
-    def copy_block(self, caches: torch.Tensor, source: int, target: int) -> None:
-        """See the base class.
+    def block_copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
+        """See the base class."""
+        if self._is_stand_in or self.namespace == TRITON:
+            return super().block_copies(groups)
+        return "none"
 
-        Raises:
-            Internal: if the NPU owns the cache. The host has no tensor to copy, and the vendor documents no
-                call for it.
-        """
-        if not self._is_stand_in and caches.is_meta:
-            raise Internal(
-                "blocks cannot be copied within an NPU's memory yet;"
-                " start the scheduler with --no-enable-prefix-caching"
-            )
-        super().copy_block(self.memory.resolve(caches), source, target)
+    def copy_block(self, caches: Sequence[torch.Tensor], source: int, target: int, num_tokens: int) -> None:
+        """See the base class."""
+        super().copy_block([self.memory.resolve(each) for each in caches], source, target, num_tokens)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """See the base class. Compiles one static graph for each shape."""

@@ -24,10 +24,10 @@ IN_PLACE = KvGroup(GroupKind.IN_PLACE_WINDOW, 4)
 
 def make_cache(
     *groups: KvGroup, chunk: int = 4, block_size: int = 4, num_blocks: int = 17, sub_block: bool = True,
-    keep: KeepPolicy | None = None,
+    keep: KeepPolicy | None = None, copies_blocks: bool = True,
 ) -> KvCache:  # fmt: skip
     geometry = make_geometry(chunk=chunk, block_size=block_size)
-    options = CacheOptions(sub_block=sub_block)
+    options = CacheOptions(sub_block=sub_block, copies_blocks=copies_blocks)
     return KvCache(geometry, groups, [num_blocks] * len(groups), model="m", options=options, keep=keep)
 
 
@@ -89,6 +89,28 @@ def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
     assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
     assert kv.admit(make_sequence(range(20, 34)))
     assert not kv.copies
+
+
+def test_without_copies_only_whole_blocks_are_shared() -> None:
+    """A worker that cannot copy blocks gets hits and forks that need no copy, and no others."""
+    kv = make_cache(FULL, chunk=2, block_size=8, copies_blocks=False)
+    origin = prefill(kv, range(20, 34), chunk=2)
+    assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
+    used = kv.usage
+    assert not kv.fork(origin, make_sequence(range(20, 34)), 13)
+    assert kv.usage == used
+    whole = make_sequence(range(20, 34))
+    assert kv.fork(origin, whole, 8)
+    assert whole.tables[0].blocks == origin.tables[0].blocks[:1]
+    assert not kv.copies
+
+
+def test_without_copies_windows_in_place_are_neither_kept_nor_hit() -> None:
+    """Every hit on such a window is a copy, so the model's prompts are computed whole."""
+    kv = make_cache(FULL, IN_PLACE, copies_blocks=False)
+    kv.release(prefill(kv, range(20, 33)))
+    assert not kv.stats.kept_windows
+    assert kv.prefixes.peek(make_sequence(range(20, 40))) == 0
 
 
 def test_a_release_before_the_plan_withdraws_the_copies() -> None:

@@ -50,6 +50,23 @@ def assert_clean(rig: Rig) -> None:
         assert group.pool.num_free == group.pool.num_blocks
 
 
+@pytest.mark.parametrize("max_lease", [1, 8])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_without_copies_each_sequence_prefills_alone(groups: tuple[KvGroup, ...], max_lease: int) -> None:
+    """A worker that cannot copy blocks gets no plan with copies, and every sequence gets its tokens."""
+    rig = make_rig(
+        make_geometry(chunk=4, block_size=8), groups=groups, copies_blocks=False, max_lease=max_lease,
+        plans_ahead=max_lease > 1,
+    )  # fmt: skip
+    sinks = [rig.submit(make_submission(PROMPT, request_id=name, n=3)) for name in "ab"]
+    plans = rig.run()
+    for sink in sinks:
+        assert_whole(sink, 3)
+    assert not any(plan.copies for plan in [*plans, *rig.interrupts, *rig.renewals])
+    assert not rig.scheduler.stats.forks
+    assert_clean(rig)
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_prompt_is_prefilled_once(groups: tuple[KvGroup, ...], prefix_caching: bool) -> None:

@@ -14,7 +14,8 @@ from worker_svc.shapes.geometry import Geometry, PoolGeometry
 def test_ready_lists_every_graph() -> None:
     """There is one prefill graph, and one decode graph per bucket."""
     geometry = Geometry(1024, 4, 128, 128, (1, 2, 4), (33, 20))
-    ready = convert.ready_to_proto(Ready(geometry, (100, 50), {"load": 1.5}, "ab12"), 60.0).ready
+    ready = convert.ready_to_proto(Ready(geometry, (100, 50), {"load": 1.5}, "ab12", "runtime"), 60.0).ready
+    assert ready.block_copies == worker_pb2.BLOCK_COPIES_RUNTIME
     assert ready.weights_digest == "ab12"
     assert list(ready.num_blocks) == [33, 20]
     assert list(ready.bytes_per_block) == [100, 50]
@@ -69,7 +70,7 @@ def test_pooling_messages_are_converted() -> None:
     request = worker_pb2.ConfigureRequest(max_model_len=4, pool_shapes=[shape])
     geometry = convert.geometry_from_proto(request)
     assert geometry == PoolGeometry((PoolShape(4, 3),))
-    assert list(convert.ready_to_proto(Ready(geometry, (), {}, ""), 0.0).ready.graphs) == [shape]
+    assert list(convert.ready_to_proto(Ready(geometry, (), {}, "", "none"), 0.0).ready.graphs) == [shape]
     slot = worker_pb2.SlotRequest(slot=1, token_ids=[5, 6], pooling=common_pb2.PoolingParams(normalize=False))
     message = worker_pb2.StepPlan(step=3, admit=[slot], pool=worker_pb2.Pool(slots=[1], shape=shape))
     plan = plan_from_proto(message)

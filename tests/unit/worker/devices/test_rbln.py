@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from protos.errors import ConfigurationRefused, Internal
+from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from protos.steps import BlockCopy
 from worker_svc.devices import DeviceOptions, gathered, in_place, open_device
@@ -100,13 +100,12 @@ def test_memory_is_freed_with_its_handles() -> None:
 
 
 def test_an_npus_memory_is_not_touched_by_the_host() -> None:
-    """On a real NPU, clearing a block does nothing and copying one is refused."""
+    """An NPU that owns its caches announces that blocks cannot be copied, and clearing one does nothing."""
     device = RblnDevice()
     caches = device.allocate((1, 4, 2, 2, 1, BLOCK, SIZE), torch.float32)
     assert caches.is_meta
     device.clear_block(caches, 1)
-    with pytest.raises(Internal, match="cannot be copied"):
-        device.copy_block(caches, 1, 2)
+    assert device.block_copies([group_of(GroupKind.FULL)]) == "none"
 
 
 def test_padded_rows_have_no_tokens() -> None:
