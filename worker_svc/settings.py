@@ -46,6 +46,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "device",
             "cpu_threads",
             "rbln_backend",
+            "rbln_use_device_tensor",
+            "rbln_num_devices_per_local_rank",
             "rbln_use_custom_kernel",
             "rbln_moe_use_opt_kernel",
             "rbln_moe_custom_kernel",
@@ -96,6 +98,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         "compile_cache_dir": "TORCH_SENDNN_CACHE_DIR",
         "compile_cache": "TORCH_SENDNN_CACHE_ENABLE",
         "require_precompiled": "VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS",
+        "rbln_use_device_tensor": "VLLM_RBLN_USE_DEVICE_TENSOR",
+        "rbln_num_devices_per_local_rank": "VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK",
         "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
         "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
         "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
@@ -147,6 +151,12 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """Compile without a device: for triptych compile on a machine without an NPU."""
     compile_strict: bool = False
     """Fail a step whose graph is missing once the worker serves, instead of logging a warning."""
+    rbln_use_device_tensor: bool = True
+    """Keep weights, inputs and KV cache of NPU graphs in tensors on the NPU. Otherwise the vendor's runtime
+    owns the KV cache, as in its older releases, and models with several kinds of attention reuse less of a
+    prompt."""
+    rbln_num_devices_per_local_rank: int = Field(1, ge=1, le=64)
+    """NPUs that work together as this worker's device, for models that do not fit into one."""
     rbln_use_custom_kernel: bool = False
     """Run NPU attention in Triton kernels (rbln_triton_ops) instead of the compiler's own
     (rbln_custom_ops)."""

@@ -28,6 +28,10 @@ class DeviceOptions:
     """Which backend compiles an NPU's graphs; see the setting of that name."""
     rbln_use_custom_kernel: bool = False
     """Whether an NPU's attention runs in Triton kernels."""
+    rbln_use_device_tensor: bool = True
+    """Whether weights, inputs and caches of an NPU's graphs are tensors on it."""
+    rbln_num_devices: int = 1
+    """NPUs that work as one device."""
     compile_only: bool = False
     """Compile for a device that this machine does not have."""
     compile_strict: bool = False
@@ -130,6 +134,9 @@ class Device(abc.ABC):
             num_blocks: the null block included.
             block_size: of paged groups; see `KvGroup.tokens_per_block`.
         """
+
+    def place_weights(self, model: torch.nn.Module) -> None:  # noqa: B027 - most models are built in place
+        """Moves a model's loaded weights to where the device's graphs read them."""
 
     def check_attention(self, params: AttentionParams) -> None:  # noqa: B027 - a device may serve all layers
         """Checks that the device's kernels serve such a layer; called once for each layer of a model.

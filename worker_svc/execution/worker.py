@@ -284,6 +284,8 @@ def _open_device(settings: Settings) -> Device:
     options = DeviceOptions(
         rbln_backend=settings.rbln_backend,
         rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
+        rbln_use_device_tensor=settings.rbln_use_device_tensor,
+        rbln_num_devices=settings.rbln_num_devices_per_local_rank,
         compile_only=settings.compile_only,
         compile_strict=settings.compile_strict,
         rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,

@@ -116,6 +116,7 @@ class VllmModel:
             )
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)
+            self._device.place_weights(self._model)
         self._model.eval()
 
     def bind_caches(self, caches: Mapping[str, torch.Tensor]) -> None:

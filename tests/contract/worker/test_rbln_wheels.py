@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.kv_groups import GroupKind
-from tests.support.worker.rbln_wheels import WHEELS, Call, IndexUnreachable, Wheel
+from tests.support.rbln.wheels import WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices import DeviceOptions
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice

@@ -39,6 +39,7 @@ class RunningScheduler:
     server: Server
     channel: grpc.aio.Channel
     serving: asyncio.Queue[bool]
+    port: int
 
     @property
     def inference(self) -> "inference_pb2_grpc.InferenceAsyncStub":
@@ -75,7 +76,7 @@ async def run_scheduler(
     channel = open_channel(f"127.0.0.1:{port}")
     timeouts = asyncio.create_task(deployment.timeouts.run())
     try:
-        yield RunningScheduler(engine, deployment, servicer, server, channel, serving)
+        yield RunningScheduler(engine, deployment, servicer, server, channel, serving, port)
     finally:
         timeouts.cancel()
         await channel.close()

@@ -1,132 +1,18 @@
-"""Backend `rbln-check`: a CPU that stands in for an NPU and is as strict as the NPU's compiler.
+"""Backend `rbln-check`: a CPU that takes the place of an NPU and holds graphs to the rules of its compiler.
 
-The backend traces the graph that `torch.compile` captured down to ATen and the attention operators, in
-order and with mutations. It refuses graphs with dynamic shapes or with operators that are not on the list.
-Like the NPU, it owns the KV cache; the host only has handles on the meta device.
+Like the NPU's runtime, it owns the KV cache; the host only has handles on the meta device.
 """
 
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.rbln.ops.signatures import NAMESPACES
-
-# The operators of decoder layers, norms, rotary embeddings, MLPs and output heads. Their results' shapes
-# depend only on shapes.
-ALLOWED_ATEN: Final = frozenset(
-    [
-        "_softmax",
-        "_to_copy",
-        "_unsafe_view",
-        "abs",
-        "add",
-        "addmm",
-        "alias",
-        "amax",
-        "any",
-        "arange",
-        "argmax",
-        "baddbmm",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "bmm",
-        "cat",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "constant_pad_nd",
-        "copy_",
-        "cos",
-        "cumsum",
-        "detach",
-        "div",
-        "embedding",
-        "empty",
-        "empty_like",
-        "eq",
-        "exp",
-        "expand",
-        "fill_",
-        "full",
-        "full_like",
-        "gather",
-        "ge",
-        "gelu",
-        "gt",
-        "index",
-        "index_select",
-        "le",
-        "lift_fresh_copy",
-        "linear",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "lt",
-        "masked_fill",
-        "matmul",
-        "max",
-        "maximum",
-        "mean",
-        "minimum",
-        "mm",
-        "mul",
-        "ne",
-        "neg",
-        "new_empty",
-        "new_full",
-        "new_zeros",
-        "one_hot",
-        "ones",
-        "ones_like",
-        "permute",
-        "pow",
-        "reciprocal",
-        "relu",
-        "repeat",
-        "reshape",
-        "rsqrt",
-        "scalar_tensor",
-        "scatter",
-        "select",
-        "sigmoid",
-        "silu",
-        "sin",
-        "slice",
-        "sort",
-        "split",
-        "split_with_sizes",
-        "sqrt",
-        "squeeze",
-        "stack",
-        "sub",
-        "sum",
-        "t",
-        "tanh",
-        "to",
-        "topk",
-        "transpose",
-        "unbind",
-        "unsqueeze",
-        "view",
-        "where",
-        "zeros",
-        "zeros_like",
-    ]
-)
+from worker_svc.devices.rbln.graph_rules import NotLowered, trace
 
 
 class MetaMemory:
@@ -183,11 +69,10 @@ class CheckBackend:
         Raises:
             ConfigurationRefused: names what is dynamic or not lowered.
         """
-        for value in inputs:
-            if _is_dynamic(value) or not isinstance(value, torch.Tensor):
-                raise ConfigurationRefused(f"rbln-check: the graph has a dynamic input ({_shown(value)})")
-        graph = _trace(module, inputs)
-        check_graph(graph)
+        try:
+            graph = trace(module, inputs)
+        except NotLowered as error:
+            raise ConfigurationRefused(f"rbln-check: {error}") from error
         self.graphs.append(graph)
         if self.folder is not None:
             path = self.folder / f"graph-{len(self.graphs)}.txt"
@@ -199,67 +84,3 @@ class CheckBackend:
             return graph(*map(resolve, arguments))
 
         return run
-
-
-def _trace(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Traces the graph to ATen with static shapes. Nodes keep the model's source lines."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
-            fakes = [mode.from_tensor(value, static_shapes=True) for value in inputs]
-            return make_fx(fx.Interpreter(module).run)(*fakes)
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        name = str(error.func).removesuffix(".default").replace(".", "::", 1)
-        raise ConfigurationRefused(
-            f"rbln-check: the result of {name} depends on values, not only on shapes"
-        ) from error
-
-
-def check_graph(graph: fx.GraphModule) -> None:
-    """Refuses dynamic shapes and operators that the NPU does not have.
-
-    Raises:
-        ConfigurationRefused: names the first violation and its line in the model.
-    """
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            _check_static(node)
-            continue
-        if node.op != "call_function":
-            raise ConfigurationRefused(f"rbln-check: {node.op} {node.target} is not lowered{_where(node)}")
-        if node.target is operator.getitem:
-            continue
-        if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
-            raise ConfigurationRefused(f"rbln-check: {node.target} is not lowered{_where(node)}")
-        namespace, _, name = node.target._schema.name.partition("::")  # noqa: SLF001
-        if namespace not in NAMESPACES and not (namespace == "aten" and name in ALLOWED_ATEN):
-            raise ConfigurationRefused(
-                f"rbln-check: operator {namespace}::{name} is not lowered{_where(node)}"
-            )
-        _check_static(node)
-
-
-def _check_static(node: fx.Node) -> None:
-    values = node.meta.get("val")
-    for value in values if isinstance(values, (list, tuple)) else [values]:
-        if _is_dynamic(value):
-            raise ConfigurationRefused(f"rbln-check: {node.name} is dynamic ({_shown(value)}){_where(node)}")
-
-
-def _is_dynamic(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(not isinstance(size, int) for size in value.shape)
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _shown(value: Any) -> str:
-    return (
-        f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value}"
-    )
-
-
-def _where(node: fx.Node) -> str:
-    lines = [
-        line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")
-    ]
-    return f" ({lines[-1]})" if lines else ""

@@ -1,12 +1,11 @@
 """Rebellions NPUs: whole graphs for rebel-compiler, with attention as the compiler's own operators.
 
-The operators' namespace also decides how caches lie in memory and where the host allocates them; see `ops`.
-Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
+Weights, graph inputs and caches are tensors on torch's device "rbln", unless device tensors are switched
+off; the batch's state and sampling stay on the host. The operators' namespace decides how caches lie in
+memory; see `ops`. Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
 """
 
 import functools
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +20,13 @@ from protos.kv_groups import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import BlockCopies, Device, DeviceOptions, ExpertActivation
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
+from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.ops import registry
 from worker_svc.devices.rbln.ops.experts import emit_experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
+from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.shapes.geometry import NULL_BLOCK, KvGroup
 
-_VENDOR_PACKAGES = ("rebel", "torch_rbln")
-# Variables that tell the compiler its target.
-_TARGET_VARIABLES = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")
-# By prefix of an NPU's name, its memory less the system's share (vllm-rbln 0.12.0, v1/worker/utils.py).
-_MEMORY = {"RBLN-CA": 16 * 2**30 - 288 * 2**20, "RBLN-CR": 144 * 2**30 - 4 * 2**30}
 # The head sizes that the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
@@ -59,14 +55,14 @@ class RblnPlan:
 
 
 class RblnDevice(Device):
-    """A Rebellions NPU, or, with backend `rbln-check`, a CPU that stands in for it."""
+    """A Rebellions NPU, or, with backend `rbln-check`, a CPU that takes its place."""
 
     namespace: Namespace
     """The attention operators' namespace."""
     backend: CheckBackend
-    """The stand-in's backend, with the graphs that it has accepted."""
+    """The backend `rbln-check`, with the graphs that it has accepted."""
     memory: MetaMemory
-    """The stand-in's memory behind the handles that the host has of caches."""
+    """The memory of `rbln-check` behind the handles that the host has of caches."""
 
     name: ClassVar[str] = "rbln"
     torch_device: ClassVar[torch.device] = torch.device("cpu")
@@ -85,43 +81,35 @@ class RblnDevice(Device):
 
     def __init__(self, options: DeviceOptions | None = None) -> None:
         """Without options, it uses the vendor's backend and the compiler's own kernels."""
-        options = options or DeviceOptions()
-        self._is_stand_in = options.rbln_backend == "rbln-check"
-        self.defers_weights = not self._is_stand_in
+        self._options = options = options or DeviceOptions()
+        self._is_check = options.rbln_backend == "rbln-check"
+        self.defers_weights = not self._is_check
         self.namespace = TRITON if options.rbln_use_custom_kernel else CUSTOM
         self.block_dim = 1 if self.namespace == TRITON else 0
         optimized = options.rbln_moe_use_opt_kernel
         self._wants_expert_kernel = bool(optimized or options.rbln_moe_custom_kernel)
-        self._has_expert_kernel = self._wants_expert_kernel or (optimized is None and not self._is_stand_in)
+        self._has_expert_kernel = self._wants_expert_kernel or (optimized is None and not self._is_check)
         self._integers = torch.int32 if self.namespace == TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
-        self._compile_only = options.compile_only
-        self._compile_strict = options.compile_strict
+        self._vendor = Vendor(options)
+        self._has_tensors = options.rbln_use_device_tensor and not self._is_check
+        self._kv_memory: KvMemory | None = None
         self._code_folder: Path | None = None
         self._compiled: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
         self._scales: dict[float, torch.Tensor] = {}
 
     def check_available(self) -> None:
         """See the base class."""
-        if self._is_stand_in:
-            if self._wants_expert_kernel:
-                raise ConfigurationRefused(
-                    "rbln-check has no kernels for expert layers, which only the vendor's runtime has;"
-                    " omit --rbln-moe-use-opt-kernel and --rbln-moe-custom-kernel"
-                )
-            registry.register()
+        if not self._is_check:
+            self._vendor.check()
             return
-        missing = [name for name in _VENDOR_PACKAGES if importlib.util.find_spec(name) is None]
-        if missing:
+        if self._wants_expert_kernel:
             raise ConfigurationRefused(
-                f"device rbln needs the vendor's packages {' and '.join(missing)}; use --device cpu or cuda"
+                "rbln-check has no kernels for expert layers, which only the vendor's runtime has;"
+                " omit --rbln-moe-use-opt-kernel and --rbln-moe-custom-kernel"
             )
-        if self._compile_only and not any(variable in os.environ for variable in _TARGET_VARIABLES):
-            raise ConfigurationRefused(
-                f"compiling without an NPU needs its name; set {_TARGET_VARIABLES[0]},"
-                " for example to RBLN-CA25"
-            )
+        registry.register_all()
 
     def code_target(self) -> str:
         """See the base class. Includes the options that change a graph.
@@ -131,8 +119,12 @@ class RblnDevice(Device):
         """
         kernels = "Triton kernels" if self.namespace == TRITON else "compiler kernels"
         experts = "the vendor's experts" if self._has_expert_kernel else "plain experts"
-        strict = ", strict" if self._compile_strict else ""
-        return f"{self._chip()}, {kernels}, {experts}{strict}"
+        strict = ", strict" if self._options.compile_strict else ""
+        if self._is_check:
+            return f"rbln-check, {kernels}, {experts}{strict}"
+        tensors = "device tensors" if self._has_tensors else "meta tensors"
+        chips = f"{self._options.rbln_num_devices} x {self._vendor.chip()}"
+        return f"{chips}, {tensors}, {kernels}, {experts}{strict}"
 
     def use_code_folder(self, folder: Path | None) -> None:
         """See the base class."""
@@ -143,27 +135,17 @@ class RblnDevice(Device):
             self._compiled.clear()
             torch.compiler.reset()
 
-    def _chip(self) -> str:
-        """Returns the NPU's name, for example "RBLN-CA25", from its sources in vllm-rbln's order."""
-        if self._is_stand_in:
-            return "stand-in"
-        name = None
-        if not self._compile_only:
-            import rebel
-
-            name = rebel.get_npu_name(0)
-        name = name or next(
-            (os.environ[variable] for variable in _TARGET_VARIABLES if variable in os.environ), None
-        )
-        if not name:
-            raise ConfigurationRefused(
-                f"the NPU does not report its name; set {_TARGET_VARIABLES[0]}, for example to RBLN-CA25"
-            )
-        return str(name)
+    def release_unused(self) -> None:
+        """See the base class. Graphs hold the memory of their caches, so they go, too."""
+        self._kv_memory = None
+        self._vendor.forget_graphs()
+        if self._compiled:
+            self._compiled.clear()
+            torch.compiler.reset()
 
     def product_name(self) -> str:
         """See the base class."""
-        return "RBLN stand-in on this host's CPU" if self._is_stand_in else "RBLN NPU"
+        return "RBLN graphs on this host's CPU" if self._is_check else "RBLN NPU"
 
     def free_memory(self) -> int:
         """See the base class. Assumes that this process has the NPU to itself.
@@ -171,13 +153,16 @@ class RblnDevice(Device):
         Raises:
             ConfigurationRefused: if the NPU's memory size is unknown.
         """
-        if self._is_stand_in:
-            return int(psutil.virtual_memory().available)
-        chip = self._chip()
-        known = next((size for name, size in _MEMORY.items() if chip.upper().startswith(name)), None)
-        if known is None:
-            raise ConfigurationRefused(f"the memory size of an {chip} is unknown; set --kv-memory")
-        return known
+        return int(psutil.virtual_memory().available) if self._is_check else self._vendor.memory_bytes()
+
+    def place_weights(self, model: torch.nn.Module) -> None:
+        """See the base class."""
+        if self._has_tensors:
+            move_to_npu(model)
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a host tensor where graphs take their inputs."""
+        return tensor.to("rbln") if self._has_tensors else tensor
 
     def check_attention(self, params: AttentionParams) -> None:
         """See the base class."""
@@ -191,7 +176,7 @@ class RblnDevice(Device):
         for what, needed in unserved.items():
             if needed:
                 raise ConfigurationRefused(f"device rbln has no kernels for {what}; choose another model")
-        self._scales[params.scale] = torch.tensor(params.scale)
+        self._scales[params.scale] = self._placed(torch.tensor(params.scale))
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class.
@@ -212,41 +197,45 @@ class RblnDevice(Device):
         shape.insert(self.block_dim, num_blocks)
         return tuple(shape)
 
+    @property
+    def kv_memory(self) -> KvMemory:
+        """Where caches lie. The Triton kernels of the older way take host tensors."""
+        if self._kv_memory is None:
+            if self._has_tensors:
+                self._kv_memory = TensorMemory(on_npu)
+            elif self.namespace == TRITON:
+                self._kv_memory = TensorMemory(on_host)
+            elif self._is_check:
+                self._kv_memory = TensorMemory(self.memory.allocate, self.memory.resolve)
+            else:
+                self._kv_memory = RuntimeMemory(self._vendor.context(), self._vendor.runtimes)
+        return self._kv_memory
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See the base class. The Triton kernels take host tensors, the others handles without memory."""
-        if self.namespace == TRITON:
-            return torch.zeros(shape, dtype=dtype)
-        if self._is_stand_in:
-            return self.memory.allocate(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        """See the base class. Without device tensors, the result may be a handle without memory."""
+        return self.kv_memory.allocate(shape, dtype)
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
-        """See the base class.
-
-        Leaves the NPU's own memory alone: its kernels never read past a sequence's end.
-        """
-        if self._is_stand_in or not caches.is_meta:
-            super().clear_block(self.memory.resolve(caches), block)
+        """See the base class. Memory that the vendor's runtime owns stays as it is."""
+        self.kv_memory.clear(caches, 1 + self.block_dim, block)
 
     def block_copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
         """See the base class."""
-        if self._is_stand_in or self.namespace == TRITON:
-            return super().block_copies(groups)
-        return "none"
+        return self.kv_memory.copies(groups)
 
     def copy_block(self, caches: Sequence[torch.Tensor], source: int, target: int, num_tokens: int) -> None:
         """See the base class."""
-        super().copy_block([self.memory.resolve(each) for each in caches], source, target, num_tokens)
+        self.kv_memory.copy(caches, 1 + self.block_dim, source, target, num_tokens)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """See the base class. Compiles one static graph for each shape."""
+        """See the base class. Compiles one static graph for each shape. Results are on the host."""
 
         def run(*arguments: Any) -> torch.Tensor:
             if function not in self._compiled:  # earlier, the folder of its code is unknown
                 self._compiled[function] = self._compiler(function)
             try:
                 with dynamo.config.patch(recompile_limit=64):
-                    return self._compiled[function](*arguments)
+                    return self._compiled[function](*map(self._placed, arguments)).cpu()
             except dynamo.exc.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, ConfigurationRefused):
                     raise error.inner_exception from None
@@ -260,19 +249,17 @@ class RblnDevice(Device):
         return run
 
     def _compiler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        # Steps of one signature differ only in their tensors' contents, and shapes distinguish signatures.
-        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
-        backend: Any = "rbln"
-        if self._is_stand_in:
-            # Each function gets its own backend object: torch shares code between functions with equal code
-            # and backend.
-            backend = functools.partial(self.backend)
-        else:
-            mode = [("strict", self._compile_strict), ("compile_only", self._compile_only)]
-            options["mode"] = [name for name, enabled in mode if enabled]
-            if self._code_folder is not None:
-                options["cache_dir"] = str(self._code_folder)
-        return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
+        if not self._is_check:
+            return self._vendor.compile(function, self._code_folder)
+        # Each function gets its own backend object: torch shares code between functions with equal code and
+        # backend.
+        return torch.compile(
+            function,
+            backend=functools.partial(self.backend),
+            dynamic=False,
+            fullgraph=True,
+            options={"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe},
+        )
 
     def run_experts(
         self,
@@ -289,26 +276,30 @@ class RblnDevice(Device):
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002
         """See the base class."""
-        table = step.block_table.to(self._integers)
+        table = step.block_table
         rows = table.shape[0]
+
+        def placed(integers: torch.Tensor) -> torch.Tensor:
+            return self._placed(integers.to(self._integers))
+
         if isinstance(step, InPlaceInput):
             prefill = step.query_len > 1
             return RblnPlan(
                 operator=f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}",
                 rows=rows,
                 query_len=step.query_len,
-                block_tables=table[0] if prefill else table,
-                cache_seq_len=step.cache_seq_len.to(self._integers),
+                block_tables=placed(table[0] if prefill else table),
+                cache_seq_len=placed(step.cache_seq_len),
                 # The kernels skip rows that end at 0.
-                cache_offset=step.cache_offset.to(self._integers).masked_fill(table == NULL_BLOCK, 0),
+                cache_offset=placed(step.cache_offset.masked_fill(table == NULL_BLOCK, 0)),
             )
         query_len = step.slot_mapping.shape[0] // rows
         return RblnPlan(
             operator=self._paged_operator(group, table.shape[1], prefill=query_len > 1),
             rows=rows,
             query_len=query_len,
-            block_tables=table[0] if query_len > 1 else table,
-            seq_idx=_start(step).to(self._integers),
+            block_tables=placed(table[0] if query_len > 1 else table),
+            seq_idx=placed(_start(step)),
         )
 
     def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
@@ -329,7 +320,7 @@ class RblnDevice(Device):
         """
         params, cache, sinks = call.params, call.cache, call.sinks
         if not torch.compiler.is_compiling():
-            if not self._is_stand_in:
+            if not self._is_check:
                 raise ConfigurationRefused("--backend eager needs --rbln-backend rbln-check")
             cache = self.memory.resolve(cache)
         assert call.key is not None

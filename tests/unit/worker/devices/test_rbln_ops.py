@@ -18,7 +18,7 @@ PAGED = ("flash_causal_attention_naive", "causal_attention_naive", "flash_attent
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
-    registry.register()
+    registry.register_all()
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Registers the references as torch operators and calls operators with arguments in the right order."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,29 +9,28 @@ from worker_svc.devices.rbln.ops import reference
 from worker_svc.devices.rbln.ops.checks import check
 from worker_svc.devices.rbln.ops.signatures import SIGNATURES, TRITON, Namespace, schema
 
+# Keeps the operators registered.
+_LIBRARIES: list[torch.library.Library] = []
 
-@functools.cache
-def register() -> tuple[torch.library.Library, ...]:
-    """Registers a reference and a fake for every operator that the vendor has not registered.
 
-    Runs once in a process.
-
-    Returns:
-        The libraries, which keep the operators registered.
-    """
-    libraries = []
+def register_all() -> None:
+    """Registers the references of all operators that exist nowhere else."""
     for namespace, operators in SIGNATURES.items():
-        library = torch.library.Library(namespace, "FRAGMENT")
-        for operator in operators:
-            if hasattr(getattr(torch.ops, namespace), operator):
-                continue  # the vendor's own
-            library.define(schema(namespace, operator))
-            library.impl(operator, _reference(namespace, operator), "CPU")
-            torch.library.register_fake(
-                f"{namespace}::{operator}", _fake(namespace, operator), lib=library, allow_override=False
-            )
-        libraries.append(library)
-    return tuple(libraries)
+        register(namespace, operators)
+
+
+def register(namespace: Namespace, operators: Iterable[str]) -> None:
+    """Registers a reference and a fake for each operator that is not registered yet."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for operator in operators:
+        if hasattr(getattr(torch.ops, namespace), operator):
+            continue  # the vendor's own, or registered before
+        library.define(schema(namespace, operator))
+        library.impl(operator, _reference(namespace, operator), "CPU")
+        torch.library.register_fake(
+            f"{namespace}::{operator}", _fake(namespace, operator), lib=library, allow_override=False
+        )
+    _LIBRARIES.append(library)
 
 
 def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> torch.Tensor:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from protos.kv_groups import GroupKind
 from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS
+from tests.support.rbln.graph_process import Job, Result
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
-from tests.support.worker.rbln_process import Job, Result
 from worker_svc.model_files.demo_models import fetch
 
 pytestmark = [
@@ -54,7 +54,7 @@ def jobs(smollm2: Path) -> list[Job]:
 def results(jobs: list[Job]) -> list[Result]:
     """The results of all jobs, from one separate process with one thread."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.worker.rbln_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
+        [sys.executable, "-m", "tests.support.rbln.graph_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
         check=False, capture_output=True, text=True, cwd=ROOT, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -1,0 +1,149 @@
+"""A worker on device rbln, with fakes of the vendor's packages, behind a scheduler."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from protos.triptych.v1 import inference_pb2
+from scheduler_svc.settings import Settings
+from tests.support import tiny_models
+from tests.support.rbln import fake_environment
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    collect,
+    generate_request,
+    run_scheduler,
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing transformers
+]
+
+CHUNK = 128
+# Longer than two chunks, and than the windows of 64 tokens.
+PROMPT = [3 + (i * i * 31 + i * 17) % 250 for i in range(300)]
+NUM_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sequence's output."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a deployment answered to the same requests."""
+
+    alone: list[Answer]
+    """The whole prompt, then two others that diverge from it in its second and third chunk."""
+    cached: list[int]
+    """Tokens of each of these prompts that were cached."""
+    choices: list[Answer]
+    """Two sampled sequences of one request for another prompt."""
+    forks: int
+    """Sequences that continued from the prompt of another one."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models with full attention, and with windows besides."""
+    base = tmp_path_factory.mktemp("models")
+    return {name: tiny_models.write(name, base / name) for name in ("llama", "gemma3")}
+
+
+@contextlib.contextmanager
+def worker(folder: Path, port: int, **variables: str) -> Iterator[None]:
+    """Runs a worker process that registers with the scheduler on that port."""
+    command = [
+        sys.executable, "-m", "worker_svc", "--model", str(folder), "--device", "rbln", "--dtype", "float32", "--port", "0",
+        "--no-compile-cache", "--scheduler-address", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=fake_environment.environment(**variables))
+    try:
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def by_sequence(events: list[inference_pb2.GenerateEvent], sequence: int) -> Answer:
+    own = [event for event in events if event.sequence == sequence]
+    return Answer(
+        tuple(token for event in own for token in event.token_ids),
+        tuple(entry.logprob for event in own for entry in event.logprobs),
+    )
+
+
+async def ask(scheduler: RunningScheduler) -> Answers:
+    alone, cached = [], []
+    for prompt in (PROMPT, [*PROMPT[:200], *range(40, 60)], [*PROMPT[:290], 7, 8, 9]):
+        request = generate_request(
+            prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0
+        )
+        events = await collect(scheduler.inference.Generate(request))
+        alone.append(by_sequence(events, 0))
+        cached.append(next(event.prompt.num_cached_tokens for event in events if event.HasField("prompt")))
+    request = generate_request(
+        PROMPT[::-1], max_tokens=NUM_TOKENS, temperature=1.0, seed=5, ignore_eos=True, logprobs=0
+    )
+    request.n = 2
+    events = await collect(scheduler.inference.Generate(request))
+    (replica,) = scheduler.engine.replicas.values()
+    return Answers(
+        alone, cached, [by_sequence(events, sequence) for sequence in range(2)], replica.scheduler.stats.forks
+    )
+
+
+async def answers_of(folder: Path, variables: dict[str, str], *, caching: bool) -> Answers:
+    """Runs a deployment of one worker and asks it."""
+    settings = Settings(
+        enable_prefix_caching=caching, max_num_seqs=2, max_model_len=512, num_blocks=17, block_size=1024
+    )
+    async with run_scheduler(settings) as scheduler:
+        with worker(folder, scheduler.port, **variables):
+            assert await scheduler.serving.get()
+            return await ask(scheduler)
+
+
+# By model, the answers of a worker with device tensors that reuses nothing.
+_PLAIN: dict[str, Answers] = {}
+
+
+@pytest.mark.parametrize(
+    ("model", "variables", "copies"),
+    [
+        ("llama", {}, True),
+        ("gemma3", {}, True),
+        ("gemma3", {"RBLN_USE_CUSTOM_KERNEL": "1"}, True),
+        ("llama", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, True),
+        ("gemma3", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, False),
+    ],
+    ids=["tensors", "windows", "triton", "runtime", "runtime-windows"],
+)
+async def test_reuse_is_exact(
+    folders: dict[str, Path], model: str, variables: dict[str, str], copies: bool
+) -> None:
+    """Hits inside blocks, hits on windows in place and forks give the bits of a worker that reuses nothing.
+
+    So do the other kernels and the older way. Where the NPU's runtime cannot copy, nothing fails.
+    """
+    if model not in _PLAIN:
+        _PLAIN[model] = await answers_of(folders[model], {}, caching=False)
+    plain = _PLAIN[model]
+    reusing = await answers_of(folders[model], variables, caching=True)
+    assert reusing.alone == plain.alone
+    assert reusing.choices == plain.choices
+    assert plain.cached == [0, 0, 0]
+    assert reusing.cached == ([0, CHUNK, 2 * CHUNK] if copies else [0, 0, 0])
+    assert reusing.forks == (1 if copies else 0)
+    assert len({*reusing.choices}) == 2

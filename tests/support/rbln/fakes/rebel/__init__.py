@@ -1,0 +1,56 @@
+"""A fake of rebel-compiler, as strict about its interface as the vendor's plugin needs it.
+
+It accepts the calls of the wheels vllm-rbln 0.11.2 and 0.12.0 and refuses everything else. Importing it
+declares the compiler's own attention operators. `FAKE_RBLN_NPU` names the NPU; empty: there is none.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from worker_svc.devices.rbln.ops import registry
+from worker_svc.devices.rbln.ops.signatures import CUSTOM, SIGNATURES
+
+__version__ = "0.12.0"
+
+registry.register(CUSTOM, SIGNATURES[CUSTOM])
+
+
+def get_npu_name(device_id: int = 0) -> str | None:
+    """Returns the name of an NPU, or None without one."""
+    return None if device_id else os.environ.get("FAKE_RBLN_NPU", "RBLN-CA25") or None
+
+
+class CompileContext:
+    """What graphs share whose caches lie in the runtime's memory."""
+
+    def __init__(self, *, use_weight_sharing: bool = False, use_global_ctx: bool = False) -> None:
+        """Takes the options of the vendor's context."""
+        assert use_weight_sharing
+        assert use_global_ctx
+        self.memory: dict[int, torch.Tensor] = {}
+        """The memory behind the storages that stay where they are."""
+        self._names: set[str] = set()
+
+    def mark_static_address(self, tensor: torch.Tensor, name: str) -> None:
+        """Gives a tensor on the meta device memory, which holds NaN at first."""
+        if not tensor.is_meta or tensor.storage_offset():
+            raise RuntimeError(f"rebel: {name} must be a whole tensor on the meta device")
+        if name in self._names:
+            raise RuntimeError(f"rebel: two static tensors are called {name}")
+        self._names.add(name)
+        self.memory[storage_of(tensor)] = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+
+    def resolve(self, value: Any) -> Any:
+        """Returns the memory behind a marked tensor, and anything else unchanged."""
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        if (memory := self.memory.get(storage_of(value))) is None:
+            raise RuntimeError("rebel: an input on the meta device has no static address")
+        return memory
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identifies a storage that has no memory."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,175 @@
+"""The fake compiler's backend for `torch.compile`: takes whole static graphs and runs them on this host."""
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import rebel
+from rebel import CompileContext
+from worker_svc.devices.rbln.graph_rules import NotLowered, trace
+
+OPTIONS = frozenset(
+    [
+        "cache_dir", "mode", "compile_context", "num_devices", "model_trace_method", "process_group_dict", "_runtime_holder",
+        "use_global_ctx", "global_device_id", "use_static_output", "dtype", "mega_cache_only",
+    ]
+)  # fmt: skip
+"""The options that the plugin passes. torch keeps `guard_filter_fn` for itself."""
+MODES = frozenset(["strict", "compile_only"])
+# Options of graphs whose caches lie in the runtime's memory.
+_CONTEXT_OPTIONS = ("compile_context", "use_global_ctx", "global_device_id")
+
+
+class Runtime:
+    """A compiled graph on device tensors."""
+
+    def __init__(
+        self, graph: fx.GraphModule, options: Mapping[str, Any], resolve: Callable[[Any], Any]
+    ) -> None:
+        """Runs `graph` on what `resolve` finds behind its inputs."""
+        self._graph = graph
+        self._resolve = resolve
+        self._compile_only = "compile_only" in options.get("mode", ())
+        self._static_output = bool(options.get("use_static_output"))
+        self._outputs: list[torch.Tensor] | None = None
+        self.on_device = options.get("model_trace_method") == "export"
+
+    @torch.no_grad()
+    def run(self, *inputs: Any) -> Sequence[torch.Tensor]:
+        """Runs the graph. Without an NPU, outputs are what memory holds."""
+        results = self._graph(*map(self._resolve, inputs))
+        device = "rbln" if self.on_device else "cpu"
+        if self._outputs is None or not self._static_output:
+            self._outputs = [torch.empty_like(each, device=device) for each in results]
+        for output, result in zip(self._outputs, results, strict=True):
+            if self._compile_only:
+                output.fill_(torch.nan if result.is_floating_point() else 0)
+            else:
+                output.copy_(result)
+        return tuple(self._outputs)
+
+
+class ContextRuntime(Runtime):
+    """A compiled graph whose caches lie in the runtime's memory."""
+
+    def __init__(
+        self, graph: fx.GraphModule, options: Mapping[str, Any], context: CompileContext, block_dim: int
+    ) -> None:
+        """Shares the caches of `context` with its other graphs."""
+        super().__init__(graph, options, context.resolve)
+        self._context = context
+        self._block_dim = block_dim
+
+    def _copy_kv_cache(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the leading tokens of a block in every cache that any graph knows."""
+        for cache in self._context.memory.values():
+            cache.select(self._block_dim, target)[..., :num_tokens, :] = cache.select(
+                self._block_dim, source
+            )[..., :num_tokens, :].clone()
+
+
+def rbln_backend(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compiles a graph that Dynamo captured.
+
+    Raises:
+        RuntimeError: names an option, an input, an operator or a shape that the compiler does not take.
+    """
+    _check_options(options)
+    on_device = options.get("model_trace_method") == "export"
+    if "compile_only" not in options["mode"] and rebel.get_npu_name() is None:
+        raise RuntimeError("rebel: there is no NPU")
+    for index, value in enumerate(example_inputs):
+        _check_input(index, value, on_device=on_device)
+    try:
+        lowered = trace(*_on_host(graph, example_inputs, options.get("compile_context")))
+    except NotLowered as error:
+        raise RuntimeError(f"rebel: {error}") from error
+    _use_cache(lowered, example_inputs, options)
+    if on_device:
+        runtime = Runtime(lowered, options, _host_view)
+    else:
+        runtime = ContextRuntime(lowered, options, options["compile_context"], 0)
+    if (holder := options.get("_runtime_holder")) is not None:
+        holder.append(runtime)
+    return runtime.run
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    if unknown := sorted({*options} - OPTIONS):
+        raise RuntimeError(f"rebel: unknown options {', '.join(unknown)}")
+    if unknown := sorted({*options["mode"]} - MODES):
+        raise RuntimeError(f"rebel: unknown modes {', '.join(unknown)}")
+    if options.get("num_devices", 1) < 1:
+        raise RuntimeError("rebel: num_devices must be at least 1")
+    method = options.get("model_trace_method", "")
+    if method not in ("", "export"):
+        raise RuntimeError(f"rebel: unknown model_trace_method {method}")
+    if method and (given := [name for name in _CONTEXT_OPTIONS if name in options]):
+        raise RuntimeError(f"rebel: {given[0]} does not go with model_trace_method export")
+    if not method and not isinstance(options.get("compile_context"), CompileContext):
+        raise RuntimeError("rebel: graphs without device tensors need a compile_context")
+    if not isinstance(options.get("_runtime_holder", []), list):
+        raise TypeError("rebel: _runtime_holder must be a list")
+
+
+def _check_input(index: int, value: Any, *, on_device: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        return  # the trace refuses it by name
+    allowed = ("rbln",) if on_device else ("cpu", "meta")
+    if value.device.type not in allowed:
+        raise RuntimeError(f"rebel: input {index} is on {value.device}, not on {' or '.join(allowed)}")
+    if value.storage_offset():
+        raise RuntimeError(f"rebel: input {index} is a part of a tensor; inputs are whole tensors")
+
+
+def _host_view(value: Any) -> Any:
+    return torch.ops.fake_rbln.host_view(value) if isinstance(value, torch.Tensor) else value
+
+
+def _on_host(
+    graph: fx.GraphModule, inputs: Sequence[Any], context: CompileContext | None
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Returns a copy of the graph that runs on this host, and host tensors like its inputs."""
+    graph = copy.copy(graph)
+    graph.graph = copy.deepcopy(graph.graph)
+    resolve = _host_view if context is None else context.resolve
+    for node in graph.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, _host_device)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _host_device)
+        if node.op == "get_attr":
+            owner, _, name = node.target.rpartition(".")
+            holder = graph.get_submodule(owner)
+            setattr(holder, name, resolve(getattr(holder, name)))
+    graph.recompile()
+    return graph, [
+        torch.empty_like(value, device="cpu") if _is_fake(value) else resolve(value) for value in inputs
+    ]
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, torch._subclasses.FakeTensor)
+
+
+def _host_device(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "rbln" else value
+
+
+def _use_cache(graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Finds the graph's code in the cache, or compiles it and keeps the code."""
+    if "cache_dir" not in options:
+        return
+    described = [
+        rebel.__version__, graph.code, str([(value.shape, value.dtype) for value in inputs]),
+        str(sorted((name, str(options[name])) for name in ("mode", "num_devices", "model_trace_method") if name in options)),
+    ]  # fmt: skip
+    path = Path(options["cache_dir"]) / f"{hashlib.sha256(repr(described).encode()).hexdigest()[:24]}.rbln"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(graph.code, encoding="utf-8")

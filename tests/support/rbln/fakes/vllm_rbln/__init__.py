@@ -1,0 +1,1 @@
+"""A fake of vllm_rbln: only the modules that declare the Triton operators."""

@@ -1,0 +1,8 @@
+"""Declares `sliding_window_attention_naive` for prefill and decode."""
+
+import rebel  # noqa: F401 - the vendor's module imports its Triton
+
+from worker_svc.devices.rbln.ops import registry
+from worker_svc.devices.rbln.ops.signatures import TRITON
+
+registry.register(TRITON, ("sliding_window_attention_naive_prefill", "sliding_window_attention_naive_decode"))

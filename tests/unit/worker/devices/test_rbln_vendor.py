@@ -1,0 +1,111 @@
+"""Device rbln with the vendor's packages, which are fakes here: tensors, copies, compiler and refusals."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.rbln import fake_environment
+
+
+@pytest.fixture(scope="module")
+def observed() -> dict[str, Any]:
+    """What a process with the fakes saw; see `vendor_process`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.rbln.vendor_process"],
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=100, env=fake_environment.environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_blocks_are_cleared_and_copied_on_the_npu(observed: dict[str, Any]) -> None:
+    """In both layouts, the leading tokens are copied and the rest of the target is cleared."""
+    assert len(observed["copies"]) == 4
+    for found in observed["copies"]:
+        assert found == {
+            "device": "rbln",
+            "fresh": False,
+            "copied": True,
+            "rest": False,
+            "cleared": True,
+            "untouched": True,
+            "announced": "tensors",
+        }
+
+
+def test_weights_are_on_the_npu_and_results_on_the_host(observed: dict[str, Any]) -> None:
+    """A tied weight is moved once, and nothing but graphs computes on the NPU."""
+    found = observed["weights"]
+    assert "'aten::add.out' with arguments from the 'rbln' backend" in found.pop("eager")
+    assert found == {"devices": ["rbln"], "tied": True, "equal": True, "result": "cpu"}
+
+
+def test_without_device_tensors_the_runtime_copies(observed: dict[str, Any]) -> None:
+    """Its call copies every layer, so models with two KV groups cannot use it, nor can an older runtime."""
+    assert observed["runtime_copies"] == {
+        "expected": "runtime",
+        "groups": "none",
+        "early": "no graph has run yet, so there is no runtime that copies blocks",
+        "copied": True,
+        "rest": True,
+        "ready": "runtime",
+        "without_the_call": "none",
+        "released": "runtime",
+    }
+
+
+def test_a_graph_is_compiled_once_for_each_shape(observed: dict[str, Any]) -> None:
+    """A second start with the same shape adds no file to the compiler's cache."""
+    assert observed["compile_cache"] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("operator", "operator aten::_linalg_det is not lowered (File"),
+        ("dynamic", "dynamic"),
+        ("option", "unknown options speed"),
+        ("context", "use_global_ctx does not go with model_trace_method export"),
+        ("host", "input 0 is on cpu, not on rbln"),
+        ("view", "inputs are whole tensors"),
+        ("eager_rbln", "'aten::sum.IntList_out'"),
+        ("no_npu", "there is no NPU"),
+    ],
+)
+def test_the_fakes_are_strict(observed: dict[str, Any], case: str, words: str) -> None:
+    """The fakes take nothing that the vendor's interface does not have."""
+    assert words in observed["refusals"][case]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("alone", "RBLN-CR13 works alone; omit --rbln-num-devices-per-local-rank 2"),
+        ("no_name", "the NPU does not report its name; set RBLN_TARGET_SOC"),
+        ("no_target", "compiling without an NPU needs its name; set RBLN_TARGET_SOC"),
+        ("triton", "triton_sliding_window_attention_naive (import of"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line(observed: dict[str, Any], case: str, words: str) -> None:
+    """A worker refuses to start and says what to set or install."""
+    assert words in observed["refusals"][case]
+    assert "\n" not in observed["refusals"][case]
+
+
+def test_several_npus_work_as_one_device(observed: dict[str, Any]) -> None:
+    """The runtime learns their number, their memory adds up, and code for them has other keys."""
+    assert observed["refusals"]["two"] == (
+        "2, 2 x RBLN-CA25, device tensors, compiler kernels, the vendor's experts, True"
+    )
+
+
+def test_code_is_compiled_without_an_npu(observed: dict[str, Any]) -> None:
+    """The target's name is enough; what such graphs return means nothing."""
+    assert observed["refusals"]["blind"] == (
+        "1 x RBLN-CA25, device tensors, compiler kernels, the vendor's experts, strict: True"
+    )

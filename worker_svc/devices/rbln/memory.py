@@ -1,0 +1,158 @@
+"""Where an NPU's KV caches lie, and how their blocks are cleared and copied.
+
+Within a block, tokens are the second dimension from the end, for both namespaces of operators.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from protos.errors import Internal
+from worker_svc.devices.base import BlockCopies
+from worker_svc.shapes.geometry import KvGroup
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+class KvMemory(Protocol):
+    """The memory of all caches. Caches are [layers, …] of some layers of a group."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns zeroed memory, or a handle on it."""
+        ...
+
+    def clear(self, caches: torch.Tensor, dim: int, block: int) -> None:
+        """Zeroes a block, if the host can; `dim` counts the blocks."""
+
+    def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
+        """Returns how blocks of these groups are copied."""
+        ...
+
+    def copy(
+        self, caches: Sequence[torch.Tensor], dim: int, source: int, target: int, num_tokens: int
+    ) -> None:
+        """Copies the leading tokens of a block in all caches of a group."""
+
+
+class TensorMemory:
+    """Memory that tensor operators reach: on the NPU, on this host, or behind handles."""
+
+    def __init__(
+        self, allocate: Allocate, resolve: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    ) -> None:
+        """Allocates nothing.
+
+        Args:
+            allocate: returns zeroed memory.
+            resolve: returns the memory behind a result of `allocate` or a view of it.
+        """
+        self.allocate = allocate
+        self._resolve = resolve
+
+    def clear(self, caches: torch.Tensor, dim: int, block: int) -> None:
+        """See `KvMemory`."""
+        self._resolve(caches).select(dim, block).fill_(0)
+
+    def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
+        """See `KvMemory`."""
+        return "tensors" if groups else "none"
+
+    def copy(
+        self, caches: Sequence[torch.Tensor], dim: int, source: int, target: int, num_tokens: int
+    ) -> None:
+        """See `KvMemory`. Clears the rest of the target: an old NaN there would break a sequence."""
+        tensors = [self._resolve(each) for each in caches]
+        targets = [each.select(dim, target) for each in tensors]
+        torch._foreach_copy_(
+            [each[..., :num_tokens, :] for each in targets],
+            [each.select(dim, source)[..., :num_tokens, :] for each in tensors],
+        )
+        for each in targets:
+            if num_tokens < each.shape[-2]:
+                each[..., num_tokens:, :].fill_(0)
+
+
+def on_npu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates zeroed memory on the NPU."""
+    return torch.empty(shape, dtype=dtype, device="rbln").fill_(0)
+
+
+def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates zeroed memory on this host."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def move_to_npu(model: torch.nn.Module) -> None:
+    """Moves parameters and buffers to the NPU, one after the other. Shared ones stay shared.
+
+    `Module.to` would copy a parameter once for every module that has it.
+    """
+    owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        each: dict[str, Any]
+        for each in (module._parameters, module._buffers):  # noqa: SLF001 - the only way to replace them
+            for name, tensor in each.items():
+                if tensor is not None:
+                    owners.setdefault(id(tensor), []).append((each, name))
+    for places in owners.values():
+        held, name = places[0]
+        tensor = held[name]
+        moved = tensor.detach().to("rbln")
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = torch.nn.Parameter(moved, requires_grad=False)
+        for held, name in places:
+            held[name] = moved
+
+
+class RuntimeMemory:
+    """Memory of the vendor's runtime. The host has handles on the meta device and cannot clear blocks.
+
+    The runtime's call copies a block in every cache that the graphs know. Block ids of two KV groups mean
+    different blocks, so only models with one group can use it.
+    """
+
+    def __init__(self, context: Any, runtimes: list[Any]) -> None:
+        """Allocates nothing.
+
+        Args:
+            context: the `rebel.CompileContext` of all graphs; learns which inputs stay where they are.
+            runtimes: filled by the compiler with the runtime of each graph.
+        """
+        self._context = context
+        self._runtimes = runtimes
+        self._count = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `KvMemory`."""
+        handle = torch.empty(shape, dtype=dtype, device="meta")
+        for layer in handle:
+            self._context.mark_static_address(layer, f"kv_cache.{self._count}")
+            self._count += 1
+        return handle
+
+    def clear(self, caches: torch.Tensor, dim: int, block: int) -> None:
+        """Does nothing: the kernels never read past a sequence's end."""
+
+    def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
+        """See `KvMemory`. Whether the runtime has the call is known once there is a runtime."""
+        if len(groups) != 1 or (self._runtimes and not hasattr(self._runtimes[0], "_copy_kv_cache")):
+            return "none"
+        return "runtime"
+
+    def copy(
+        self,
+        caches: Sequence[torch.Tensor],  # noqa: ARG002 - the runtime knows them
+        dim: int,  # noqa: ARG002
+        source: int,
+        target: int,
+        num_tokens: int,
+    ) -> None:
+        """See `KvMemory`.
+
+        Raises:
+            Internal: before any graph was compiled.
+        """
+        if not self._runtimes:
+            raise Internal("no graph has run yet, so there is no runtime that copies blocks")
+        self._runtimes[0]._copy_kv_cache(source, target, num_tokens)  # noqa: SLF001 - the vendor's plugin calls it

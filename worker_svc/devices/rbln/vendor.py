@@ -1,0 +1,158 @@
+"""The vendor's packages: whether they are here, what they say about the NPU, and their compiler's options.
+
+`rebel` is the compiler and runtime, `torch_rbln` makes torch's device "rbln", and `vllm_rbln` declares the
+Triton operators. The calls are those of vllm-rbln 0.12.0.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import DeviceOptions
+
+PACKAGES: Final = ("rebel", "torch_rbln")
+TARGET_VARIABLES: Final = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")
+"""Variables that tell the compiler its target."""
+TRITON_MODULES: Final = (
+    "vllm_rbln.v1.attention.ops.triton_causal_attention_naive",
+    "vllm_rbln.v1.attention.ops.triton_flash_causal_attention",
+    "vllm_rbln.v1.attention.ops.triton_sliding_window_attention_naive",
+)
+"""Importing these declares the Triton operators that `RblnDevice.plan` names."""
+# By prefix of an NPU's name, its memory less the system's share (vllm-rbln 0.12.0, v1/worker/utils.py).
+_MEMORY = {"RBLN-CA": 16 * 2**30 - 288 * 2**20, "RBLN-CR": 144 * 2**30 - 4 * 2**30}
+# Several of these NPUs can work as one device.
+_COMBINABLE = "RBLN-CA"
+
+
+class Vendor:
+    """The vendor's packages as this process uses them."""
+
+    def __init__(self, options: DeviceOptions) -> None:
+        """Imports nothing yet."""
+        self._options = options
+        self.runtimes: list[Any] = []
+        """The runtimes of the graphs that were compiled with caches in the runtime's memory."""
+        self._context: Any = None
+
+    def check(self) -> None:
+        """Imports the packages.
+
+        Raises:
+            ConfigurationRefused: says in one line what is missing.
+        """
+        options = self._options
+        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+            raise ConfigurationRefused(
+                f"device rbln needs the vendor's packages {' and '.join(missing)}; use --device cpu or cuda"
+            )
+        if options.compile_only and not any(variable in os.environ for variable in TARGET_VARIABLES):
+            raise ConfigurationRefused(
+                f"compiling without an NPU needs its name; set {TARGET_VARIABLES[0]},"
+                " for example to RBLN-CA25"
+            )
+        if options.rbln_num_devices > 1:
+            chip = self.chip()
+            if not chip.upper().startswith(_COMBINABLE):
+                raise ConfigurationRefused(
+                    f"{chip} works alone; omit --rbln-num-devices-per-local-rank {options.rbln_num_devices}"
+                )
+            os.environ["RBLN_NPUS_PER_DEVICE"] = str(options.rbln_num_devices)
+        if options.rbln_use_device_tensor:
+            importlib.import_module("torch_rbln")
+        if options.rbln_use_custom_kernel:
+            _declare_triton_operators()
+
+    def chip(self) -> str:
+        """Returns the NPU's name, for example "RBLN-CA25", from its sources in vllm-rbln's order.
+
+        Raises:
+            ConfigurationRefused: if no source has it.
+        """
+        name = None
+        if not self._options.compile_only:
+            import rebel
+
+            name = rebel.get_npu_name(0)
+        name = name or next(
+            (os.environ[variable] for variable in TARGET_VARIABLES if variable in os.environ), None
+        )
+        if not name:
+            raise ConfigurationRefused(
+                f"the NPU does not report its name; set {TARGET_VARIABLES[0]}, for example to RBLN-CA25"
+            )
+        return str(name)
+
+    def memory_bytes(self) -> int:
+        """Returns the memory of the NPUs of this rank, less what the system needs.
+
+        Raises:
+            ConfigurationRefused: if the NPU's memory size is unknown.
+        """
+        chip = self.chip()
+        known = next((size for name, size in _MEMORY.items() if chip.upper().startswith(name)), None)
+        if known is None:
+            raise ConfigurationRefused(f"the memory size of an {chip} is unknown; set --kv-memory")
+        return known * self._options.rbln_num_devices
+
+    def context(self) -> Any:
+        """Returns the context of all graphs whose caches lie in the runtime's memory."""
+        if self._context is None:
+            import rebel
+
+            self._context = rebel.CompileContext(use_weight_sharing=True, use_global_ctx=True)
+        return self._context
+
+    def forget_graphs(self) -> None:
+        """Drops runtimes and context, and with them the memory that the runtime keeps for caches."""
+        self.runtimes.clear()
+        self._context = None
+
+    def compile(
+        self, function: Callable[..., torch.Tensor], folder: Path | None
+    ) -> Callable[..., torch.Tensor]:
+        """Returns a function that compiles one static graph for each shape, on its first call with it.
+
+        Args:
+            function: the function.
+            folder: where the compiler keeps its code; `None` to keep none.
+        """
+        backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
+        return torch.compile(
+            function, backend=backend, dynamic=False, fullgraph=True, options=self._compile_options(folder)
+        )
+
+    def _compile_options(self, folder: Path | None) -> dict[str, Any]:
+        given = self._options
+        modes = {"strict": given.compile_strict, "compile_only": given.compile_only}
+        options: dict[str, Any] = {
+            # Steps of one signature differ in their tensors' contents alone; shapes distinguish signatures.
+            "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
+            "mode": [name for name, enabled in modes.items() if enabled],
+            "num_devices": given.rbln_num_devices,
+        }
+        if given.rbln_use_device_tensor:
+            # Results are copied to the host before the next call of their graph.
+            options |= {"model_trace_method": "export", "use_static_output": True}
+        else:
+            options |= {"compile_context": self.context(), "_runtime_holder": self.runtimes}
+        if folder is not None:
+            options["cache_dir"] = str(folder)
+        return options
+
+
+def _declare_triton_operators() -> None:
+    for name in TRITON_MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigurationRefused(
+                f"RBLN_USE_CUSTOM_KERNEL=1 needs the operators of {name} ({error});"
+                " install vllm-rbln without its dependencies, or set RBLN_USE_CUSTOM_KERNEL=0"
+            ) from error
