@@ -150,7 +150,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     compile_only: bool = False
     """Compile without a device: for triptych compile on a machine without an NPU."""
     compile_strict: bool = False
-    """Fail a step whose graph is missing once the worker serves, instead of logging a warning."""
+    """Refuse steps that cannot be a graph, and after warm-up fail a step whose graph is missing instead of
+    logging a warning. An NPU's compiler runs in its strict mode."""
     rbln_use_device_tensor: bool = True
     """Keep weights, inputs and KV cache of NPU graphs in tensors on the NPU. Otherwise the vendor's runtime
     owns the KV cache, as in its older releases, and models with several kinds of attention reuse less of a
@@ -228,11 +229,6 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         if asked is not None and config is not None and asked != config:
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
-        if self.compile_strict and not self.enable_warm_up:
-            raise ValueError(
-                "--compile-strict forbids making graphs while serving,"
-                " but --no-enable-warm-up makes none before; drop one"
-            )
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self

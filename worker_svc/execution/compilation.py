@@ -69,12 +69,21 @@ class Compilation:
         self._groups = groups
         self._code: CompiledCode | None = None
         self._has_compiled = False
+        self._num_added: int | None = None
         self._log = get_logger()
 
     @property
     def folder(self) -> Path | None:
         """The folder of the code in use, if there is any."""
         return None if self._code is None else self._code.folder
+
+    @property
+    def num_added(self) -> int | None:
+        """Files that a device's own compiler added to the code that `find` found, once it is kept.
+
+        `None` if there was none, or for other compilers.
+        """
+        return self._num_added
 
     def find(self, geometry: Geometry) -> None:
         """Looks up the code of a geometry, before the weights are loaded.
@@ -118,6 +127,11 @@ class Compilation:
             self._code.activate()
             self._device.use_code_folder(self._code.folder)
 
+    @property
+    def was_found(self) -> bool:
+        """Whether the cache had the code that is in use."""
+        return self._code is not None and self._code.was_found
+
     def keep(self, signatures: Sequence[str], seconds: float) -> None:
         """Keeps what was compiled, if it is complete.
 
@@ -129,6 +143,7 @@ class Compilation:
         if code is None:
             return
         if self._settings.enable_warm_up:
+            self._num_added = code.num_added if self._device.has_own_compiler else None
             if self._has_compiled and not code.is_warm:
                 # Code from an earlier configuration is in this process' memory and missing from the new
                 # folder.
@@ -144,3 +159,4 @@ class Compilation:
         if self._code is not None:
             self._code.discard()
             self._code = None
+        self._num_added = None

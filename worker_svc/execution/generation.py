@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
+from protos.logs import get_logger
 from protos.steps import StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.execution.compilation import Compilation
@@ -59,6 +60,7 @@ class GenerationEngine:
         self._constraints = constraints
         self._warm_up = warm_up
         self._runner: Runner | None = None
+        self._log = get_logger()
 
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
@@ -67,7 +69,13 @@ class GenerationEngine:
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran since `start`: for subgraphs of steps, or for whole steps."""
+        """How often a compiler ran since `start`: for subgraphs of steps, or for whole steps.
+
+        A device's own compiler does not say whether it ran. If its code was found, what it has added counts.
+        """
+        added = self._compilation.num_added
+        if added is not None:
+            return added
         return 0 if self._runner is None else self._runner.graphs.num_compiled
 
     @property
@@ -135,8 +143,13 @@ class GenerationEngine:
             phases.finish("compile")
             runner.warm_up(phases.progress("warm_up"))
             phases.finish("warm_up")
-        runner.graphs.finish_warm_up()
+        runner.graphs.finish_warm_up(made_all=self._warm_up)
         self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
+        if self._warm_up and self._compilation.was_found:
+            if compiled := self.num_compiled:
+                self._log.warning("compiled_despite_entry", compiled=compiled)
+            else:
+                self._log.info("compiled_nothing")
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """Hands one step to the device; see `Runner.launch`."""

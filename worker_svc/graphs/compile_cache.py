@@ -126,7 +126,7 @@ class CompileCache:
         manifest = self.read(key)
         if manifest is not None:
             found = _files(self.root / key)
-            if added := sorted({*found} - {*manifest.files, MANIFEST}):
+            if added := added_files(self.root / key, manifest):
                 raise DamagedEntry(f"{self.root / key / added[0]} was added")
             for name, digest in manifest.files.items():
                 path = self.root / key / name
@@ -272,6 +272,11 @@ def _check_free(folder: Path) -> None:
         except OSError as error:
             if error.errno in _FULL:  # others mean a file system that cannot tell
                 raise
+
+
+def added_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Returns the files in a copy of an entry that the entry does not have."""
+    return sorted({*_files(folder)} - {*manifest.files, MANIFEST})
 
 
 def _files(folder: Path) -> list[str]:

@@ -90,7 +90,8 @@ class GraphOptions:
     required: bool = False
     """Whether a step that cannot be a graph is an error."""
     strict: bool = False
-    """Whether building a graph while serving, or running a step without one, is an error."""
+    """Whether running a step without a graph is an error, and building one while serving, too, if the warm-up
+    was to build them all."""
     checked: frozenset[str] = frozenset()
     """Signatures, in words, whose replay an earlier process compared with the model."""
 
@@ -132,6 +133,7 @@ class GraphRunner:
         self._compiler = SubgraphCompiler(options.level)
         self._graphs: dict[GraphSignature, Graph | None] = {}
         self._serving = False
+        self._is_late_an_error = False
         self._log = get_logger()
         self.build_times = {}
         self.num_late = 0
@@ -184,12 +186,12 @@ class GraphRunner:
         """Counts the signature's graph as late if it is still to be built although the worker serves.
 
         Raises:
-            Internal: in strict mode.
+            Internal: in strict mode after a warm-up.
         """
         if not self._serving or not self._options.level or signature in self._graphs:
             return
         self.num_late += 1
-        if self._options.strict:
+        if self._is_late_an_error:
             raise Internal(f"{signature} has no graph from before serving, and --compile-strict is set")
         self._log.warning("graph_built_late", signature=str(signature), late=self.num_late)
 
@@ -258,9 +260,14 @@ class GraphRunner:
         self.build_times[signature] = BuildTimes(0.0, time.perf_counter() - started, 0.0)
         return DeviceGraph(self._model)
 
-    def finish_warm_up(self) -> None:
-        """Ends the warm-up and logs its graphs. A graph that is built from now on is late."""
+    def finish_warm_up(self, *, made_all: bool) -> None:
+        """Ends the warm-up and logs its graphs. A graph that is built from now on is late.
+
+        Args:
+            made_all: whether the warm-up was to build every graph.
+        """
         self._serving = True
+        self._is_late_an_error = made_all and self._options.strict
         built = [graph for graph in self._graphs.values() if graph is not None]
         if built:
             times = self.build_times.values()

@@ -13,6 +13,7 @@ from worker_svc.graphs.compile_cache import (
     DamagedEntry,
     Manifest,
     PendingEntry,
+    added_files,
     differences,
     key_of,
 )
@@ -45,6 +46,7 @@ class CompiledCode:
         self._fields = dict(fields)
         self._key = key_of(fields)
         self._cache = cache
+        self._manifest: Manifest | None = None
         self._pending: PendingEntry | None = None
         self._temporary: Path | None = None
         self._variables: Mapping[str, str | None] = {}
@@ -65,7 +67,7 @@ class CompiledCode:
         cache.remove_abandoned()
         manifest, reasons = self._find(cache, required=required)
         if manifest is not None:
-            self.is_warm = True
+            self.is_warm, self._manifest = True, manifest
             self._log.info("compiled_code_found", entry=self._key)
             return self._copy(cache, manifest)
         if required:
@@ -101,6 +103,16 @@ class CompiledCode:
             self._log.warning("compiled_code_not_copied", entry=self._key, reason=str(error))
             return cache.root / self._key
         return self._temporary
+
+    @property
+    def was_found(self) -> bool:
+        """Whether the cache had the code before this process."""
+        return self._manifest is not None
+
+    @property
+    def num_added(self) -> int | None:
+        """Files that compilers have added to the code that the cache had; `None` if it had none."""
+        return None if self._manifest is None else len(added_files(self.folder, self._manifest))
 
     def activate(self) -> None:
         """Makes compilers read and write the folder from now on."""

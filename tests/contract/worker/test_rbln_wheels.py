@@ -3,6 +3,7 @@
 import ast
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.kv_groups import GroupKind
+from tests.support.rbln.fake_environment import PACKAGES
 from tests.support.rbln.wheels import WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices import DeviceOptions
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
 from worker_svc.devices.rbln.ops import experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
+from worker_svc.devices.rbln.vendor import TRITON_MODULES, Vendor
 from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 
 pytestmark = pytest.mark.contract
@@ -216,3 +219,43 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
                 assert given.get(role) is None
     masked = {name for name in calls if "mask" in roles_of(name, calls[name].arguments)}
     assert emitted == set(calls) - masked
+
+
+def test_the_triton_operators_are_declared_by_the_modules_that_a_worker_imports(wheel: Wheel) -> None:
+    """Importing them declares every Triton operator that the device calls."""
+    declared = {
+        node.value.partition("::")[2]
+        for name in TRITON_MODULES
+        for node in ast.walk(wheel.modules[f"{name.replace('.', '/')}.py"])
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith(f"{TRITON}::")
+    }
+    kernels = ("causal_attention_naive", "flash_causal_attention_naive", "sliding_window_attention_naive")
+    assert declared == {f"{kernel}_{phase}" for kernel in kernels for phase in ("prefill", "decode")}
+
+
+def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
+    """So do the fakes of the vendor's packages: they take the newest plugin's options and no others."""
+    passed = {
+        str(node.args[0].value)
+        for node in ast.walk(wheel.modules["vllm_rbln/compilation/compiler.py"])
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "set_option"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    for tensors in (False, True):
+        vendor = Vendor(DeviceOptions(rbln_use_device_tensor=tensors))
+        vendor._context = object()
+        assert {*vendor._compile_options(Path("folder"))} <= passed
+    (taken,) = (
+        ast.literal_eval(node.value.args[0])
+        for node in ast.parse((PACKAGES / "rebel" / "core" / "torch_compile.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.targets[0]) == "OPTIONS"
+    )
+    assert passed - {"guard_filter_fn"} <= {*taken}
+    if is_newest(wheel):
+        assert passed - {"guard_filter_fn"} == {*taken}

@@ -1,9 +1,5 @@
 """A worker on device rbln, with fakes of the vendor's packages, behind a scheduler."""
 
-import contextlib
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +8,7 @@ import pytest
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.settings import Settings
 from tests.support import tiny_models
-from tests.support.rbln import fake_environment
+from tests.support.rbln.fake_environment import running_worker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
     collect,
@@ -61,21 +57,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny_models.write(name, base / name) for name in ("llama", "gemma3")}
 
 
-@contextlib.contextmanager
-def worker(folder: Path, port: int, **variables: str) -> Iterator[None]:
-    """Runs a worker process that registers with the scheduler on that port."""
-    command = [
-        sys.executable, "-m", "worker_svc", "--model", str(folder), "--device", "rbln", "--dtype", "float32", "--port", "0",
-        "--no-compile-cache", "--scheduler-address", f"127.0.0.1:{port}",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, env=fake_environment.environment(**variables))
-    try:
-        yield
-    finally:
-        process.terminate()
-        assert process.wait(30) == 0
-
-
 def by_sequence(events: list[inference_pb2.GenerateEvent], sequence: int) -> Answer:
     own = [event for event in events if event.sequence == sequence]
     return Answer(
@@ -110,13 +91,11 @@ async def answers_of(folder: Path, variables: dict[str, str], *, caching: bool) 
         enable_prefix_caching=caching, max_num_seqs=2, max_model_len=512, num_blocks=17, block_size=1024
     )
     async with run_scheduler(settings) as scheduler:
-        with worker(folder, scheduler.port, **variables):
+        with running_worker(
+            folder, scheduler.port, "--dtype", "float32", "--no-compile-cache", variables=variables
+        ):
             assert await scheduler.serving.get()
             return await ask(scheduler)
-
-
-# By model, the answers of a worker with device tensors that reuses nothing.
-_PLAIN: dict[str, Answers] = {}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +103,8 @@ _PLAIN: dict[str, Answers] = {}
     [
         ("llama", {}, True),
         ("gemma3", {}, True),
-        ("gemma3", {"RBLN_USE_CUSTOM_KERNEL": "1"}, True),
-        ("llama", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, True),
+        pytest.param("gemma3", {"RBLN_USE_CUSTOM_KERNEL": "1"}, True, marks=pytest.mark.slow),
+        pytest.param("llama", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, True, marks=pytest.mark.slow),
         ("gemma3", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, False),
     ],
     ids=["tensors", "windows", "triton", "runtime", "runtime-windows"],
@@ -135,11 +114,9 @@ async def test_reuse_is_exact(
 ) -> None:
     """Hits inside blocks, hits on windows in place and forks give the bits of a worker that reuses nothing.
 
-    So do the other kernels and the older way. Where the NPU's runtime cannot copy, nothing fails.
+    Where the NPU's runtime cannot copy, nothing is reused and nothing fails.
     """
-    if model not in _PLAIN:
-        _PLAIN[model] = await answers_of(folders[model], {}, caching=False)
-    plain = _PLAIN[model]
+    plain = await answers_of(folders[model], variables, caching=False)
     reusing = await answers_of(folders[model], variables, caching=True)
     assert reusing.alone == plain.alone
     assert reusing.choices == plain.choices

@@ -3,7 +3,13 @@
 They are processes of their own because torch can have one such device, for good.
 """
 
+import contextlib
 import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
 
 from tests.support.paths import ROOT
 
@@ -13,3 +19,32 @@ PACKAGES = ROOT / "tests" / "support" / "rbln" / "fakes"
 def environment(**changed: str) -> dict[str, str]:
     """Returns this process's environment with the fakes on Python's path, and one thread."""
     return {**os.environ, "PYTHONPATH": f"{ROOT}:{PACKAGES}", "OMP_NUM_THREADS": "1", **changed}
+
+
+@contextlib.contextmanager
+def running_worker(
+    folder: Path,
+    port: int,
+    *flags: str,
+    variables: Mapping[str, str] | None = None,
+    log: IO[str] | None = None,
+) -> Iterator[None]:
+    """Runs a worker on device rbln until the block ends.
+
+    Args:
+        folder: the model's.
+        port: of the scheduler to register with.
+        flags: more flags.
+        variables: environment variables.
+        log: takes the worker's output; this process's output if `None`.
+    """
+    command = [
+        sys.executable, "-m", "worker_svc", "--model", str(folder), "--device", "rbln", "--port", "0",
+        "--scheduler-address", f"127.0.0.1:{port}", *flags,
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=environment(**(variables or {})), stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0

@@ -96,7 +96,7 @@ class Harness:
         )
         if warm:
             self.runner.make_graphs(lambda *_: None)
-        self.runner.graphs.finish_warm_up()
+        self.runner.graphs.finish_warm_up(made_all=True)
         self._next_block = 1
         self._step = 0
         self.lengths: dict[int, int] = {}

@@ -43,7 +43,6 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
         (("--compilation-config", '{"cudagraph_mode": "FULL"}'), "--compilation-config"),
         (("--compilation-config", "not json"), "compilation"),
         (("--compilation-config", '{"candidate_compile_sizes": [0]}'), "--compilation-config"),
-        (("--compile-strict", "--no-enable-warm-up"), "--compile-strict forbids"),
     ],
 )
 def test_contradictions_are_refused(flags: tuple[str, ...], message: str) -> None:
@@ -51,6 +50,12 @@ def test_contradictions_are_refused(flags: tuple[str, ...], message: str) -> Non
     with pytest.raises(ConfigurationRefused, match=message) as caught:
         settings(*flags)
     assert "\n" not in caught.value.message
+
+
+def test_strict_mode_goes_with_a_start_without_warm_up() -> None:
+    """vLLM-RBLN allows both: strict mode is then the compiler's alone."""
+    both = settings("--compile-strict", "--no-enable-warm-up")
+    assert (both.compile_strict, both.enable_warm_up) == (True, False)
 
 
 def test_the_cache_has_a_folder_per_device() -> None:

@@ -139,6 +139,7 @@ class RblnDevice(Device):
         """See the base class. Graphs hold the memory of their caches, so they go, too."""
         self._kv_memory = None
         self._vendor.forget_graphs()
+        self.backend.graphs.clear()
         if self._compiled:
             self._compiled.clear()
             torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 It accepts the calls of the wheels vllm-rbln 0.11.2 and 0.12.0 and refuses everything else. Importing it
 declares the compiler's own attention operators. `FAKE_RBLN_NPU` names the NPU; empty: there is none.
+Other versions (`FAKE_RBLN_VERSION`) do not find one another's code.
 """
 
 import os
@@ -12,7 +13,7 @@ import torch
 from worker_svc.devices.rbln.ops import registry
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, SIGNATURES
 
-__version__ = "0.12.0"
+__version__ = os.environ.get("FAKE_RBLN_VERSION", "0.12.0")
 
 registry.register(CUSTOM, SIGNATURES[CUSTOM])
 

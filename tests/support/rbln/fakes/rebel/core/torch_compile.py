@@ -165,9 +165,11 @@ def _use_cache(graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
     """Finds the graph's code in the cache, or compiles it and keeps the code."""
     if "cache_dir" not in options:
         return
+    # What was compiled without an NPU is for NPUs.
+    modes = [mode for mode in options["mode"] if mode != "compile_only"]
     described = [
         rebel.__version__, graph.code, str([(value.shape, value.dtype) for value in inputs]),
-        str(sorted((name, str(options[name])) for name in ("mode", "num_devices", "model_trace_method") if name in options)),
+        str([modes, options.get("num_devices"), options.get("model_trace_method")]),
     ]  # fmt: skip
     path = Path(options["cache_dir"]) / f"{hashlib.sha256(repr(described).encode()).hexdigest()[:24]}.rbln"
     if not path.exists():
