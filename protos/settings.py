@@ -28,6 +28,7 @@ class Group(StrEnum):
 
     MODEL = "Model"
     DEVICE = "Device"
+    RANKS = "Ranks of a replica"
     BATCHING = "Batching"
     KV_MEMORY = "KV memory"
     COMPILATION = "Compilation"

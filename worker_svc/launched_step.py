@@ -3,21 +3,44 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protos.steps import Decode, Prefill, SlotOutput, Work, slots_of
+from protos.step_messages import one_token_each
+from protos.steps import SlotOutput, StepResult, Work, slots_of
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A launched step: either its outputs, or the way to its tokens."""
+    """A launched step: either its outputs, or the way to them."""
 
     outputs: Sequence[SlotOutput] = ()
     """The outputs, if the host had to know them to complete the step."""
     read_tokens: Callable[[], Sequence[int]] | None = None
     """Otherwise a function that waits for the step and returns its tokens: one for each slot of its work, or
     none if the work samples none."""
+    read_result: Callable[[], StepResult] | None = None
+    """Otherwise a function that waits for the step's result, which another rank computes."""
     runs_ahead: bool = False
-    """Whether the next step may be launched before `read_tokens` is called, and on which thread that happens
-    does not matter: nothing of the next step depends on the host."""
+    """Whether the next step may be launched before the step is read, and on which thread that happens does
+    not matter: nothing of the next step depends on the host."""
+    has_work: bool = True
+    """Whether a graph ran; False for a plan without work, or with work of refused requests only."""
+
+    def read(self, work: Work | None) -> tuple[Sequence[int], Sequence[SlotOutput]]:
+        """Waits for the step.
+
+        Args:
+            work: the work that was launched.
+
+        Returns:
+            One token for each slot of the work, if that is all that the step gives, else no tokens and its
+            outputs by slot.
+        """
+        if self.read_result is not None:
+            result = self.read_result()
+            return result.token_ids, result.outputs
+        if self.read_tokens is not None:
+            return self.read_tokens(), ()
+        tokens = one_token_each(work, self.outputs)
+        return tokens, () if tokens else self.outputs
 
     def wait(self, work: Work | None) -> list[SlotOutput]:
         """Waits for the step; returns its outputs by slot.
@@ -25,9 +48,6 @@ class LaunchedStep:
         Args:
             work: the work that was launched.
         """
-        if self.read_tokens is None:
-            return list(self.outputs)
-        assert isinstance(work, Prefill | Decode)
-        tokens = self.read_tokens()
+        tokens, outputs = self.read(work)
         slots = slots_of(work) if tokens else ()
-        return [SlotOutput(slot, (token,)) for slot, token in zip(slots, tokens, strict=True)]
+        return [*outputs, *(SlotOutput(slot, (token,)) for slot, token in zip(slots, tokens, strict=True))]

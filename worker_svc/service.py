@@ -4,6 +4,7 @@ import asyncio
 import functools
 import signal
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from protos.logs import get_logger
@@ -12,7 +13,7 @@ from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.registration import leave, stay_registered
 from worker_svc.api.servicer import WorkerServicer
-from worker_svc.api.watchdog import FailedSteps, Watchdog, WorkerFailed
+from worker_svc.api.watchdog import FailedSteps, Watchdog, WorkerFailed, end_process
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
 
@@ -33,7 +34,12 @@ async def serve(settings: Settings) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     failed: asyncio.Future[None] = loop.create_future()
-    worker, thread, worker_id = Worker(settings), ModelThread(), uuid.uuid4().hex
+
+    def give_up(reason: str) -> None:
+        if not stop.is_set():  # otherwise the ranks stop together
+            end_process(f"{reason}; the worker ends, so that its supervisor starts another")
+
+    worker, thread, worker_id = Worker(settings, give_up), ModelThread(), uuid.uuid4().hex
     watchdog = _watch(thread, settings)
     prepared = thread.submit(worker.prepare)
     health = _Health(thread, settings.stall_timeout_s)
@@ -58,7 +64,11 @@ async def serve(settings: Settings) -> None:
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
     tasks = [
         asyncio.create_task(health.watch()),
-        asyncio.create_task(_register(settings, prepared, watchdog, leaving, worker_id=worker_id, port=port)),
+        asyncio.create_task(
+            _register(
+                worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up
+            )
+        ),
     ]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
@@ -82,18 +92,30 @@ async def serve(settings: Settings) -> None:
 
 
 async def _register(
-    settings: Settings, prepared: asyncio.Future[None], watchdog: Watchdog, leaving: asyncio.Event, *,
-    worker_id: str, port: int,
+    worker: Worker, settings: Settings, prepared: asyncio.Future[None], watchdog: Watchdog,
+    leaving: asyncio.Event, *, worker_id: str, port: int, give_up: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Keeps a prepared worker registered. Ends only by raising."""
     await asyncio.shield(prepared)  # raises if the model cannot be served
+
+    def rank_lost(reason: str) -> None:
+        if worker.epoch:  # otherwise no collective waits for the lost rank
+            give_up(reason)
+
+    def hung(reason: str) -> None:
+        watchdog.give_step_up()
+        rank_lost(reason)
+
     if settings.scheduler_address:
         await stay_registered(
             settings.scheduler_address,
             worker_id=worker_id,
             host=settings.advertise_host,
             port=port,
-            on_hung=watchdog.give_step_up,
+            rank=worker.layout,
+            replica_id=settings.replica_id,
+            on_hung=hung,
+            on_rank_lost=rank_lost,
             leaving=leaving,
             socket=settings.socket and settings.socket.absolute(),
         )

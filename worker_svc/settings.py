@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
 from protos.settings import Group, ServiceSettings
+from worker_svc.ranks.layout import RankLayout
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
@@ -51,6 +52,16 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "rbln_use_custom_kernel",
             "rbln_moe_use_opt_kernel",
             "rbln_moe_custom_kernel",
+        ),
+        Group.RANKS: (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "enable_expert_parallel",
+            "rank",
+            "world_size",
+            "local_rank",
+            "replica_id",
+            "master",
         ),
         Group.KV_MEMORY: ("kv_memory", "kv_share", "window_kv"),
         Group.COMPILATION: (
@@ -112,6 +123,22 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """Branch, tag or commit of a model on the Hugging Face hub."""
     device: Literal["auto", "cpu", "cuda", "rbln"] = "auto"
     """Device to run on. auto takes a GPU if there is one, else the CPU."""
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
+    """Ranks that split every layer of the model between them."""
+    pipeline_parallel_size: int = Field(1, ge=1, le=1024)
+    """Stages that split the model by layers. A replica has this many times --tensor-parallel-size ranks."""
+    enable_expert_parallel: bool = False
+    """Split expert layers by experts instead of within each expert."""
+    rank: int = Field(0, ge=0)
+    """This process' rank in its replica: its stage times --tensor-parallel-size, plus its place there."""
+    world_size: int | None = Field(None, ge=1)
+    """Ranks of the replica, if it should be checked. Default: what the two sizes make."""
+    local_rank: int | None = Field(None, ge=0, le=1024)
+    """Index of this rank's GPU among those of its host. Default: --rank, modulo the number of GPUs."""
+    replica_id: str = ""
+    """Name of the replica, the same for all of its ranks. Default, for one rank: a name of its own."""
+    master: str = Field("", pattern=r"^(.+:\d+)?$")
+    """host:port where rank 0 listens for the other ranks of its replica."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto is the type that the model was saved in."""
     load_format: LoadFormat = "auto"
@@ -229,9 +256,38 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         if asked is not None and config is not None and asked != config:
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
+        self._check_ranks()
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self
+
+    def _check_ranks(self) -> None:
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        count = tensor * pipeline
+        if self.world_size is not None and self.world_size != count:
+            raise ValueError(
+                f"--world-size {self.world_size} is not --tensor-parallel-size {tensor} times"
+                f" --pipeline-parallel-size {pipeline}; omit it or set it to {count}"
+            )
+        if self.rank >= count:
+            raise ValueError(f"--rank {self.rank} does not exist in a replica of {count}; ranks begin at 0")
+        if count > 1 and not (self.master and self.replica_id):
+            raise ValueError(
+                f"a replica of {count} ranks needs --master host:port, where rank 0 listens for the others,"
+                " and --replica-id; give all ranks the same"
+            )
+        if self.enable_expert_parallel and tensor == 1:
+            raise ValueError(
+                "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
+                " raise --tensor-parallel-size or omit it"
+            )
+
+    @property
+    def layout(self) -> RankLayout:
+        """This process' place in its replica."""
+        return RankLayout(
+            self.rank, self.tensor_parallel_size, self.pipeline_parallel_size, self.enable_expert_parallel
+        )
 
     def step_limit_s(self, step_timeout_s: float) -> float:
         """Returns how long a step may take before the process counts as hung, seconds; 0 for any time.

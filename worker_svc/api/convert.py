@@ -58,7 +58,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
                 kind=kind_to_proto(group.kind),
                 window=group.window,
                 num_layers=len(group.layers),
-                bytes_per_token=group.bytes_per_token,
+                bytes_per_token=sum(layer.bytes_per_token for layer in group.layers),
             )
             for group in worker.groups
         ],
@@ -75,6 +75,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_logprobs=MAX_LOGPROBS,
         max_lease_steps=1 if pooling else _MAX_LEASE,
         plans_ahead=not pooling,
+        group_epoch=worker.epoch,
         pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
         block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
     )

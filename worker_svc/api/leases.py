@@ -8,7 +8,7 @@ from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.logs import get_logger
-from protos.step_messages import one_token_each, result_to_proto
+from protos.step_messages import result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc.launched_step import LaunchedStep
@@ -161,9 +161,7 @@ class PlanRunner:
         try:
             if isinstance(launched, Exception):
                 raise launched
-            outputs = launched.outputs
-            read = launched.read_tokens
-            tokens = one_token_each(plan.work, outputs) if read is None else read()
+            tokens, outputs = launched.read(plan.work)
             if outputs and not tokens:
                 _check_size(plan, StepResult(plan.step, outputs=outputs))
         except Exception as error:  # noqa: BLE001 - any exception fails this step only
@@ -174,7 +172,7 @@ class PlanRunner:
         if not plain:
             self._broken = plan.step
         result = StepResult(
-            plan.step, tokens, () if tokens else outputs, last=not (step.goes_on and plain),
+            plan.step, tokens, outputs, last=not (step.goes_on and plain),
             lease_index=step.index, execute_us=elapsed_us(max(step.since, self._read_s)),
         )  # fmt: skip
         self._read_s = time.perf_counter()

@@ -36,7 +36,7 @@ class Running:
 @dataclass(frozen=True)
 class _Task:
     function: Callable[[], Any]
-    future: "asyncio.Future[Any]"
+    future: "asyncio.Future[Any] | None"
     what: str
     limit_s: float
 
@@ -102,6 +102,10 @@ class ModelThread:
         self._tasks.put(_Task(function, future, what, limit_s))
         return future
 
+    def post(self, function: Callable[[], object], *, what: str, limit_s: float) -> None:
+        """Queues a function that must not raise. Safe on any thread; see `submit` for the arguments."""
+        self._tasks.put(_Task(function, None, what, limit_s))
+
     def defer(self, function: Callable[[], object]) -> None:
         """Queues the rest of the running function, which waits for the device. What it raises is only logged.
 
@@ -133,6 +137,8 @@ class ModelThread:
             except BaseException as raised:  # noqa: BLE001 - any exception goes to the caller
                 error = raised
             self._task, self._running = None, None
+            if task.future is None:
+                continue
             try:
                 self._loop.call_soon_threadsafe(_settle, task.future, result, error)
             except RuntimeError:

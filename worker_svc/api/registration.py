@@ -13,6 +13,7 @@ from protos.errors import ConfigurationRefused, InvalidArgument, from_rpc_error
 from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, is_unix, open_channel
+from worker_svc.ranks.layout import RankLayout
 
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
@@ -35,7 +36,10 @@ async def stay_registered(
     host: str,
     port: int,
     socket: Path | None = None,
-    on_hung: Callable[[], None] = lambda: None,
+    rank: RankLayout | None = None,
+    replica_id: str = "",
+    on_hung: Callable[[str], None] = lambda _: None,
+    on_rank_lost: Callable[[str], None] = lambda _: None,
     leaving: asyncio.Event | None = None,
 ) -> None:
     """Keeps one Register stream open and opens another when it ends, until the worker leaves.
@@ -45,7 +49,10 @@ async def stay_registered(
         worker_id: identifies this process.
         host: the host that the scheduler connects to; empty for the address that the call comes from.
         port: the port that the scheduler connects to.
-        on_hung: called when the scheduler has given the worker up, because a step took too long.
+        rank: this process' place in its replica; `None` for a replica of one rank.
+        replica_id: the replica's name; empty for a name of its own.
+        on_hung: called with the reason when the scheduler has given the worker up: a step took too long.
+        on_rank_lost: called with the reason when the replica is lost with another rank.
         socket: the absolute path of the Unix socket that a scheduler of this machine connects to instead.
         leaving: set when the worker shuts down; it registers no more.
 
@@ -54,10 +61,18 @@ async def stay_registered(
     """
     log, delay_s, last_reason = get_logger(scheduler=scheduler), _FIRST_DELAY_S, ""
     request = registry_pb2.RegisterRequest(
-        schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port
+        schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port, replica_id=replica_id
     )
+    if rank is not None and rank.world_size > 1:
+        request.rank, request.world_size = rank.rank, rank.world_size
+        request.tensor_parallel_size, request.pipeline_parallel_size = rank.tensor, rank.pipeline
+        request.expert_parallel = rank.experts
     if socket is not None and is_unix(scheduler):
         request.socket = str(socket)
+    notes = {
+        registry_pb2.RegisterEvent.STATE_HUNG: on_hung,
+        registry_pb2.RegisterEvent.STATE_RANK_LOST: on_rank_lost,
+    }
     async with open_channel(scheduler) as channel:
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         while True:
@@ -67,8 +82,8 @@ async def stay_registered(
                 async for event in stub.Register(request, wait_for_ready=True):
                     if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
                         served_since, last_reason = time.monotonic(), ""
-                    if event.state == registry_pb2.RegisterEvent.STATE_HUNG:
-                        on_hung()
+                    if (note := notes.get(event.state)) is not None:
+                        note(event.message)
                     log.info("registered", state=_state(event.state), message=event.message)
                 reason = "the scheduler ended the registration"
             except grpc.aio.AioRpcError as error:

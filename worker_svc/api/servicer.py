@@ -10,6 +10,7 @@ from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
+from worker_svc.api.following import Following
 from worker_svc.api.leases import as_triptych_error, elapsed_us
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
@@ -66,6 +67,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._configure_limit_s = configure_limit_s
         self._ready: Ready | None = None
         self._executing = False
+        self._following: Following | None = None
         self._log = get_logger()
 
     async def Describe(
@@ -99,7 +101,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         configuring = self._thread.submit(
-            lambda: self._configure(geometry, progress, loop),
+            lambda: self._configure(geometry, request.group_epoch, progress, loop),
             what="configuration (--configure-hang-timeout-s)",
             limit_s=self._configure_limit_s,
         )
@@ -111,12 +113,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         except Exception as error:  # noqa: BLE001 - the scheduler gets any error and may try again
             await self._refuse_configuration(error, context)
         self._step_limit_s = self._limit_steps(request.step_timeout_s)
+        self._follow()
         await self._set_ready(ready)
         yield convert.ready_to_proto(ready, self._first_step_timeout_s)
 
     def _configure(
         self,
         geometry: Geometry | PoolGeometry,
+        epoch: str,
         progress: PhaseProgress,
         loop: asyncio.AbstractEventLoop,
     ) -> Ready:
@@ -126,7 +130,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise Unavailable("the worker executes another configuration; end its Execute stream first")
             # Said before the call's end, which a scheduler that hangs up does not wait for.
             asyncio.run_coroutine_threadsafe(self._set_ready(None), loop)
-        return self._worker.configure(geometry, progress)
+        return self._worker.configure(geometry, progress, epoch=epoch)
+
+    def _follow(self) -> None:
+        """Starts to run what rank 0 announces, if this is another rank."""
+        follower = self._worker.follower
+        if follower is None:
+            return
+        if self._following is None:
+            self._following = Following(follower, self._thread, step_limit_s=self._step_limit_s)
+        self._following.step_limit_s = self._step_limit_s
 
     async def _set_ready(self, ready: Ready | None) -> None:
         """Notes whether the worker can execute; `None` if it cannot."""
@@ -176,6 +189,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
         """Runs plans in order until either side ends the stream, then frees every slot."""
+        if not self._worker.layout.leads:
+            await abort(context, Unsupported(f"this is {self._worker.layout}; rank 0 executes plans"))
         if self._ready is None or self._executing:
             # Both states are temporary: keepalive ends the stream of a lost scheduler.
             why = "another Execute stream is open" if self._ready else "the worker is not configured yet"

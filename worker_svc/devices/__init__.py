@@ -47,10 +47,10 @@ def _cpu(_: DeviceOptions) -> Device:
     return CpuDevice()
 
 
-def _cuda(_: DeviceOptions) -> Device:
+def _cuda(options: DeviceOptions) -> Device:
     from worker_svc.devices.cuda.device import CudaDevice
 
-    return CudaDevice()
+    return CudaDevice(options.local_rank)
 
 
 def _rbln(options: DeviceOptions) -> Device:

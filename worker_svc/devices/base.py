@@ -40,6 +40,8 @@ class DeviceOptions:
     """Whether an NPU's expert layers use the vendor's operator; `None`: where it exists."""
     rbln_moe_custom_kernel: bool = False
     """Requests the same operator under the plugin's other name for it."""
+    local_rank: int = 0
+    """Index of the process' device among those of its host, modulo their number."""
 
 
 BlockCopies = Literal["none", "tensors", "runtime"]

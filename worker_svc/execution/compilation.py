@@ -117,6 +117,7 @@ class Compilation:
             groups=self._groups,
             geometry=geometry,
             sizes=options.sizes,
+            layout=settings.layout,
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
         )
 

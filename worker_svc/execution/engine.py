@@ -1,10 +1,13 @@
-"""What a worker needs from a model, whether the model generates tokens or pools prompts."""
+"""What a worker needs from an engine, and an engine that generates needs from a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
 
 from protos.steps import StepPlan
+from worker_svc.graphs.capture import Recording
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -76,4 +79,33 @@ class Engine(Protocol[G]):
 
     def release(self) -> None:
         """Drops everything that `start` made, except the weights."""
+        ...
+
+
+class Model(Protocol):
+    """What a runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
+
+    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
+        """Gives each attention layer its KV cache."""
+
+    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+        """Returns the metadata that `forward` takes, from each group's layer names and device plan."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Returns hidden states [tokens, hidden] for token ids [tokens]."""
+        ...
+
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+        """Records `forward` on tensors of these shapes; raises `NotStatic`."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits, float32 [rows, vocab], for hidden states [rows, hidden]."""
+        ...
+
+    def empty_states(self, tokens: int) -> torch.Tensor:
+        """Returns zeros of the shape that a stage of a pipeline receives for a step of that many tokens."""
         ...

@@ -1,5 +1,6 @@
 """Configures a generating model: KV cache, batch, graphs and their compiled code."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,15 +8,18 @@ from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
 from protos.logs import get_logger
-from protos.steps import StepPlan
+from protos.steps import StepPlan, StepResult
 from worker_svc.devices.base import Device
 from worker_svc.execution.compilation import Compilation
+from worker_svc.execution.engine import Model
 from worker_svc.execution.memory_budget import MemoryBudget
-from worker_svc.execution.runner import Model, Runner
-from worker_svc.grammars.constraints import Constraints
+from worker_svc.execution.runner import Runner
+from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
+from worker_svc.ranks.group import RankGroup
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.shapes.model_description import ModelDescription
@@ -34,8 +38,9 @@ class GenerationEngine:
         budget: MemoryBudget,
         compilation: Compilation,
         options: GraphOptions,
-        constraints: Callable[[Geometry], Constraints | None],
+        constraints: Callable[[Geometry], StepConstraints | None],
         warm_up: bool,
+        layout: RankLayout,
     ) -> None:
         """Allocates nothing.
 
@@ -49,6 +54,7 @@ class GenerationEngine:
             options: how graphs are made.
             constraints: makes the matchers of a geometry's slots, or `None` if grammars are not supported.
             warm_up: whether to make and run every graph before serving.
+            layout: this rank's part of the model.
         """
         self._model = model
         self._device = device
@@ -59,8 +65,12 @@ class GenerationEngine:
         self._options = options
         self._constraints = constraints
         self._warm_up = warm_up
+        self.layout = layout
+        """This rank's part of the model."""
         self._runner: Runner | None = None
         self._log = get_logger()
+        self.group: RankGroup | None = None
+        """The replica's ranks, once they are joined; `None` for a replica of one."""
 
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
@@ -100,6 +110,7 @@ class GenerationEngine:
             self._groups,
             block_size_multiple=self._device.block_size_multiple,
             longest_context=self._description.max_model_len,
+            stages=self.layout.pipeline,
         )
         return geometry
 
@@ -111,11 +122,11 @@ class GenerationEngine:
         """
         if self._device.caches_are_inputs and not geometry.num_blocks:
             # Compiled code depends on the number of blocks.
-            geometry = self._budget.fit(geometry, self._groups)
+            geometry = self._fit(geometry)
         self._compilation.find(geometry)
         load()
         phases.finish("load")
-        geometry = self._budget.fit(geometry, self._groups)
+        geometry = self._fit(geometry)
         blocks = " + ".join(map(str, geometry.num_blocks))
         phases.progress("allocate")(0, 0, f"KV cache of {blocks} blocks")
         checked = self._compilation.checked_graphs(geometry)
@@ -125,14 +136,30 @@ class GenerationEngine:
             self._groups,
             geometry,
             vocabulary=SamplingVocabulary(self._description.vocab_size, self._description.eos_token_ids),
-            options=replace(self._options, checked=checked.read()),
+            options=replace(self._options, checked=self._known_to_all(checked.read())),
             constraints=self._constraints(geometry),
+            group=self.group,
         )
         phases.finish("allocate")
         self._make_graphs(self._runner, phases)
         if self._runner.graphs.checked:
             checked.write(self._runner.graphs.checked)
         return geometry
+
+    def _fit(self, geometry: Geometry) -> Geometry:
+        """Returns the geometry with its blocks counted: as many as fit on every rank."""
+        fitted = self._budget.fit(geometry, self._groups)
+        if self.group is None:
+            return fitted
+        counts = [json.loads(each) for each in self.group.exchange(json.dumps(fitted.num_blocks).encode())]
+        return replace(fitted, num_blocks=tuple(map(min, zip(*counts, strict=True))))
+
+    def _known_to_all(self, signatures: frozenset[str]) -> frozenset[str]:
+        """Returns the signatures that every rank knows: comparing a graph with the model runs collectives."""
+        if self.group is None:
+            return signatures
+        known = self.group.exchange(json.dumps(sorted(signatures)).encode())
+        return frozenset.intersection(*(frozenset(json.loads(each)) for each in known))
 
     def _make_graphs(self, runner: Runner, phases: Phases) -> None:
         """Makes and runs every graph, unless the settings leave that to the first requests."""
@@ -156,6 +183,12 @@ class GenerationEngine:
         if self._runner is None:
             raise Internal("the worker is not configured")
         return self._runner.launch(plan, leased=leased)
+
+    def apply(self, result: StepResult) -> None:
+        """Records tokens that the last stage reported; see `Runner.apply`."""
+        if self._runner is None:
+            raise Internal("the worker is not configured")
+        self._runner.apply(result)
 
     def reset(self) -> None:
         """Frees every slot."""

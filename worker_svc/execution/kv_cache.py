@@ -36,7 +36,8 @@ class KvCache:
         try:
             for group, count in zip(groups, num_blocks, strict=True):
                 shape = device.cache_shape(group, count, block_size)
-                layers = [1] * len(group.layers) if device.caches_are_inputs else [len(group.layers)]
+                own = len(group.own_layers)
+                layers = [1] * own if device.caches_are_inputs else [own] * bool(own)
                 self._tensors.append(
                     [device.allocate((each, *shape), group.layers[0].dtype) for each in layers]
                 )
@@ -59,7 +60,7 @@ class KvCache:
         return {
             layer.name: cache
             for group, tensors in zip(self._groups, self._tensors, strict=True)
-            for layer, cache in zip(group.layers, itertools.chain.from_iterable(tensors), strict=True)
+            for layer, cache in zip(group.own_layers, itertools.chain.from_iterable(tensors), strict=True)
         }
 
     def clear(self, group_id: int, block_ids: Sequence[int]) -> None:

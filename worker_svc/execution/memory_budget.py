@@ -48,19 +48,20 @@ def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded:
     return (sum(steps) if recorded else max(steps)) * per_token + logits
 
 
-def check_weights(checkpoint: Checkpoint, dtype: str, device: Device) -> None:
+def check_weights(checkpoint: Checkpoint, dtype: str, device: Device, *, ranks: int = 1) -> None:
     """Refuses weights that exceed the device's free memory, before they are read.
 
     Args:
         checkpoint: the model's.
         dtype: the `--dtype` setting.
         device: without any part of the model on it yet.
+        ranks: how many share the model.
 
     Raises:
         ConfigurationRefused: with both sizes.
     """
     free = free_memory(device)
-    needed = checkpoint.num_bytes(_ITEMSIZES[dtype])
+    needed = checkpoint.num_bytes(_ITEMSIZES[dtype]) // ranks
     if free is not None and needed > free:
         smaller = ", --dtype bfloat16" if dtype == "float32" else ""
         raise ConfigurationRefused(

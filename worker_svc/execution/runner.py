@@ -1,19 +1,21 @@
 """Runs a generating model's plans: prepares inputs, executes the model, selects tokens."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from protos.errors import Internal, TriptychError
-from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan
+from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
 from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with_tensors
 from worker_svc.devices.base import Device
 from worker_svc.devices.upload import upload
 from worker_svc.execution.batch import Batch
+from worker_svc.execution.engine import Model
 from worker_svc.execution.kv_cache import KvCache
+from worker_svc.execution.stage import Stage
 from worker_svc.execution.token_selection import (
     DecodeStep,
     PromptLogprobs,
@@ -22,40 +24,15 @@ from worker_svc.execution.token_selection import (
     make_sampler,
     plain_step,
 )
-from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.grammars.spec import spec_of
-from worker_svc.graphs.capture import Recording
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Progress
+from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes.geometry import Geometry, KvGroup
-
-
-class Model(Protocol):
-    """What the runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
-
-    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
-        """Gives each attention layer its KV cache."""
-
-    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
-        """Returns the metadata that `forward` takes, from each group's layer names and device plan."""
-        ...
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Returns hidden states [tokens, hidden] for token ids [tokens]."""
-        ...
-
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """Records `forward` on tensors of these shapes; raises `NotStatic`."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits, float32 [rows, vocab], for hidden states [rows, hidden]."""
-        ...
 
 
 class Runner:
@@ -74,7 +51,8 @@ class Runner:
         *,
         vocabulary: SamplingVocabulary,
         options: GraphOptions | None = None,
-        constraints: Constraints | None = None,
+        constraints: StepConstraints | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Allocates the cache and the batch.
 
@@ -86,6 +64,7 @@ class Runner:
             vocabulary: the model's.
             options: how steps become graphs; `None` for the device's default level.
             constraints: matches outputs with grammars; `None` if the model does not support grammars.
+            group: the replica's ranks; `None` for a replica of one.
 
         Raises:
             ConfigurationRefused: if the cache does not fit into memory.
@@ -95,13 +74,17 @@ class Runner:
         self._groups = tuple(groups)
         self._geometry = geometry
         self._constraints = constraints
-        self._layer_names = [[layer.name for layer in group.layers] for group in groups]
+        self._layer_names = [[layer.name for layer in group.own_layers] for group in groups]
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
         if device.captures:
             # Captured steps hold the addresses of tables and workspace, which must not move afterwards.
             self._batch.sampling.allocate()
             self._batch.sampling.workspace(geometry.decode_buckets[-1])
+        self._stage = Stage(
+            model, self._batch, group, device.torch_device,
+            most_tokens=max(geometry.chunk, geometry.decode_buckets[-1]),
+        )  # fmt: skip
         self._selector = TokenSelector(self._batch, constraints)
         self._sample = make_sampler(self._batch)
         # Slots whose admission was refused, until the scheduler releases them.
@@ -112,6 +95,8 @@ class Runner:
         self._last_slots: list[int] = []
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._decode_steps: dict[int, DecodeStep] = {}
+        # Before the last stage of a pipeline, a step ends with hidden states.
+        self._stage_steps: dict[int, Callable[..., tuple[torch.Tensor, ...]]] = {}
         self._made: set[GraphSignature] = set()
         self.graphs = GraphRunner(model, device, options or GraphOptions(level=device.default_level))
 
@@ -140,11 +125,22 @@ class Runner:
         for done, signature in enumerate(signatures):
             progress(done, len(signatures), str(signature))
             if signature.kind == "prefill":
-                self._model.logits(self._prefill_hidden(*self._batch.prefill_inputs(None))[:1])
+                tokens, positions, inputs = self._batch.prefill_inputs(None)
+                hidden = self._prefill_hidden(self._stage.padding(tokens), positions, inputs)
+                if self._stage.layout.is_last_stage:
+                    self._model.logits(hidden[:1])
             else:
-                rows = self._padding_rows(signature.batch)
-                self._decode_step(signature.batch).forward(rows)
+                self._warm_up_decode(signature.batch)
         progress(len(signatures), len(signatures), "done")
+
+    def _warm_up_decode(self, bucket: int) -> None:
+        rows = self._padding_rows(bucket)
+        given = self._padding_states(bucket)
+        self._ensure_made(GraphSignature("decode", bucket, 1))
+        if self._stage.layout.is_last_stage:
+            self._decode_steps[bucket].forward(rows, *given)
+        else:
+            self._stage_steps[bucket](rows, *given)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Launches one step and waits for it; see `launch`.
@@ -195,11 +191,18 @@ class Runner:
             raise Internal("the plan pools prompts, but this model generates tokens")
         work = _drop_slots(plan.work, self._refused.union(refused))
         if work is None:
-            return LaunchedStep(list(refused.values()))
+            return LaunchedStep(list(refused.values()), has_work=False)
         self._batch.check(work)
         launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
+        if not self._stage.layout.is_last_stage:
+            return launched
         whole = work is plan.work and not refused
         return launched if whole else LaunchedStep([*refused.values(), *launched.wait(work)])
+
+    @torch.inference_mode()
+    def apply(self, result: StepResult) -> None:
+        """Records the tokens of the oldest step whose result the last stage has still to report."""
+        self._stage.apply(result)
 
     def reset(self) -> None:
         """Frees every slot. Blocks keep their contents: the scheduler may have cached them as prefixes."""
@@ -209,6 +212,7 @@ class Runner:
     def close(self) -> None:
         """Drops the captured steps, which reference the runner and would keep the cache's memory in use."""
         self._decode_steps.clear()
+        self._stage_steps.clear()
         self._made.clear()
         self._captured_prefill = None
 
@@ -228,6 +232,7 @@ class Runner:
         self._prompt_logprobs.release(slot)
         if self._constraints is not None:
             self._constraints.release(slot)
+        self._stage.release(slot)
         self._batch.release(slot)
 
     def _admit(self, request: Admission) -> None:
@@ -251,7 +256,12 @@ class Runner:
 
     def _prefill(self, work: Prefill) -> LaunchedStep:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
-        hidden = self._prefill_hidden(tokens, positions, inputs)
+        (first,) = self._stage.receive(self._geometry.chunk) or (tokens,)
+        hidden = self._prefill_hidden(first, positions, inputs)
+        if not self._stage.layout.is_last_stage:
+            self._batch.advance_prefill(work, None)
+            self._stage.pass_on(work, hidden)
+            return LaunchedStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
@@ -278,7 +288,7 @@ class Runner:
     def _prefill_hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, inputs: Sequence[StepInput]
     ) -> torch.Tensor:
-        """Returns a chunk's hidden states [chunk, hidden]."""
+        """Returns a chunk's hidden states [chunk, hidden]; see `Model.forward`."""
         signature = GraphSignature("prefill", 1, self._geometry.chunk)
         self._ensure_made(signature)
         if self._captured_prefill is None:
@@ -288,8 +298,14 @@ class Runner:
 
     def _decode(self, work: Decode) -> LaunchedStep:
         rows = self._rows_of(work)
-        step = self._decode_step(work.bucket)
-        logits, positions, *tokens = step.forward(rows)
+        self._ensure_made(GraphSignature("decode", work.bucket, 1))
+        given = self._stage.receive(work.bucket)
+        if not self._stage.layout.is_last_stage:
+            (states,) = self._stage_steps[work.bucket](rows, *given)
+            self._stage.pass_on(work, states)
+            return LaunchedStep()
+        step = self._decode_steps[work.bucket]
+        logits, positions, *tokens = step.forward(rows, *given)
         argmax = tokens[0] if tokens else None
         selection = self._selector.select(work.slots, rows, logits, positions, step.sample, argmax)
         step.advance(rows, selection.tokens)
@@ -307,9 +323,11 @@ class Runner:
             self._last_rows = upload(slots, self._device.torch_device)
         return self._last_rows
 
-    def _decode_step(self, bucket: int) -> DecodeStep:
-        self._ensure_made(GraphSignature("decode", bucket, 1))
-        return self._decode_steps[bucket]
+    def _padding_states(self, bucket: int) -> tuple[torch.Tensor, ...]:
+        """Returns what a decode step of padding takes besides its rows."""
+        if self._stage.layout.is_first_stage:
+            return ()
+        return (self._stage.padding(self._padding_rows(bucket)),)
 
     def _ensure_made(self, signature: GraphSignature) -> None:
         """Makes a step that is missing, and counts it: once the worker serves, a request waits for it."""
@@ -321,14 +339,18 @@ class Runner:
         """Makes a signature's graph on padding, and captures the step around it if the device captures."""
         if signature.kind == "prefill":
             tokens, positions, inputs = self._batch.prefill_inputs(None)
+            tokens = self._stage.padding(tokens)
             self.graphs.build(signature, tokens, positions, self._plans(inputs))
             if self._device.captures and self.graphs.has(signature):
                 self._captured_prefill = self._capture_prefill(signature, tokens, positions, inputs)
         else:
             rows = self._padding_rows(signature.batch)
             tokens, positions, inputs = self._batch.decode_inputs(rows)
-            self.graphs.build(signature, tokens, positions, self._plans(inputs))
-            self._decode_steps[signature.batch] = self._decode_step_of(signature, rows)
+            self.graphs.build(signature, self._stage.padding(tokens), positions, self._plans(inputs))
+            if self._stage.layout.is_last_stage:
+                self._decode_steps[signature.batch] = self._decode_step_of(signature, rows)
+            else:
+                self._stage_steps[signature.batch] = self._stage_step_of(signature, rows)
         self._made.add(signature)
 
     def _capture_prefill(
@@ -355,13 +377,28 @@ class Runner:
         return self._device.capture(forward, [tokens, positions, *_tensors_of(inputs)])
 
     def _decode_step_of(self, signature: GraphSignature, padding: torch.Tensor) -> DecodeStep:
-        def forward(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
-            return self._model.logits(self._forward(signature, tokens, positions, inputs)), positions
+            hidden = self._forward(signature, given[0] if given else tokens, positions, inputs)
+            return self._model.logits(hidden), positions
 
         if self._device.captures and self.graphs.has(signature):
-            return captured_step(self._device, self._batch, forward, padding)
+            given = self._padding_states(signature.batch)
+            return captured_step(self._device, self._batch, forward, padding, given)
         return plain_step(self._batch, forward)
+
+    def _stage_step_of(
+        self, signature: GraphSignature, padding: torch.Tensor
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Returns a decode step before the last stage: from rows, and hidden states, to hidden states."""
+
+        def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            return (self._forward(signature, given[0] if given else tokens, positions, inputs),)
+
+        if self._device.captures and self.graphs.has(signature):
+            return self._device.capture(forward, [padding, *self._padding_states(signature.batch)])
+        return forward
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)

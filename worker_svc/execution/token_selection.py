@@ -16,7 +16,7 @@ from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import Device
 from worker_svc.devices.upload import upload
 from worker_svc.execution.batch import Batch
-from worker_svc.grammars.constraints import Choice, Constraints
+from worker_svc.grammars.constraints import Choice, StepConstraints
 from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
 from worker_svc.sampling.sampler import argmax_rows, sample
 from worker_svc.sampling.state import Needs, SamplingBatch
@@ -57,7 +57,7 @@ class Selection:
 class TokenSelector:
     """Selects tokens for the slots of a batch."""
 
-    def __init__(self, batch: Batch, constraints: Constraints | None) -> None:
+    def __init__(self, batch: Batch, constraints: StepConstraints | None) -> None:
         """Selects for `batch`; `constraints` has the grammars of its slots, if the model supports them."""
         self._batch = batch
         self._constraints = constraints
@@ -96,7 +96,7 @@ class TokenSelector:
         return selection
 
     def _select_constrained(
-        self, constraints: Constraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
+        self, constraints: StepConstraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
         positions: torch.Tensor, draw: Sample, batch: SamplingBatch, argmax: torch.Tensor | None,
     ) -> Selection:  # fmt: skip
         # Grammars mask the logits in place; log-probabilities are of the model's own.
@@ -170,16 +170,16 @@ class TokenSelector:
             yield SlotOutput(slot, (token, *forced), () if entry is None else (entry,))
 
 
-Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes rows, int64 [bucket]; returns logits, float32 [bucket, vocab], and the rows' positions, int64
-[bucket]."""
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""Takes rows, int64 [bucket], and on a later stage of a pipeline its hidden states. Returns logits, float32
+[bucket, vocab], and the rows' positions, int64 [bucket]."""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
     """The parts of one bucket's step."""
 
-    forward: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    forward: Callable[..., tuple[torch.Tensor, ...]]
     """A `Forward`. A captured one also returns the most probable tokens, int64 [bucket], at no extra
     launch."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
@@ -206,7 +206,9 @@ def plain_step(batch: Batch, forward: Forward) -> DecodeStep:
     return DecodeStep(forward, _make_advance(batch), make_sampler(batch), compute_logprobs)
 
 
-def captured_step(device: Device, batch: Batch, forward: Forward, padding: torch.Tensor) -> DecodeStep:
+def captured_step(
+    device: Device, batch: Batch, forward: Forward, padding: torch.Tensor, given: Sequence[torch.Tensor] = ()
+) -> DecodeStep:
     """Returns a step whose parts the device has captured.
 
     Args:
@@ -214,15 +216,16 @@ def captured_step(device: Device, batch: Batch, forward: Forward, padding: torch
         batch: with its tables allocated and its workspace at full size: captured parts hold their addresses.
         forward: runs the model.
         padding: rows to capture on, int64 [bucket], all of them padding.
+        given: what `forward` takes besides.
     """
 
-    def forward_and_argmax(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits, positions = forward(rows)
+    def forward_and_argmax(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, positions = forward(*rows)
         return logits, positions, argmax_rows(logits)
 
-    captured = device.capture(forward_and_argmax, [padding])
+    captured = device.capture(forward_and_argmax, [padding, *given])
     # The parts captured below read these results in place.
-    logits, positions, tokens = captured(padding)
+    logits, positions, tokens = captured(padding, *given)
     captured_logprobs = device.capture(lambda tokens: (compute_logprobs(logits, tokens),), [tokens])
 
     def compute(given: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A worker without its gRPC service: opens the device and the model, is configured, runs plans."""
 
 import gc
+import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protos.errors import Internal
+from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan
@@ -16,10 +17,12 @@ from worker_svc.devices import BlockCopies, Device, DeviceOptions, choose_device
 from worker_svc.execution.compilation import Compilation, graph_options
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
-from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.constraints import Constraints, StepConstraints
+from worker_svc.grammars.relayed import FollowingConstraints, LeadingConstraints
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.model_files import loader
@@ -27,6 +30,7 @@ from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.weights_digest import dummy_digest, start_digest
 from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
+from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelDescription
@@ -66,9 +70,23 @@ class Worker:
     """Compiles grammars on its own threads; `None` before `prepare` and for models without grammar
     support."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Does nothing slow: `prepare` and `configure` do."""
+    def __init__(self, settings: Settings, give_up: GiveUp = sys.exit) -> None:
+        """Does nothing slow: `prepare` and `configure` do.
+
+        Args:
+            settings: the worker's.
+            give_up: ends the process; called if this rank cannot go on with the others.
+        """
         self._settings = settings
+        self.layout = settings.layout
+        """This process' rank."""
+        self._give_up = give_up
+        self.epoch = ""
+        """The group of ranks that this process joins or has joined; empty if none."""
+        self._group: RankGroup | None = None
+        self._leader: Leader | None = None
+        self.follower: Follower | None = None
+        """Runs what rank 0 announces; set on the other ranks once they are configured."""
         self._log = get_logger()
         self._model: VllmModel | None = None
         self._engine: Engine[Any] | None = None
@@ -118,7 +136,7 @@ class Worker:
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
         self.device = _open_device(settings)
         if checkpoint is not None:
-            check_weights(checkpoint, settings.dtype, self.device)
+            check_weights(checkpoint, settings.dtype, self.device, ranks=self.layout.world_size)
             self._digest = start_digest([shard.path for shard in checkpoint.shards], settings.digest_folder)
         else:
             self._digest.set_result(dummy_digest(settings.seed, self.device.name))
@@ -136,6 +154,7 @@ class Worker:
             dummy_weights=settings.load_format == "dummy",
             trust_remote_code=settings.trust_remote_code,
             compiled=options.level > 0,
+            layout=self.layout,
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
@@ -151,13 +170,23 @@ class Worker:
         """Whether `configure` with this geometry would change nothing."""
         return self._ready is not None and geometry == self._requested
 
-    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+    def configure(
+        self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
+    ) -> Ready:
         """Loads the weights, allocates memory and warms up. The same geometry again changes nothing.
+
+        Args:
+            geometry: the static shapes.
+            progress: receives the progress of each phase.
+            epoch: the group to join, if the replica has several ranks; all are configured at the same time.
 
         Raises:
             ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be
                 configured again.
+            Unavailable: if the ranks do not meet, or this process belongs to another group.
         """
+        if self.layout.world_size > 1:
+            self._join(epoch)
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready
         engine, phases = self._engine, Phases(progress)
@@ -187,7 +216,7 @@ class Worker:
         """
         if self._engine is None or self._ready is None:
             raise Internal("the worker is not configured")
-        return self._engine.launch(plan, leased=leased)
+        return (self._leader or self._engine).launch(plan, leased=leased)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Launches one step and waits for its outputs."""
@@ -195,13 +224,40 @@ class Worker:
 
     def reset(self) -> None:
         """Frees every slot."""
-        if self._engine is not None:
-            self._engine.reset()
+        steps = self._leader or self._engine
+        if steps is not None:
+            steps.reset()
 
     def close(self) -> None:
         """Stops compiling grammars."""
         if self.grammars is not None:
             self.grammars.close()
+
+    def _join(self, epoch: str) -> None:
+        """Joins the group of the replica's ranks, once in the process' life.
+
+        Raises:
+            ConfigurationRefused: if the scheduler does not name a group, or the model does not generate.
+            Unavailable: if the ranks do not meet, or this process belongs to another group.
+        """
+        engine = self._engine
+        if not epoch or not isinstance(engine, GenerationEngine):
+            raise ConfigurationRefused(
+                f"this worker is {self.layout}, but it is configured alone; register all ranks of the replica"
+            )
+        if not self.epoch:
+            self.epoch = epoch
+            self._group = RankGroup(
+                self.layout, self.device.torch_device, master=self._settings.master, epoch=epoch
+            )
+            engine.group = self._group
+            if self.layout.leads:
+                self._leader = Leader(engine, self._group, self._give_up)
+            else:
+                self.follower = Follower(engine, self._group, self._give_up)
+        elif self.epoch != epoch or self._group is None:
+            self._give_up("the replica's ranks have formed another group since this one was lost")
+            raise Unavailable("this rank belongs to an earlier group and ends; retry once it is back")
 
     def _release(self, engine: Engine[Any]) -> None:
         """Drops the current configuration."""
@@ -247,6 +303,7 @@ class Worker:
             options=options,
             constraints=self._constraints,
             warm_up=settings.enable_warm_up,
+            layout=self.layout,
         )
 
     def _grammar_compiler(self) -> GrammarCompiler | None:
@@ -261,10 +318,13 @@ class Worker:
         )
         return GrammarCompiler(self.folder, description.vocab_size, description.eos_token_ids, limits)
 
-    def _constraints(self, geometry: Geometry) -> Constraints | None:
+    def _constraints(self, geometry: Geometry) -> StepConstraints | None:
+        group = self._group
         if self.grammars is None:
             return None
-        return Constraints(
+        if group is not None and not group.layout.chooses:
+            return FollowingConstraints(group.choices)
+        own = Constraints(
             self.grammars,
             num_slots=geometry.max_num_seqs,
             max_rows=geometry.decode_buckets[-1],
@@ -273,6 +333,9 @@ class Worker:
             device=self.device.torch_device,
             min_jump=self._settings.jump_ahead_tokens if self.device.chunks_start_anywhere else 0,
         )
+        if group is None:
+            return own
+        return LeadingConstraints(own, group.choices, has_peers=self.layout.tensor > 1)
 
 
 def _open_device(settings: Settings) -> Device:
@@ -282,6 +345,7 @@ def _open_device(settings: Settings) -> Device:
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
     options = DeviceOptions(
+        local_rank=settings.rank if settings.local_rank is None else settings.local_rank,
         rbln_backend=settings.rbln_backend,
         rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
         rbln_use_device_tensor=settings.rbln_use_device_tensor,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -51,6 +52,27 @@ class Choice:
     """Tokens that the grammar forces after the chosen one, by slot."""
     errors: Mapping[int, TriptychError] = field(default_factory=dict)
     """Why a slot got no token, by slot."""
+
+
+class StepConstraints(Protocol):
+    """What a step needs of grammars; in a replica of several ranks, `relayed` stands between."""
+
+    def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
+        """Constrains a slot, starting after the tokens that the request has already generated."""
+
+    def release(self, slot: int) -> None:
+        """Frees a slot, which may be free or unconstrained."""
+
+    def any_constrained(self, slots: Sequence[int]) -> bool:
+        """Whether at least one of the slots is constrained."""
+        ...
+
+    def choose(
+        self, slots: Sequence[int], logits: torch.Tensor, draw: Draw, *, masked_first: Sequence[bool],
+        room: Sequence[int],
+    ) -> Choice:  # fmt: skip
+        """Chooses a token for each row of a step."""
+        ...
 
 
 class Constraints:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from worker_svc.devices.base import Device
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import Geometry, KvGroup
 
 # Raise it when we build other graphs from the same model.
@@ -29,6 +30,7 @@ def code_fields(
     groups: Sequence[KvGroup],
     geometry: Geometry,
     sizes: Sequence[int] | None,
+    layout: RankLayout,
     dummy_seed: int | None = None,
 ) -> dict[str, str]:
     """Returns the fields of a configuration.
@@ -43,6 +45,7 @@ def code_fields(
         geometry: static shapes. Code depends on the number of blocks only if the device's graphs take whole
             caches.
         sizes: decode buckets to compile kernels for; `None` for all.
+        layout: the rank's part of the model.
         dummy_seed: the seed of dummy weights; `None` if the weights are read.
     """
     fields = {
@@ -56,7 +59,7 @@ def code_fields(
         ),
         "dtype": dtype,
         "quantization": quantization or "none",
-        "parallel": "tp=1 pp=1",
+        "parallel": str(layout),
         "device": f"{device.name}: {device.code_target()}",
         "level": str(level),
         "kv_groups": "; ".join(

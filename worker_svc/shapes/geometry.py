@@ -33,6 +33,8 @@ class AttentionLayer:
     """Element type of keys and values in the cache."""
     shares_with: str | None = None
     """Another layer whose cache this one reads instead of having its own."""
+    here: bool = True
+    """Whether this rank has the layer; other stages of a pipeline have the rest."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -62,9 +64,14 @@ class KvGroup:
         return self.window_kind if self.window else GroupKind.FULL
 
     @property
+    def own_layers(self) -> tuple[AttentionLayer, ...]:
+        """The layers that this rank has."""
+        return tuple(layer for layer in self.layers if layer.here)
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all of the group's layers."""
-        return sum(layer.bytes_per_token for layer in self.layers)
+        """Bytes of one token's keys and values over the layers of this rank."""
+        return sum(layer.bytes_per_token for layer in self.own_layers)
 
     def tokens_per_block(self, block_size: int) -> int:
         """Returns the tokens in a block of this group if paged blocks have `block_size` tokens."""
@@ -185,13 +192,16 @@ class Geometry:
         """Blocks of the longest sequence: the entries in a row of a paged group's block table."""
         return math.ceil(self.max_model_len / self.block_size)
 
-    def check(self, groups: Sequence[KvGroup], *, block_size_multiple: int, longest_context: int) -> None:
+    def check(
+        self, groups: Sequence[KvGroup], *, block_size_multiple: int, longest_context: int, stages: int = 1
+    ) -> None:
         """Refuses sizes that the device or the model cannot run.
 
         Args:
             groups: the model's KV groups.
             block_size_multiple: the device's block sizes are multiples of this.
             longest_context: tokens of context that the model was trained for.
+            stages: of the pipeline. Each works on a decode batch of its own.
 
         Raises:
             ConfigurationRefused: naming the first value that does not fit and one that would.
@@ -216,10 +226,12 @@ class Geometry:
             )
         if list(self.decode_buckets) != sorted(set(self.decode_buckets)):
             raise ConfigurationRefused(f"decode buckets must ascend, got {self.decode_buckets}")
-        if self.decode_buckets[-1] < self.max_num_seqs:
+        rows = self.max_num_seqs // stages
+        if self.decode_buckets[-1] < rows:
+            each = f" // {stages} stages = {rows}" if stages > 1 else ""
             raise ConfigurationRefused(
                 f"the largest decode bucket {self.decode_buckets[-1]} is below max_num_seqs"
-                f" {self.max_num_seqs}"
+                f" {self.max_num_seqs}{each}"
             )
         if self.num_blocks and len(self.num_blocks) != len(groups):
             raise ConfigurationRefused(

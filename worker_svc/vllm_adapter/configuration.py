@@ -10,6 +10,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter.deferred_imports import deferred
 
 # The refusal of a model that brings its own classes.
@@ -21,8 +22,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def configure(
-    folder: Path, device: Device, *, dtype: Dtype, dummy_weights: bool, seed: int, trust_remote_code: bool
-) -> Any:
+    folder: Path, device: Device, *, dtype: Dtype, dummy_weights: bool, seed: int, trust_remote_code: bool,
+    layout: RankLayout,
+) -> Any:  # fmt: skip
     """Builds vLLM's configuration of a model; for the arguments see `VllmModel`.
 
     Raises:
@@ -45,6 +47,11 @@ def configure(
             block_size=device.default_block_size,
             disable_log_stats=True,
             enable_prefix_caching=False,
+            tensor_parallel_size=layout.tensor,
+            pipeline_parallel_size=layout.pipeline,
+            enable_expert_parallel=layout.experts,
+            # Without a name, vLLM would look for as many devices as there are ranks.
+            distributed_executor_backend="mp",
         ).create_engine_config()
 
     config = configured(dtype)

@@ -59,13 +59,16 @@ def describe_pooling(
     return PoolingDescription(method, normalize, size), head.projector
 
 
-def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription | None) -> ModelDescription:
+def describe(
+    config: Any, layers: Mapping[str, Any], pooling: PoolingDescription | None, *, here: Mapping[str, Any]
+) -> ModelDescription:
     """Describes a model.
 
     Args:
         config: vLLM's.
-        layers: the layers that vLLM registered, by name.
+        layers: the layers that vLLM registered, by name; those of all stages.
         pooling: set for a pooling model.
+        here: the layers of this rank.
 
     Raises:
         ConfigurationRefused: if the model has layers that are not served.
@@ -88,6 +91,7 @@ def describe(config: Any, layers: Mapping[str, Any], pooling: PoolingDescription
                 window=layer.sliding_window or 0,
                 dtype=layer.kv_cache_torch_dtype,
                 shares_with=layer.kv_sharing_target_layer_name,
+                here=name in here,
             )
         )
     text = model_config.hf_text_config

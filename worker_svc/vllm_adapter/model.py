@@ -2,21 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from protos.errors import ConfigurationRefused
 from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
+from worker_svc.ranks.layout import RankLayout
+from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import ModelDescription, ModelSize
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
-from worker_svc.vllm_adapter.startup import init_parallel_groups, init_single_process
 
 
 class VllmModel:
-    """One model on one device, in this process, on one rank.
+    """One rank's part of a model on one device, in this process.
 
     It is built without weights, so that a worker can describe the model at once; `load_weights` reads
     them.
@@ -37,6 +39,7 @@ class VllmModel:
         dummy_weights: bool = False,
         trust_remote_code: bool = False,
         compiled: bool = True,
+        layout: RankLayout | None = None,
     ) -> None:
         """Reads the configuration and builds the layers with uninitialized weights.
 
@@ -48,6 +51,7 @@ class VllmModel:
             dummy_weights: whether to generate random weights instead of reading safetensors files.
             trust_remote_code: whether Python code in the folder may run.
             compiled: whether a device with its own compiler may use it; otherwise the model's own code runs.
+            layout: this rank's part of the model; `None` for all of it.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -55,24 +59,23 @@ class VllmModel:
         from vllm.forward_context import create_forward_context
 
         self._device = device
+        self._layout = layout = layout or RankLayout()
+        arguments: dict[str, Any] = {
+            "folder": folder, "device": device, "dtype": dtype, "dummy_weights": dummy_weights, "seed": seed,
+            "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
         with refusal_on_error(f"cannot serve {folder}"):
-            self._config: Any = configure(
-                folder,
-                device,
-                dtype=dtype,
-                dummy_weights=dummy_weights,
-                seed=seed,
-                trust_remote_code=trust_remote_code,
-            )
-            self._model: Any = _build(self._config, device, seed)
+            self._config: Any = configure(**arguments, layout=layout)
+            self._model: Any = _build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         for layer in self._layers.values():
             if (params := getattr(getattr(layer, "impl", None), "params", None)) is not None:
                 device.check_attention(params)
             if is_experts(layer):
                 layer.device = device
-        head = self._compute_logits
-        self._run: Callable[..., torch.Tensor] = device.compile(self._model) if compiled else self._model
+        head, whole = self._compute_logits, self._model if layout.pipeline == 1 else self._run_stage
+        self._run: Callable[..., torch.Tensor] = device.compile(whole) if compiled else whole
+        self._whole: Callable[..., torch.Tensor] = whole
         self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
         self._caches: Mapping[str, torch.Tensor] = {}
         self._projector: Any = None
@@ -80,7 +83,19 @@ class VllmModel:
         model_config = self._config.model_config
         if model_config.runner_type == "pooling":
             pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
-        self.description = describe(self._config, {} if pooling else self._layers, pooling)
+        everywhere: Mapping[str, Any] = {} if pooling else self._layers
+        if layout.pipeline > 1:
+            if pooling:
+                raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
+            everywhere = _layers_of_all_stages(arguments, layout)
+        self.description = describe(self._config, everywhere, pooling, here=self._layers)
+        self._state_names: tuple[str, ...] = ()
+        if not layout.is_first_stage:
+            # In the model's order, which is the same on the stage that sends them.
+            empty = self._model.make_empty_intermediate_tensors(
+                1, self.description.dtype, torch.device("meta")
+            )
+            self._state_names = tuple(sorted(empty.tensors))
         # Measured before load_weights(), which packs matrices into other shapes.
         self.size = measure(model_config, self._model, 0 if pooling else self.description.vocab_size)
         # All steps use one context and only replace its metadata.
@@ -128,15 +143,47 @@ class VllmModel:
         if self._device.caches_are_inputs:
             self._caches = caches
             return
-        for layer in self.description.layers:
+        for layer in self._own_layers():
             self._layers[layer.name].kv_cache = caches[layer.shares_with or layer.name]
 
     def release_caches(self) -> None:
         """Drops the references to the KV caches, so that their memory can be freed."""
         self._caches = {}
         self._context.attn_metadata = {}
-        for layer in self.description.layers:
+        for layer in self._own_layers():
             self._layers[layer.name].kv_cache = torch.empty(0)
+
+    def _own_layers(self) -> list[AttentionLayer]:
+        return [layer for layer in self.description.layers if layer.here]
+
+    def empty_states(self, tokens: int) -> torch.Tensor:
+        """Returns zeros of the shape that a stage passes to the next one for a step of that many tokens."""
+        hidden = self._config.model_config.get_hidden_size()
+        shape = (len(self._state_names), tokens, hidden)
+        return torch.zeros(shape, dtype=self.description.dtype, device=self._device.torch_device)
+
+    def _run_stage(self, first: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Runs the layers of a stage.
+
+        Args:
+            first: the first stage's token ids, int64 [tokens], or what the stage before returned.
+            positions: int64 [tokens].
+
+        Returns:
+            Hidden states [tokens, hidden]; before the last stage, all that the next one needs, stacked:
+            [states, tokens, hidden].
+        """
+        from vllm.sequence import IntermediateTensors
+
+        given = None
+        if not self._layout.is_first_stage:
+            # Layers add to their inputs in place.
+            own = first.clone().unbind()
+            given = IntermediateTensors(dict(zip(self._state_names, own, strict=True)))
+        result: Any = self._model(None if given else first, positions, given)
+        if self._layout.is_last_stage:
+            return cast("torch.Tensor", result)
+        return torch.stack([result.tensors[name] for name in sorted(result.tensors)])
 
     @torch.inference_mode()
     def forward(
@@ -145,12 +192,13 @@ class VllmModel:
         """Runs the model's layers.
 
         Args:
-            token_ids: int64 [tokens].
+            token_ids: int64 [tokens]; after the first stage, what the stage before returned.
             positions: int64 [tokens].
             plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.
 
         Returns:
-            Hidden states [tokens, hidden], in the model's dtype.
+            Hidden states [tokens, hidden], in the model's dtype; before the last stage
+            [states, tokens, hidden].
         """
         from vllm.forward_context import override_forward_context
 
@@ -172,10 +220,10 @@ class VllmModel:
         inputs = (token_ids.clone(), positions.clone())
         recorder = Recorder(inputs)
         self._context.attn_metadata = {
-            layer.name: RecordedAttention(recorder, layer.name) for layer in self.description.layers
+            layer.name: RecordedAttention(recorder, layer.name) for layer in self._own_layers()
         }
         with override_forward_context(self._context), recorder:
-            hidden = self._model(*inputs)
+            hidden = self._whole(*inputs)
         return recorder.finish(hidden)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -198,7 +246,7 @@ class VllmModel:
                 continue
             step = StepAttention(self._device, plan)
             plans.update(dict.fromkeys(names, step))
-        for layer in self.description.layers:
+        for layer in self._own_layers():
             if layer.shares_with is not None:
                 plans[layer.name] = plans[layer.shares_with]
         return plans
@@ -218,14 +266,16 @@ class VllmModel:
         return projected
 
 
-def _build(config: Any, device: Device, seed: int) -> Any:
-    """Builds the model's layers on the device, without weights, for a world of one process."""
+def _build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
+    """Builds this rank's layers on the device, without weights."""
     import vllm.ir
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
 
-    init_single_process()
+    from worker_svc.vllm_adapter.parallel import set_groups
+
+    set_groups(layout)
     set_random_seed(seed)
     # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
     vllm.ir.set_default_torch_wrap(False)
@@ -235,5 +285,31 @@ def _build(config: Any, device: Device, seed: int) -> Any:
         set_default_torch_dtype(config.model_config.dtype),
         device.torch_device,
     ):
-        init_parallel_groups(experts=config.model_config.is_moe)
         return initialize_model(vllm_config=config)
+
+
+def _layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:
+    """Returns the layers of a model's every stage by name, without memory.
+
+    All ranks must number the KV groups alike, although each has only some of the layers.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from worker_svc.vllm_adapter.parallel import set_groups
+
+    one_stage = RankLayout(layout.tensor_rank, layout.tensor, 1, layout.experts)
+    config = configure(**arguments, layout=one_stage)
+    set_groups(one_stage)
+    try:
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            initialize_model(vllm_config=config)
+    finally:
+        set_groups(layout)
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    return layers

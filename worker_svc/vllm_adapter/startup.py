@@ -1,13 +1,8 @@
-"""Imports vLLM with our platform and creates the distributed world of one process that it expects."""
+"""Imports vLLM with our platform."""
 
-import contextlib
 import gc
 import importlib.metadata
 import os
-from collections.abc import Iterator
-
-import torch
-from torch._C._distributed_c10d import HashStore
 
 from protos.errors import ConfigurationRefused
 from worker_svc.vllm_adapter.deferred_imports import deferred
@@ -61,49 +56,3 @@ def prepare(device_name: str) -> None:
 
         current_platform.import_kernels()
         check_kernels()
-
-
-def init_single_process() -> None:
-    """Initializes torch.distributed with a world of one process.
-
-    Its store is in memory: no port, no file, no network.
-    """
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(backend="gloo", store=HashStore(), rank=0, world_size=1)
-
-
-def init_parallel_groups(*, experts: bool) -> None:
-    """Creates vLLM's parallel groups, each of one rank.
-
-    Args:
-        experts: whether the model has expert layers, which need their own group.
-    """
-    from vllm.distributed import parallel_state
-
-    has_experts = parallel_state._EP is not None  # noqa: SLF001 - the getter raises
-    if parallel_state.model_parallel_is_initialized() and (has_experts or not experts):
-        return
-    with _one_process_group():
-        # If an earlier model of this process had no experts, their group is missing.
-        parallel_state.destroy_model_parallel()
-        # The process group exists already, so the address is ignored.
-        parallel_state.init_distributed_environment(1, 0, "file:///", 0, "gloo")
-        parallel_state.initialize_model_parallel(1, 1, backend="gloo")
-
-
-@contextlib.contextmanager
-def _one_process_group() -> Iterator[None]:
-    """Makes vLLM use the world's process group wherever it would create or destroy one of its own.
-
-    vLLM creates a dozen groups, all of this one rank. Each gloo group would have a thread that wakes 100
-    times a second, for nothing. All of vLLM's coordinators then hold the world's group, so what destroys one
-    must run within this block, too.
-    """
-    distributed = torch.distributed
-    new_group, destroy = distributed.new_group, distributed.destroy_process_group
-    distributed.new_group = lambda *_, **__: distributed.group.WORLD
-    distributed.destroy_process_group = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        distributed.new_group, distributed.destroy_process_group = new_group, destroy

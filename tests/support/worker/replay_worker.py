@@ -35,6 +35,9 @@ class Noise(LayerlessModel):
         del plans
         return torch.stack([token_ids, positions], dim=1).float()
 
+    def empty_states(self, tokens: int) -> torch.Tensor:
+        raise NotImplementedError("this model is no stage of a pipeline")
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits peaked enough for filters to matter and flat enough for draws to differ."""
         angles = (hidden[:, :1] * 12.9898 + hidden[:, 1:] * 78.233) + torch.arange(VOCAB) * 37.719

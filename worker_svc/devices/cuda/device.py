@@ -17,7 +17,7 @@ _RUNS_BEFORE_CAPTURE = 2
 
 
 class CudaDevice(Device):
-    """The first visible GPU."""
+    """One of the visible GPUs."""
 
     name: ClassVar[str] = "cuda"
     torch_device: ClassVar[torch.device] = torch.device("cuda")
@@ -30,8 +30,9 @@ class CudaDevice(Device):
     captures: ClassVar[bool] = True
     runs_ahead: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        """Allocates nothing yet."""
+    def __init__(self, local_rank: int = 0) -> None:
+        """Allocates nothing yet; the GPU is the one at `local_rank`, modulo their number."""
+        self._local_rank = local_rank
         self._pool: Any = None  # of a type that torch keeps private
 
     def check_available(self) -> None:
@@ -42,6 +43,7 @@ class CudaDevice(Device):
             )
         if not torch.cuda.is_available():
             raise ConfigurationRefused("device cuda: no GPU is visible to this process")
+        torch.cuda.set_device(self._local_rank % torch.cuda.device_count())
 
     def product_name(self) -> str:
         """See the base class."""
@@ -93,7 +95,8 @@ class CudaDevice(Device):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # NCCL's own thread may ask the driver about earlier work meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = function(*arguments)
 
         def replay(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -32,6 +32,9 @@ class Successor(LayerlessModel):
         del positions, plans
         return token_ids[:, None].float()
 
+    def empty_states(self, tokens: int) -> torch.Tensor:
+        raise NotImplementedError("this model is no stage of a pipeline")
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gives the successor all of the probability."""
         return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, VOCABULARY).float()

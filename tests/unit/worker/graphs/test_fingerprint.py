@@ -13,6 +13,7 @@ from tests.support.worker.layerless import GROUPS
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compile_cache import key_of
 from worker_svc.graphs.fingerprint import code_fields
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import Geometry
 
 SIZES = Geometry(32, 2, 8, 16, (1, 2), (5, 5))
@@ -41,7 +42,7 @@ def key(folder: Path, **changed: Any) -> str:
     """Returns the key of the code for a model."""
     arguments: dict[str, Any] = {
         "device": CpuDevice(), "level": 2, "dtype": "bfloat16", "quantization": None, "groups": GROUPS,
-        "geometry": SIZES, "sizes": None, **changed,
+        "geometry": SIZES, "sizes": None, "layout": RankLayout(), **changed,
     }  # fmt: skip
     return key_of(code_fields(folder, **arguments))
 
@@ -55,6 +56,8 @@ def key(folder: Path, **changed: Any) -> str:
         {"groups": GROUPS[:1]},
         {"sizes": (2,)},
         {"dummy_seed": 0},
+        {"layout": RankLayout(1, 2, 1)},
+        {"layout": RankLayout(0, 1, 2)},
         {"geometry": replace(SIZES, chunk=16)},
         {"geometry": replace(SIZES, decode_buckets=(2,))},
         {"geometry": replace(SIZES, block_size=32)},

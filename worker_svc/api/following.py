@@ -1,0 +1,44 @@
+"""Runs what rank 0 announces, on a rank that the scheduler does not drive itself."""
+
+import threading
+from functools import partial
+
+from protos.logs import get_logger
+from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.watchdog import STEP
+from worker_svc.execution.lockstep import Follower
+
+
+class Following:
+    """Hands announced steps to the model thread as they arrive."""
+
+    def __init__(self, follower: Follower, thread: ModelThread, *, step_limit_s: float) -> None:
+        """Starts waiting for announcements.
+
+        Args:
+            follower: this rank.
+            thread: the model thread.
+            step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
+        """
+        self._follower = follower
+        self._thread = thread
+        self.step_limit_s = step_limit_s
+        """See the argument; later steps follow a change."""
+        threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                announcement = self._follower.wait()
+            except RuntimeError:
+                return  # the follower has reported it
+            self._thread.post(partial(self._launch, announcement), what=STEP, limit_s=self.step_limit_s)
+
+    def _launch(self, announcement: bytes) -> None:
+        try:
+            rest = self._follower.run(announcement)
+        except Exception:  # noqa: BLE001 - the follower has reported it, and the process ends
+            get_logger().exception("step_failed")
+            return
+        if rest is not None:
+            self._thread.defer(rest)

@@ -1,0 +1,200 @@
+"""Keeps the ranks of a replica on the same steps.
+
+Rank 0 leads: before it launches a step, it announces that step to the other ranks. They launch exactly what
+is announced, in that order, so no rank can run a step more than another, whatever ends a lease and whenever
+its plan arrives. The ranks of the last stage choose the same tokens by themselves, because sampling is a
+function of logits and counters. Ranks of earlier stages get the tokens from the chooser as the result of the
+step, and an announcement says how many results a rank must have applied before it launches the step.
+
+A step that fails on one rank alone would leave the others waiting in a collective. Refusals are the same on
+all ranks, since all have the same state and the same plans; any other exception ends the process.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from protos.errors import TriptychError
+from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
+from protos.steps import Decode, SlotOutput, StepPlan, StepResult
+from protos.triptych.v1 import worker_pb2
+from worker_svc.launched_step import LaunchedStep
+from worker_svc.ranks.group import RankGroup
+
+_PLAN, _NEXT, _RESET = b"p", b"n", b"r"
+_COUNT_BYTES = 4
+
+GiveUp = Callable[[str], None]
+"""Ends the process, with the reason."""
+
+
+class Steps(Protocol):
+    """What runs the steps of one rank: `execution.generation.GenerationEngine`."""
+
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Applies a plan and hands its step to the device."""
+        ...
+
+    def apply(self, result: StepResult) -> None:
+        """Records the tokens of the oldest step whose result the last stage has still to report."""
+
+    def reset(self) -> None:
+        """Frees every slot."""
+
+
+class _Results:
+    """The results of steps that have arrived at a rank before the last stage."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[StepResult] = deque()
+        self._changed = threading.Condition()
+
+    def add(self, message: bytes) -> StepResult:
+        result = result_from_proto(worker_pb2.StepResult.FromString(message))
+        with self._changed:
+            self._arrived.append(result)
+            self._changed.notify()
+        return result
+
+    def take(self, count: int | None = None) -> list[StepResult]:
+        """Returns the oldest results: all that are here, or `count`, waiting for them."""
+        with self._changed:
+            if count is not None:
+                self._changed.wait_for(lambda: len(self._arrived) >= count)
+            return [self._arrived.popleft() for _ in range(len(self._arrived) if count is None else count)]
+
+
+class Leader:
+    """Rank 0: launches steps that the scheduler plans, after announcing them."""
+
+    def __init__(self, engine: Steps, group: RankGroup, give_up: GiveUp) -> None:
+        """Leads `group`; `give_up` is called if a step breaks it."""
+        self._engine = engine
+        self._group = group
+        self._give_up = give_up
+        self._results = _Results()
+
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        """Announces a step and launches it; see `Engine.launch`."""
+        try:
+            results = self._results.take()
+            head = (_NEXT if leased else _PLAN) + len(results).to_bytes(_COUNT_BYTES, "little")
+            self._group.plans.send(head if leased else head + plan_to_proto(plan).SerializeToString())
+            for result in results:
+                self._engine.apply(result)
+            launched = self._engine.launch(plan, leased=leased)
+        except TriptychError:
+            raise
+        except Exception as error:
+            self._give_up(_broken(self._group, error))
+            raise
+        if self._group.layout.is_last_stage or not launched.has_work:
+            return launched
+        return LaunchedStep(read_result=self._wait_for_result, runs_ahead=True)
+
+    def _wait_for_result(self) -> StepResult:
+        """Returns the next result; the chooser sends them in the order of the steps."""
+        try:
+            return self._results.add(self._group.results.receive())
+        except RuntimeError as error:
+            self._give_up(_broken(self._group, error))
+            raise
+
+    def reset(self) -> None:
+        """Frees every slot, on all ranks."""
+        try:
+            results = self._results.take()
+            self._group.plans.send(_RESET + len(results).to_bytes(_COUNT_BYTES, "little"))
+            for result in results:
+                self._engine.apply(result)
+            self._engine.reset()
+        except RuntimeError as error:
+            self._give_up(_broken(self._group, error))
+            raise
+
+
+class Follower:
+    """Another rank: launches what rank 0 announces."""
+
+    def __init__(self, engine: Steps, group: RankGroup, give_up: GiveUp) -> None:
+        """Follows the leader of `group`; `give_up` is called if the group breaks."""
+        self._engine = engine
+        self._group = group
+        self._give_up = give_up
+        self._results = _Results()
+        self._plan = StepPlan(0)
+        layout = group.layout
+        self._reports = layout.chooses and layout.pipeline > 1
+        if not layout.is_last_stage:
+            threading.Thread(target=self._receive_results, name="rank-results", daemon=True).start()
+
+    def wait(self) -> bytes:
+        """Waits for the next announcement. Call it on a thread of its own."""
+        try:
+            return self._group.plans.receive()
+        except RuntimeError as error:
+            self._give_up(_broken(self._group, error))
+            raise
+
+    def run(self, announcement: bytes) -> Callable[[], None] | None:
+        """Launches an announced step.
+
+        Returns:
+            What is left to do once the step's tokens are known, if anything: another thread may do it.
+        """
+        kind, count = announcement[:1], int.from_bytes(announcement[1 : 1 + _COUNT_BYTES], "little")
+        try:
+            # The last stage has its tokens already.
+            for result in self._results.take(0 if self._group.layout.is_last_stage else count):
+                self._engine.apply(result)
+            if kind == _RESET:
+                self._engine.reset()
+                return None
+            launched = self._launch(kind, announcement[1 + _COUNT_BYTES :])
+        except TriptychError:
+            return None  # refused alike on all ranks
+        except Exception as error:
+            self._give_up(_broken(self._group, error))
+            raise
+        if not self._reports or not launched.has_work:
+            return None
+        plan = self._plan
+        if launched.runs_ahead:
+            return lambda: self._report(plan, lambda: launched.read(plan.work))
+        # The next step may overwrite what is not read yet.
+        known = launched.read(plan.work)
+        return lambda: self._report(plan, lambda: known)
+
+    def _launch(self, kind: bytes, message: bytes) -> LaunchedStep:
+        if kind == _PLAN:
+            self._plan = plan_from_proto(worker_pb2.StepPlan.FromString(message))
+        else:
+            assert isinstance(self._plan.work, Decode)
+            self._plan = StepPlan(self._plan.step, work=self._plan.work.next())
+        return self._engine.launch(self._plan, leased=kind == _NEXT)
+
+    def _report(self, plan: StepPlan, read: Callable[[], tuple[Sequence[int], Sequence[SlotOutput]]]) -> None:
+        """Sends a step's result to the other stages."""
+        try:
+            tokens, outputs = read()
+            message = result_to_proto(plan, StepResult(plan.step, tokens, outputs))
+            self._group.results.send(message.SerializeToString())
+        except Exception as error:
+            self._give_up(_broken(self._group, error))
+            raise
+
+    def _receive_results(self) -> None:
+        while True:
+            try:
+                message = self._group.results.receive()
+            except RuntimeError as error:
+                self._give_up(_broken(self._group, error))
+                return
+            self._results.add(message)
+
+
+def _broken(group: RankGroup, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    return f"rank {group.layout.rank} cannot go on with its group ({reason})"

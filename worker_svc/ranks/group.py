@@ -1,0 +1,130 @@
+"""The group of a replica's ranks: who has joined, and the ways between them."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from protos.errors import Unavailable
+from worker_svc.ranks import operators
+from worker_svc.ranks.channel import Channel
+from worker_svc.ranks.layout import RankLayout
+
+# Ranks are configured at the same time, but one may still be releasing an earlier configuration.
+_JOIN_S = 120.0
+_RETRY_S = 0.1
+# A rank may be idle for any time. The scheduler finds out about lost ranks, not a timeout.
+_FOREVER = timedelta(days=365)
+# Hidden states on their way to the next stage, each in its own memory.
+_SENDS_IN_FLIGHT = 2
+
+
+class RankGroup:
+    """The ranks of one replica, joined. All ranks make it at the same time.
+
+    Tensors travel between devices, everything else between hosts. Each channel and each process group is used
+    by one thread at a time.
+    """
+
+    def __init__(self, layout: RankLayout, device: torch.device, *, master: str, epoch: str) -> None:
+        """Joins the group; waits until all ranks have.
+
+        Args:
+            layout: this rank's place.
+            device: where the model runs; tensors travel through NCCL if it is a GPU, else through gloo.
+            master: host:port where rank 0 listens for the others.
+            epoch: names this forming of the group. Ranks of different epochs never meet.
+
+        Raises:
+            Unavailable: if the ranks do not find one another.
+        """
+        self.layout = layout
+        self.epoch = epoch
+        self._device = device
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            store = PrefixStore(epoch, _open_store(layout, master))
+            distributed.init_process_group(
+                "gloo", store=store, rank=layout.rank, world_size=layout.world_size, timeout=_FOREVER
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise Unavailable(f"the ranks of the replica do not meet at {master}: {reason}") from error
+        everyone = tuple(range(layout.world_size))
+        self._exchange = _group(everyone, "gloo")
+        self.plans = Channel(_group(everyone, "gloo"), 0)
+        """From rank 0: the steps, in the order in which all ranks run them."""
+        for stage in range(layout.pipeline):
+            group = _group(layout.ranks_of(stage), backend)
+            if stage == layout.stage:
+                operators.use_group(group)
+                self.tensor_group: Any = group
+                """The ranks of this rank's stage."""
+        last = layout.ranks_of(layout.pipeline - 1)
+        self.choices = Channel(_group(last, "gloo"), layout.chooser)
+        """From the chooser to its stage: tokens that ranks cannot choose alike."""
+        earlier = tuple(rank for rank in everyone if rank not in last)
+        self.results = Channel(_group((*earlier, layout.chooser), "gloo"), layout.chooser)
+        """From the chooser to all other stages: the result of each step."""
+        self._links = {
+            (source, source + layout.tensor): _group((source, source + layout.tensor), backend)
+            for source in everyone[: -layout.tensor]
+        }
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def exchange(self, value: bytes) -> list[bytes]:
+        """Returns the values of all ranks, in their order. All ranks must call it."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.layout.world_size)]
+        distributed.all_gather(lengths, torch.tensor([len(value)]), group=self._exchange)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(value.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+        values = [torch.empty_like(padded) for _ in lengths]
+        distributed.all_gather(values, padded, group=self._exchange)
+        return [
+            bytes(each.numpy().tobytes()[: int(length)]) for each, length in zip(values, lengths, strict=True)
+        ]
+
+    def send_states(self, states: torch.Tensor) -> None:
+        """Sends hidden states to the next stage, without waiting until it takes them."""
+        # The memory of a graph's result is overwritten by its next run.
+        kept = states.contiguous().clone()
+        target = self.layout.rank + self.layout.tensor
+        link = self._links[self.layout.rank, target]
+        self._sending.append((distributed.isend(kept, target, group=link), kept))
+        if len(self._sending) > _SENDS_IN_FLIGHT:
+            self._sending.popleft()[0].wait()
+
+    def receive_states(self, like: torch.Tensor) -> torch.Tensor:
+        """Receives hidden states of the shape and type of `like` from the stage before."""
+        states = torch.empty_like(like)
+        source = self.layout.rank - self.layout.tensor
+        distributed.recv(states, source, group=self._links[source, self.layout.rank])
+        return states
+
+
+def _open_store(layout: RankLayout, master: str) -> Any:
+    """Opens rank 0's store, or connects to it. A predecessor of rank 0 may hold the port for a moment."""
+    host, _, port = master.rpartition(":")
+    deadline = time.monotonic() + _JOIN_S
+    while True:
+        try:
+            return TCPStore(
+                host.strip("[]"), int(port), is_master=layout.leads, wait_for_workers=False,
+                timeout=timedelta(seconds=_JOIN_S),
+            )  # fmt: skip
+        except RuntimeError:
+            if time.monotonic() > deadline or not layout.leads:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _group(ranks: Sequence[int], backend: str) -> Any:
+    """Makes a process group; all ranks of the replica must, in the same order. One rank alone needs none."""
+    if len(ranks) == 1:
+        return None
+    return distributed.new_group(list(ranks), backend=backend, timeout=_FOREVER)
