@@ -196,7 +196,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     in plain operators."""
     rbln_backend: Literal["rbln", "rbln-check"] = "rbln"
     """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot
-    do; it is for tests."""
+    do; it needs none of the vendor's packages, so it shows whether a model suits an NPU."""
     grammar_threads: int = Field(2, ge=1, le=64)
     """Grammars that are compiled at the same time."""
     grammar_time_s: float = Field(5.0, ge=1, le=600)

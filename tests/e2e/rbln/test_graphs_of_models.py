@@ -1,4 +1,4 @@
-"""NPU graphs, run by the stand-in backend, give the tokens of the CPU's compiled kernels."""
+"""NPU graphs, run by backend rbln-check, give the tokens of the CPU's compiled kernels."""
 
 import dataclasses
 import json

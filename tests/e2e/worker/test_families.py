@@ -47,7 +47,7 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 
 @pytest.fixture(scope="module")
 def on_npu(folders: dict[str, Path], prompts: list[list[int]]) -> dict[tuple[str, Backend], list[Answer]]:
-    """The answers of the NPU's stand-in for all families; windows slide in place there."""
+    """The answers of backend rbln-check for all families; windows slide in place there."""
     jobs = {
         (family, backend): Job(
             str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,

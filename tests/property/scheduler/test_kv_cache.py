@@ -60,14 +60,16 @@ class KvCacheMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), groups=MIXES, room=st.integers(0, 14),
         sub_block=st.booleans(), generated=st.booleans(), ends=st.booleans(),
+        copies=st.sampled_from([True, True, False]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, groups: tuple[KvGroup, ...], room: int, sub_block: bool, generated: bool, ends: bool,
+        copies: bool,
     ) -> None:  # fmt: skip
         self.geometry: Geometry = make_geometry(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.geometry.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.groups = groups
-        self.options = CacheOptions(True, sub_block, generated)
+        self.options = CacheOptions(True, sub_block, generated, copies)
         self.keep = KeepEnds if ends else KeepJunctions
         # Room for the longest sequence and a little more: memory is short.
         self.num_blocks = [MAX_LEN // block + 1 + room] * len(groups)
@@ -82,7 +84,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         hash_block_size = self.geometry.hash_block_size
         unit = (
             self.geometry.chunk
-            if self.options.sub_block
+            if self.options.sub_block and self.options.copies_blocks
             else max(self.geometry.chunk, self.geometry.block_size)
         )
         self.model = KvModel(self.geometry, self.groups, unit // hash_block_size)
@@ -96,6 +98,14 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.resets = 0
         # Resets before each sequence was admitted; after a reset, older sequences are not indexed.
         self.born: dict[SequenceKv, int] = {}
+
+    def indexes(self, sequence: SequenceKv) -> bool:
+        """Whether what the sequence computes becomes findable.
+
+        Every hit on a window in place is a copy, so without copies models with such windows reuse nothing.
+        """
+        slides = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in self.groups)
+        return self.born[sequence] == self.resets and (self.options.copies_blocks or not slides)
 
     # ---- admitting and releasing ----
 
@@ -167,7 +177,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         """Indexes decoded tokens as the scheduler does: at the end of blocks, and when a sequence leaves."""
         self.kv.prefixes.index_decoded(sequence)
         copied = not self.kv.copies.waits_for(sequence)
-        if self.options.cache_generated and copied and self.born[sequence] == self.resets:
+        if self.options.cache_generated and copied and self.indexes(sequence):
             self.model.publish(
                 sequence, max(0, sequence.num_computed - self.geometry.block_size), sequence.num_computed
             )
@@ -276,7 +286,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         whole = flight.chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
         if flight.chunk:
             self.kv.prefixes.index_chunk(sequence, start, end)
-            if (whole or self.options.cache_generated) and self.born[sequence] == self.resets:
+            if (whole or self.options.cache_generated) and self.indexes(sequence):
                 self.model.publish(sequence, start, end)
             self.note_windows(sequence, end)
         sequence.num_computed = end
@@ -384,6 +394,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         copies = [*self.kv.copies.entries]
         if self.flight is not None:
             copies += self.flight.copies
+        assert self.options.copies_blocks or not copies
         for group_id, group in enumerate(self.kv.groups):
             users: Counter[int] = Counter()
             for sequence in self.running:

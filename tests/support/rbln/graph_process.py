@@ -1,4 +1,4 @@
-"""Generates with models on device rbln's stand-in, in its own process: vLLM has one platform a process.
+"""Generates with models and backend rbln-check, in its own process: vLLM has one platform a process.
 
 The argument is a JSON array of `Job`. The output is a JSON array of `Result`.
 """

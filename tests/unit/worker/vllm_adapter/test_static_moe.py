@@ -123,7 +123,7 @@ def test_an_npu_uses_the_vendors_kernel_if_enabled(
 
 
 @pytest.mark.parametrize("name", ["VLLM_RBLN_MOE_USE_OPT_KERNEL", "VLLM_RBLN_MOE_CUSTOM_KERNEL"])
-def test_the_stand_in_refuses_the_vendors_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_rbln_check_refuses_the_vendors_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The refusal is one line that says which flags to omit; the plugin's variables set the same settings."""
     monkeypatch.setenv(name, "1")
     settings = Settings(model="m")
