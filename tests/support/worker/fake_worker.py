@@ -6,6 +6,7 @@ from protos.steps import Decode, StepPlan
 from worker_svc.execution.worker import Ready
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import PhaseProgress
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 
@@ -13,6 +14,9 @@ class FakeWorker:
     """Accepts every configuration unless `error` is set; decodes a slot's position as its token."""
 
     grammars = None
+    layout = RankLayout()
+    follower = None
+    epoch = ""
 
     def __init__(self) -> None:
         self.geometry: Geometry | PoolGeometry | None = None
@@ -30,7 +34,10 @@ class FakeWorker:
     def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
         return geometry == self.geometry
 
-    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+    def configure(
+        self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
+    ) -> Ready:
+        del epoch
         if self.error is not None:
             raise self.error
         progress("load", 1, 2, "a file")
