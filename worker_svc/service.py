@@ -43,33 +43,24 @@ async def serve(settings: Settings) -> None:
     watchdog = _watch(thread, settings)
     prepared = thread.submit(worker.prepare)
     health = _Health(thread, settings.stall_timeout_s)
+    failed_steps = FailedSteps(
+        settings.max_failed_steps, lambda reason: loop.call_soon_threadsafe(_fail, failed, reason)
+    )
     servicer = WorkerServicer(
-        worker,
-        thread,
-        prepared=prepared,
-        worker_id=worker_id,
-        model=settings.model,
-        on_configured=health.set_configured,
-        failed_steps=FailedSteps(
-            settings.max_failed_steps, lambda reason: loop.call_soon_threadsafe(_fail, failed, reason)
-        ),
-        step_limit_s=settings.step_limit_s,
+        worker, thread, prepared=prepared, worker_id=worker_id, model=settings.model,
+        on_configured=health.set_configured, failed_steps=failed_steps, step_limit_s=settings.step_limit_s,
         configure_limit_s=settings.configure_hang_timeout_s,
         first_step_timeout_s=settings.first_step_timeout_s,
-    )
+    )  # fmt: skip
     register = functools.partial(worker_pb2_grpc.add_WorkerServicer_to_server, servicer)
     server = Server((SERVICE,), register, max_concurrent_rpcs=settings.max_concurrent_rpcs)
     health.server = server
     port = await server.start(settings.host, settings.port, settings.socket)
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
-    tasks = [
-        asyncio.create_task(health.watch()),
-        asyncio.create_task(
-            _register(
-                worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up
-            )
-        ),
-    ]
+    registered = _register(
+        worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up
+    )
+    tasks = [asyncio.create_task(health.watch()), asyncio.create_task(registered)]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

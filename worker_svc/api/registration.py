@@ -63,10 +63,7 @@ async def stay_registered(
     request = registry_pb2.RegisterRequest(
         schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port, replica_id=replica_id
     )
-    if rank is not None and rank.world_size > 1:
-        request.rank, request.world_size = rank.rank, rank.world_size
-        request.tensor_parallel_size, request.pipeline_parallel_size = rank.tensor, rank.pipeline
-        request.expert_parallel = rank.experts
+    _add_rank(request, rank or RankLayout())
     if socket is not None and is_unix(scheduler):
         request.socket = str(socket)
     notes = {
@@ -87,12 +84,7 @@ async def stay_registered(
                     log.info("registered", state=_state(event.state), message=event.message)
                 reason = "the scheduler ended the registration"
             except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                if isinstance(failure, _FINAL):
-                    raise ConfigurationRefused(
-                        f"the scheduler at {scheduler} refuses this worker: {failure.message}"
-                    ) from error
-                reason = failure.message
+                reason = _reason(error, scheduler)
             if leaving is not None and leaving.is_set():
                 return
             if time.monotonic() - served_since >= _LASTING_S:
@@ -102,6 +94,24 @@ async def stay_registered(
                 last_reason = reason
             await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311 - not a secret
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
+
+
+def _add_rank(request: registry_pb2.RegisterRequest, rank: RankLayout) -> None:
+    """Adds the process' place in a replica of several ranks."""
+    if rank.world_size > 1:
+        request.rank, request.world_size = rank.rank, rank.world_size
+        request.tensor_parallel_size, request.pipeline_parallel_size = rank.tensor, rank.pipeline
+        request.expert_parallel = rank.experts
+
+
+def _reason(error: grpc.aio.AioRpcError, scheduler: str) -> str:
+    """Returns why a registration ended; raises ConfigurationRefused if no retry would help."""
+    failure = from_rpc_error(error)
+    if isinstance(failure, _FINAL):
+        raise ConfigurationRefused(
+            f"the scheduler at {scheduler} refuses this worker: {failure.message}"
+        ) from error
+    return failure.message
 
 
 async def leave(scheduler: str, *, worker_id: str) -> None:

@@ -62,9 +62,7 @@ def code_fields(
         "parallel": str(layout),
         "device": f"{device.name}: {device.code_target()}",
         "level": str(level),
-        "kv_groups": "; ".join(
-            f"{group.kind.value} x{len(group.layers)} window {group.window}" for group in groups
-        ),
+        "kv_groups": "; ".join(map(_group_words, groups)),
         "chunk": str(geometry.chunk),
         "decode_buckets": ",".join(map(str, geometry.decode_buckets)),
         "generated_for": "all" if sizes is None else ",".join(map(str, sorted(sizes))),
@@ -81,6 +79,10 @@ def code_fields(
         if (version := _version(package)) is not None:
             fields[f"version:{package}"] = version
     return fields
+
+
+def _group_words(group: KvGroup) -> str:
+    return f"{group.kind.value} x{len(group.layers)} window {group.window}"
 
 
 def weights_fingerprint(folder: Path, *, contents: bool) -> str:

@@ -68,11 +68,7 @@ class VllmModel:
             self._config: Any = configure(**arguments, layout=layout)
             self._model: Any = _build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
-        for layer in self._layers.values():
-            if (params := getattr(getattr(layer, "impl", None), "params", None)) is not None:
-                device.check_attention(params)
-            if is_experts(layer):
-                layer.device = device
+        self._prepare_layers()
         head, whole = self._compute_logits, self._model if layout.pipeline == 1 else self._run_stage
         self._run: Callable[..., torch.Tensor] = device.compile(whole) if compiled else whole
         self._whole: Callable[..., torch.Tensor] = whole
@@ -83,10 +79,10 @@ class VllmModel:
         model_config = self._config.model_config
         if model_config.runner_type == "pooling":
             pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
+        if pooling and layout.world_size > 1:
+            raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         everywhere: Mapping[str, Any] = {} if pooling else self._layers
         if layout.pipeline > 1:
-            if pooling:
-                raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
             everywhere = _layers_of_all_stages(arguments, layout)
         self.description = describe(self._config, everywhere, pooling, here=self._layers)
         self._state_names: tuple[str, ...] = ()
@@ -100,6 +96,21 @@ class VllmModel:
         self.size = measure(model_config, self._model, 0 if pooling else self.description.vocab_size)
         # All steps use one context and only replace its metadata.
         self._context: Any = create_forward_context({}, self._config)
+
+    def _prepare_layers(self) -> None:
+        """Checks that the device serves the layers, and lets expert layers know the device."""
+        for layer in self._layers.values():
+            if (params := getattr(getattr(layer, "impl", None), "params", None)) is not None:
+                self._device.check_attention(params)
+            if is_experts(layer):
+                layer.device = self._device
+
+    def _names_of_states(self) -> tuple[str, ...]:
+        """Returns the tensors that this stage gets from the one before, in the order in which they travel."""
+        if self._layout.is_first_stage:
+            return ()
+        empty = self._model.make_empty_intermediate_tensors(1, self.description.dtype, torch.device("meta"))
+        return tuple(sorted(empty.tensors))
 
     def load_weights(self, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
         """Reads or generates the weights and packs them for the device's kernels.

@@ -7,7 +7,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from protos.errors import ConfigurationRefused
 from protos.steps import StepPlan
@@ -27,11 +27,13 @@ REFUSED_LEN = 13
 class FailingWorker(FakeWorker):
     """Steps fail in the way of `KIND`; "slow" configures in ten parts of 0.3 s instead."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, give_up: Callable[[str], None]) -> None:
         super().__init__()
-        del settings
+        del settings, give_up
 
-    def configure(self, geometry: Geometry | PoolGeometry, progress: PhaseProgress) -> Ready:
+    def configure(
+        self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
+    ) -> Ready:
         for part in range(10 if KIND == "slow" else 0):
             progress("compile", part, 10, "a graph")
             time.sleep(0.3)
@@ -39,7 +41,7 @@ class FailingWorker(FakeWorker):
             raise ConfigurationRefused(f"--max-model-len {REFUSED_LEN} is refused")
         if KIND == "configuration":
             threading.Event().wait()
-        return super().configure(geometry, progress)
+        return super().configure(geometry, progress, epoch=epoch)
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         if KIND == "hang":
