@@ -10,33 +10,48 @@ class Interleave:
 
     vLLM-RBLN runs all prefill first, which stalls running requests as long as prompts keep arriving. Here the
     longest gap between two tokens of a request is one chunk plus one decode step.
+
+    On a pipeline, each decode step is one micro-batch's, and a stage spends only its share of the time on a
+    chunk. So as many chunks as there are stages cost a request as much as one chunk of the whole model.
     """
 
-    def __init__(self, decode_steps_per_chunk: int) -> None:
-        """Runs ``decode_steps_per_chunk`` decode steps between two chunks; 0 runs all chunks first."""
+    def __init__(self, decode_steps_per_chunk: int, stages: int = 1) -> None:
+        """Starts with a chunk.
+
+        Args:
+            decode_steps_per_chunk: decode steps between two chunks; 0 runs all chunks first.
+            stages: pipeline stages; up to this many chunks may follow one another.
+        """
         self._ratio = decode_steps_per_chunk
-        # The first chunk may start at once.
-        self._decodes_since_chunk = decode_steps_per_chunk
+        self._most = decode_steps_per_chunk * stages
+        # Decode steps that no chunk has been sent for. The first chunk may start at once.
+        self._decodes = decode_steps_per_chunk
 
     @property
     def prefill_due(self) -> bool:
         """Whether enough decode steps have run since the last chunk."""
-        return self._decodes_since_chunk >= self._ratio
+        return self._decodes >= self._ratio
 
-    def choose(self, *, prefill: bool, decode: bool) -> StepKind | None:
-        """Returns the kind of the next step, given which kinds of work exist."""
+    def choose(self, *, prefill: bool, decode: bool, turns: int = 1) -> StepKind | None:
+        """Returns the kind of the next step.
+
+        Args:
+            prefill: whether there is a chunk to run.
+            decode: whether there is a decode step to run.
+            turns: steps that a decode step counts as.
+        """
         if prefill and (not decode or self.prefill_due):
-            self._decodes_since_chunk = 0
+            self._decodes = max(0, min(self._decodes, self._most) - self._ratio)
             return "prefill"
         if decode:
-            self._decodes_since_chunk += 1
+            self._decodes += turns
             return "decode"
         return None
 
     def decoded(self) -> None:
         """Counts a decode step that a lease ran, beyond those chosen here."""
-        self._decodes_since_chunk += 1
+        self._decodes += 1
 
     def withdraw(self) -> None:
         """Takes back a decode step that was chosen here, but has not run."""
-        self._decodes_since_chunk -= 1
+        self._decodes -= 1

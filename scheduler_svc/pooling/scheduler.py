@@ -108,8 +108,9 @@ class PoolScheduler:
         """Returns None: a pooling batch is one step and cannot be cut short."""
         return None
 
-    def plan_ahead(self) -> StepPlan | None:
+    def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
         """Returns None: a pooling batch is one step."""
+        del may_preempt
         return None
 
     def update(self, result: StepResult) -> None:

@@ -1,7 +1,11 @@
-"""The requests that decode together, and the steps before which they need room."""
+"""The requests that decode together, and the steps before which they need room.
+
+A replica of one pipeline stage has one decode batch. A replica of several stages has one for each stage, its
+micro-batches: while one of them passes through a stage, the others keep the other stages busy.
+"""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.plans import BatchRows
@@ -17,29 +21,28 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, kv: KvCache, stats: SchedulerStats, charge: Callable[[str, int], None], observe_batch: Callable[[int], None]
+        self, index: int, kv: KvCache, count_rows: Callable[[int, int], None], charge: Callable[[str, int], None]
     ) -> None:  # fmt: skip
         """Starts empty.
 
         Args:
+            index: its place among the replica's micro-batches.
             kv: has the requests' blocks.
-            stats: counts steps and stalls.
+            count_rows: counts a step, given its rows and its bucket.
             charge: charges a tenant for its rows of a step.
-            observe_batch: receives the number of rows of each step.
         """
+        self.index = index
+        """Its place among the replica's micro-batches."""
         self._kv = kv
         self._prefixes = kv.prefixes
-        self._stats = stats
+        self._count_rows = count_rows
         self._charge = charge
-        self._observe_batch = observe_batch
         self.members: dict[str, Request] = {}
         """The requests by id, in the order in which they began to decode."""
         self.has_first_tokens = False
         """Whether some request has generated nothing yet; its first token takes the slower path of
         results."""
-        self.stalled_since: float | None = None
-        """Clock reading since which chunks have kept the batch from decoding; None while it decodes."""
-        self.batch = BatchRows()
+        self.batch = BatchRows(micro_batch=index)
         """The requests of the step that :meth:`prepare` was last called for."""
         self.positions: tuple[int, ...] = ()
         """The position that the step computes for each, in the same order."""
@@ -79,8 +82,6 @@ class DecodeBatch:
         del self._stays[request.request_id]
         self._starts.pop(request.request_id, None)
         self._changed = True
-        if not self.members:
-            self.stalled_since = None
 
     def applied_row_by_row(self) -> None:
         """Notes a result with first tokens, or without exactly one token for each row."""
@@ -93,34 +94,6 @@ class DecodeBatch:
         self._steps += 1
         for tenant, rows in batch.tenants.items():
             self._charge(tenant, rows)
-
-    def count_step_outside(self, request: Request, bucket: int) -> None:
-        """Counts a decode step of a request that is not in the batch."""
-        self._count_rows(1, bucket)
-        self._charge(request.tenant, 1)
-
-    def _count_rows(self, count: int, bucket: int) -> None:
-        stats = self._stats.buckets.get(bucket)
-        if stats is None:
-            stats = self._stats.buckets[bucket] = BucketStats()
-        stats.steps += 1
-        stats.rows += count
-        self._observe_batch(count)
-
-    # ---- stalls ----
-
-    def stall(self, since_s: float) -> None:
-        """Notes that a chunk sent at ``since_s`` keeps the batch, if it has members, from decoding."""
-        if self.members and self.stalled_since is None:
-            self.stalled_since = since_s
-
-    def end_stall(self, now_s: float) -> None:
-        """Counts a stall that ends with a decode step sent at ``now_s``."""
-        assert self.stalled_since is not None
-        stall = now_s - self.stalled_since
-        self._stats.stall_s += stall
-        self._stats.longest_stall_s = max(self._stats.longest_stall_s, stall)
-        self.stalled_since = None
 
     # ---- room ----
 
@@ -144,7 +117,7 @@ class DecodeBatch:
         if self._changed or behind:
             rows = tuple([one for one in self.members.values() if self._tokens_at(one, step) < one.end])
             if self._changed or len(rows) != len(self.batch.requests):
-                self.batch = _batch_of(rows)
+                self.batch = _batch_of(rows, self.index)
                 self._positions_step = None
             # Requests that are left out have not left yet, and may run on.
             self._changed = len(rows) != len(self.members)
@@ -240,7 +213,112 @@ class DecodeBatch:
         self._calendar.setdefault(due, []).append((request, stay))
 
 
-def _batch_of(requests: tuple[Request, ...]) -> BatchRows:
+class MicroBatches:
+    """The decode batches of a replica, which advance independently of one another.
+
+    A request joins the smallest batch. It stays there until it leaves, or until another batch has become so
+    much smaller that moving it pays.
+    """
+
+    def __init__(
+        self, count: int, kv: KvCache, stats: SchedulerStats, charge: Callable[[str, int], None],
+        observe_batch: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Starts empty.
+
+        Args:
+            count: the number of batches.
+            kv: has the requests' blocks.
+            stats: counts steps and stalls.
+            charge: charges a tenant for its rows of a step.
+            observe_batch: receives the number of rows of each step.
+        """
+        self._stats = stats
+        self._charge = charge
+        self._observe_batch = observe_batch
+        self.batches = tuple([DecodeBatch(index, kv, self._count_rows, charge) for index in range(count)])
+        """The batches by index."""
+        # The batch of each request, by request id.
+        self._homes: dict[str, DecodeBatch] = {}
+        self.stalled_since: float | None = None
+        """Clock reading since which chunks have kept all batches from decoding; None while one decodes."""
+
+    def __len__(self) -> int:
+        """The number of decoding requests."""
+        return len(self._homes)
+
+    @property
+    def num_active(self) -> int:
+        """Batches that have requests."""
+        return sum(bool(batch.members) for batch in self.batches)
+
+    def batch_of(self, rows: BatchRows) -> DecodeBatch:
+        """Returns the batch that a step was planned for."""
+        return self.batches[rows.micro_batch]
+
+    def add(self, request: Request) -> None:
+        """Adds a request that has a slot."""
+        batch = min(self.batches, key=_size)
+        self._homes[request.request_id] = batch
+        batch.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request, after making findable what it decoded."""
+        self._homes.pop(request.request_id).remove(request)
+        if not self._homes:
+            self.stalled_since = None
+
+    def rebalance(self, batch: DecodeBatch, buckets: Collection[int]) -> None:
+        """Moves a batch's latest requests to the smallest one, if that one is empty or this one's bucket falls.
+
+        Args:
+            batch: a batch without a step in flight.
+            buckets: decode batch sizes.
+        """
+        size, smallest = len(batch.members), min(self.batches, key=_size)
+        moved = (size - len(smallest.members)) // 2
+        if moved <= 0:
+            return
+        if not smallest.members or any(size - moved <= bucket < size for bucket in buckets):
+            for request in list(batch.members.values())[-moved:]:
+                batch.remove(request)
+                self._homes[request.request_id] = smallest
+                smallest.add(request)
+
+    def count_step_outside(self, request: Request, bucket: int) -> None:
+        """Counts a decode step of a request that is in no batch."""
+        self._count_rows(1, bucket)
+        self._charge(request.tenant, 1)
+
+    def _count_rows(self, count: int, bucket: int) -> None:
+        stats = self._stats.buckets.get(bucket)
+        if stats is None:
+            stats = self._stats.buckets[bucket] = BucketStats()
+        stats.steps += 1
+        stats.rows += count
+        self._observe_batch(count)
+
+    # ---- stalls ----
+
+    def stall(self, since_s: float) -> None:
+        """Notes that a chunk that began at ``since_s`` keeps decoding requests, if there are any, waiting."""
+        if self._homes and self.stalled_since is None:
+            self.stalled_since = since_s
+
+    def end_stall(self, now_s: float) -> None:
+        """Counts a stall that ends with a decode step that began at ``now_s``."""
+        assert self.stalled_since is not None
+        stall = now_s - self.stalled_since
+        self._stats.stall_s += stall
+        self._stats.longest_stall_s = max(self._stats.longest_stall_s, stall)
+        self.stalled_since = None
+
+
+def _size(batch: DecodeBatch) -> int:
+    return len(batch.members)
+
+
+def _batch_of(requests: tuple[Request, ...], micro_batch: int) -> BatchRows:
     slots = tuple([request.slot for request in requests if request.slot is not None])
     tenants = Counter(request.tenant for request in requests)
     sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
@@ -250,5 +328,5 @@ def _batch_of(requests: tuple[Request, ...]) -> BatchRows:
         rows.append(row)
     if len(sinks) == 1:
         ((sink, request_ids, _),) = sinks.values()
-        return BatchRows(requests, slots, [(sink, request_ids, None)], tenants)
-    return BatchRows(requests, slots, list(sinks.values()), tenants)
+        return BatchRows(requests, slots, [(sink, request_ids, None)], tenants, micro_batch)
+    return BatchRows(requests, slots, list(sinks.values()), tenants, micro_batch)

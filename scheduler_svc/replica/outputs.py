@@ -6,7 +6,7 @@ from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.decode_batch import DecodeBatch
+from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
 from scheduler_svc.replica.plans import InFlight, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import RequestOwner, Slots
@@ -20,7 +20,7 @@ class Outputs:
     """Applies results to requests. A token without surprises costs a few operations."""
 
     def __init__(
-        self, slots: Slots, decoding: DecodeBatch, shared: SharedPrefills, in_flight: StepsInFlight, kv: KvCache,
+        self, slots: Slots, decoding: MicroBatches, shared: SharedPrefills, in_flight: StepsInFlight, kv: KvCache,
         owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Works on the parts of one replica's scheduler.
@@ -54,14 +54,16 @@ class Outputs:
         if result.error is not None:
             self._apply_failure(step, result.error)
         elif result.void:
-            self._decoding.withdraw()
+            if step.batch is not None:
+                self._decoding.batch_of(step.batch).withdraw()
         elif isinstance(work, Decode):
             if step.alone:
                 self._apply_trial(work, step, result)
             else:
                 assert step.batch is not None
-                self._decoding.count_step(step.batch, work.bucket)
-                self._apply_tokens(work, step, result)
+                batch = self._decoding.batch_of(step.batch)
+                batch.count_step(step.batch, work.bucket)
+                self._apply_tokens(work, step, result, batch)
         elif isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
         for output in result.outputs:
@@ -115,11 +117,11 @@ class Outputs:
 
     # ---- decode steps ----
 
-    def _apply_tokens(self, work: Decode, step: InFlight, result: StepResult) -> None:
-        requests, left, tokens, decoding = step.requests, step.left, result.token_ids, self._decoding
-        if decoding.stalled_since is not None:
-            decoding.end_stall(step.begun_s)
-        if len(tokens) != len(requests) or left or decoding.has_first_tokens:
+    def _apply_tokens(self, work: Decode, step: InFlight, result: StepResult, batch: DecodeBatch) -> None:
+        requests, left, tokens = step.requests, step.left, result.token_ids
+        if self._decoding.stalled_since is not None:
+            self._decoding.end_stall(step.begun_s)
+        if len(tokens) != len(requests) or left or batch.has_first_tokens:
             outputs = {output.slot: output for output in result.outputs}
             outputs.update(
                 (slot, SlotOutput(slot, (token,))) for slot, token in zip(work.slots, tokens, strict=False)
@@ -128,7 +130,7 @@ class Outputs:
                 if slot not in left:
                     request.kv.num_uncomputed -= 1
                     self._accept(request, outputs.get(slot), result)
-            decoding.applied_row_by_row()
+            batch.applied_row_by_row()
             return
         # The common case, which runs once per token of all requests. Each request computes one token and gets
         # one, so its `num_uncomputed` stays 1.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protos.errors import Internal
-from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan, StepResult
+from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan, StepResult, slots_of
 from protos.wire import MAX_MESSAGE_BYTES
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.requests.request import Request, Sink
@@ -153,6 +153,8 @@ class BatchRows:
     """Their sinks; with each its requests' ids and their rows, None for all rows."""
     tenants: Mapping[str, int] = field(default_factory=dict)
     """The number of rows of each tenant."""
+    micro_batch: int = 0
+    """Index of their decode batch."""
 
 
 @dataclass(slots=True)
@@ -208,6 +210,11 @@ class StepsInFlight:
         return latest.lease > 1 or (latest.plan.continues and isinstance(latest.plan.work, Decode))
 
     @property
+    def last(self) -> InFlight | None:
+        """The latest plan."""
+        return self._steps[-1] if self._steps else None
+
+    @property
     def latest(self) -> int:
         """The number of the latest plan; 0 if none is in flight."""
         return self._steps[-1].plan.step if self._steps else 0
@@ -216,6 +223,28 @@ class StepsInFlight:
     def alone(self) -> InFlight | None:
         """The plan in flight, if there is exactly one."""
         return self._steps[0] if len(self._steps) == 1 else None
+
+    def __len__(self) -> int:
+        """Plans without their last result."""
+        return len(self._steps)
+
+    def runs(self, request: Request) -> bool:
+        """Whether the work of a plan includes the request, in the slot that it has."""
+        slot = request.slot
+        return any(slot in slots_of(step.plan.work) and slot not in step.left for step in self._steps)
+
+    def chunk_tokens(self, request: Request) -> int:
+        """Tokens of the request's chunks that were sent and not answered."""
+        slot = request.slot
+        return sum(
+            work.num_tokens
+            for step in self._steps
+            if isinstance(work := step.plan.work, Prefill) and work.slot == slot and slot not in step.left
+        )
+
+    def has_batch(self, micro_batch: int) -> bool:
+        """Whether a step of that decode batch is outstanding."""
+        return any(step.batch is not None and step.batch.micro_batch == micro_batch for step in self._steps)
 
     def has_chunk_behind(self, step: InFlight) -> bool:
         """Whether a chunk was sent behind ``step``, the plan that was answered last."""

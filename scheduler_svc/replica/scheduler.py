@@ -14,7 +14,7 @@ from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
-from scheduler_svc.replica.decode_batch import DecodeBatch
+from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
@@ -48,7 +48,8 @@ class ReplicaOwner(RequestOwner, Protocol):
 class ReplicaScheduler:
     """Continuous batching over static graphs.
 
-    A step is either one prefill chunk at batch size 1 or one decode batch at a bucket size, never both.
+    A step is either one prefill chunk at batch size 1 or one decode batch at a bucket size, never both. For a
+    worker of one pipeline stage; see :class:`scheduler_svc.replica.pipeline.PipelineScheduler`.
     """
 
     def __init__(
@@ -90,14 +91,19 @@ class ReplicaScheduler:
         self._plan = PlanBuilder()
         self._in_flight = StepsInFlight()
         self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
-        self._decoding = DecodeBatch(kv, self.stats, owner.charge, observe_batch)
+        self._decoding = MicroBatches(geometry.stages, kv, self.stats, owner.charge, observe_batch)
         self._slots = Slots(
-            geometry.max_num_seqs, kv, self._decoding, self._plan, self._in_flight, self._shared, owner,
+            geometry.stage_batch * geometry.stages, kv, self._decoding, self._plan, self._in_flight, self._shared, owner,
             self.stats, clock,
         )  # fmt: skip
         self._outputs = Outputs(
             self._slots, self._decoding, self._shared, self._in_flight, kv, owner, self.stats, clock
         )  # fmt: skip
+        self._start()
+
+    def _start(self) -> None:
+        """Prepares what planning needs."""
+        assert len(self._decoding.batches) == 1, "a pipeline needs a PipelineScheduler"
 
     # ---- state ----
 
@@ -119,7 +125,7 @@ class ReplicaScheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, is in flight or waits for the next plan; no block will become free."""
-        running = self._decoding.members or self._slots.prefilling or self._slots.trials
+        running = self._decoding or self._slots.prefilling or self._slots.trials
         return not (running or self._in_flight or self._copies)
 
     @property
@@ -216,7 +222,8 @@ class ReplicaScheduler:
         Returns:
             The plan, or None if there is nothing to do.
         """
-        prefilling, decoding, trials = self._slots.prefilling, self._decoding, self._slots.trials
+        prefilling, trials = self._slots.prefilling, self._slots.trials
+        (decoding,) = self._decoding.batches
         work: Prefill | Decode | None = None
         requests: Sequence[Request] = ()
         batch: BatchRows | None = None
@@ -235,7 +242,7 @@ class ReplicaScheduler:
                 self._trial_due = True
                 batch = decoding.prepare(self._make_room)
                 requests = batch.requests
-                work = self._plan_decode(batch)
+                work = self._plan_decode(decoding)
         if work is None and not self._copies and not self._plan.releases:
             return None
         return self._send(work, requests, batch)
@@ -256,22 +263,26 @@ class ReplicaScheduler:
             return None
         return self._send(None, ())
 
-    def plan_ahead(self) -> StepPlan | None:
+    def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
         """Decides the step behind the only plan in flight, so that the worker need not wait for it.
 
         Call it after :meth:`interrupt`. Nothing is preempted, and nothing depends on a result that is
         missing: a chunk follows a decode step or an earlier chunk, a decode step of other requests follows a
         chunk, or a lease is renewed.
 
+        Args:
+            may_preempt: whether a pipeline may preempt for it; not in the middle of a dispatch.
+
         Returns:
             The plan, or None if it must wait for results.
         """
+        del may_preempt
         step = self._in_flight.alone
         if not self._plans_ahead or step is None or step.alone or self._slots.trials:
             return None
         match step.plan.work:
             case Prefill() as chunk:
-                if not self._decoding.members or self._interleave.prefill_due:
+                if not self._decoding or self._interleave.prefill_due:
                     return self._next_chunk(step, chunk)
                 return self._decode_behind(step, 0)
             case Decode(lease=lease):
@@ -305,7 +316,7 @@ class ReplicaScheduler:
             A plan whose work, behind steps of the batch, runs only if these run to their end. Its blocks
             belong to their requests either way.
         """
-        decoding, slots = self._decoding, self._slots
+        (decoding,), slots = self._decoding.batches, self._slots
         # A row that has left may end a lease; a chunk is of another request.
         if (num_steps and step.left) or (slots.prefilling and self._interleave.prefill_due):
             return None
@@ -319,7 +330,9 @@ class ReplicaScheduler:
             decoding.withdraw(num_steps)
             return None
         self._interleave.choose(prefill=bool(slots.prefilling), decode=True)
-        return self._send(self._plan_decode(batch, num_steps), batch.requests, batch, continues=num_steps > 0)
+        return self._send(
+            self._plan_decode(decoding, num_steps), batch.requests, batch, continues=num_steps > 0
+        )
 
     def _next_chunk(self, step: InFlight, chunk: Prefill) -> StepPlan | None:
         """Returns a plan with the chunk behind one that runs, if a chunk follows in any case."""
@@ -339,7 +352,7 @@ class ReplicaScheduler:
         work = self._plan_chunk(following, self._grow, behind=chunk.num_tokens if continues else 0)
         if work is None:
             return None
-        self._interleave.choose(prefill=True, decode=bool(self._decoding.members))
+        self._interleave.choose(prefill=True, decode=bool(self._decoding))
         return self._send(work, (following,), continues=continues)
 
     def _send(
@@ -375,21 +388,26 @@ class ReplicaScheduler:
             return None
         return Decode((request.slot,), (position,), bucket_for(1, self.geometry.buckets), 1)
 
-    def _plan_decode(self, batch: BatchRows, behind: int = 0) -> Decode | None:
+    def _plan_decode(self, decoding: DecodeBatch, behind: int = 0) -> Decode | None:
         """Returns the steps of a prepared batch, ``behind`` steps that are in flight; None if it is empty."""
-        if not batch.requests:
+        rows = decoding.batch
+        if not rows.requests:
             return None
-        bucket = bucket_for(len(batch.requests), self.geometry.buckets)
-        return Decode(batch.slots, self._decoding.positions, bucket, self._lease(behind))
+        bucket = bucket_for(len(rows.requests), self.geometry.buckets)
+        return Decode(rows.slots, decoding.positions, bucket, self._lease(decoding, behind))
 
-    def _lease(self, behind: int) -> int:
+    def _lease(self, decoding: DecodeBatch, behind: int) -> int:
         """Returns how many decode steps may run in a row, with blocks reserved for all of them."""
         if self._max_lease == 1 or self._slots.prefilling or self._slots.trials or self.num_deferred:
             return 1
-        return self._decoding.reserve(self._max_lease, self._grow, behind=behind)
+        return decoding.reserve(self._max_lease, self._grow, behind=behind)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Grows a running request's tables, preempting others if needed; False if it was preempted itself."""
+        """Grows a running request's tables, preempting others if needed.
+
+        Returns:
+            False if the request was preempted itself, or runs alone and copies in flight hold its blocks.
+        """
         while not self._grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:
@@ -397,6 +415,8 @@ class ReplicaScheduler:
                 # way.
                 if self._copies.drop_windows() or self._owner.drop_pins(self):
                     continue
+                if self._in_flight:
+                    return False
                 raise Internal("out of KV blocks with no request to preempt")
             victim = self.preemption.victim(running)
             assert victim is not None

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from protos.errors import Internal
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.decode_batch import DecodeBatch
+from scheduler_svc.replica.decode_batch import MicroBatches
 from scheduler_svc.replica.plans import PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
@@ -37,7 +37,7 @@ class Slots:
     """Slots and the requests in them. Each request prefills, is on trial, or is in the decode batch."""
 
     def __init__(
-        self, max_num_seqs: int, kv: KvCache, decoding: DecodeBatch, plan: PlanBuilder, in_flight: StepsInFlight,
+        self, max_num_seqs: int, kv: KvCache, decoding: MicroBatches, plan: PlanBuilder, in_flight: StepsInFlight,
         shared: SharedPrefills, owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Starts with all slots free.
@@ -135,7 +135,9 @@ class Slots:
         Returns:
             False if there is no slot or too little room, or if ``origin``'s window has moved on.
         """
-        if self.full or (self._in_flight and self._kv.slides_in_place) or not self._plan.has_room(request):
+        if self.full or not self._plan.has_room(request):
+            return False
+        if self._kv.slides_in_place and self._in_flight.runs(origin):
             return False
         prompt = request.num_prompt_tokens - 1
         if not self._kv.fork(origin.kv, request.kv, prompt):

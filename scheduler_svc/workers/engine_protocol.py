@@ -35,8 +35,8 @@ class StepScheduler(Protocol):
     def interrupt(self) -> StepPlan | None:
         """Returns a plan that ends the running lease, if there is other work to do."""
 
-    def plan_ahead(self) -> StepPlan | None:
-        """Returns the plan behind the only one in flight, if the worker should have it by now."""
+    def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
+        """Returns the next plan behind those in flight, if the worker should have it by now."""
 
     def update(self, result: StepResult) -> None:
         """Delivers the result of a plan."""

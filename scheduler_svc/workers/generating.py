@@ -15,6 +15,7 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits
 from scheduler_svc.requests.sampling import Grammar
@@ -149,11 +150,12 @@ class GeneratingReplicas:
             max_logprobs=description.max_logprobs,
             eos_token_ids=description.model.eos_token_ids,
         )
-        scheduler = ReplicaScheduler(
+        make_scheduler = PipelineScheduler if geometry.stages > 1 else ReplicaScheduler
+        scheduler = make_scheduler(
             geometry,
             self._make_cache(geometry, description, num_blocks),
             self.engine,
-            Interleave(self._settings.decode_steps_per_chunk),
+            Interleave(self._settings.decode_steps_per_chunk, geometry.stages),
             clock=self._clock,
             observe_batch=self._histogram.observe,
             max_lease=min(self._settings.lease_steps, description.max_lease_steps),

@@ -42,7 +42,7 @@ _GREETING = StepPlan(0)
 
 
 class StepLoop:
-    """Steps one worker, at most a plan ahead of the one that it runs, and idles while there is no work."""
+    """Steps one worker, with as many plans in flight as its scheduler sends, and idles without work."""
 
     def __init__(
         self,
@@ -172,7 +172,8 @@ class StepLoop:
             await self._deliver(call, scheduler)
             while scheduler.has_pending:
                 self._dispatch()
-                self.wake()
+                self._work.set()
+                self._send_more(call, scheduler, may_preempt=True)
                 await self._deliver(call, scheduler)
         finally:
             self._interrupt = None
@@ -180,16 +181,17 @@ class StepLoop:
             written, self._writing = self._writing, None
             await written
 
-    def _send_more(self, call: "_Call", scheduler: StepScheduler) -> None:
-        self._send_behind(call, scheduler.interrupt())
-        if not self._leaving:
-            self._send_behind(call, scheduler.plan_ahead())
+    def _send_more(self, call: "_Call", scheduler: StepScheduler, *, may_preempt: bool = False) -> None:
+        """Sends the plans that the worker should have by now, behind those in flight."""
+        if (plan := scheduler.interrupt()) is not None:
+            self._send_behind(call, plan)
+        while not self._leaving and (plan := scheduler.plan_ahead(may_preempt=may_preempt)) is not None:
+            self._send_behind(call, plan)
 
-    def _send_behind(self, call: "_Call", plan: StepPlan | None) -> None:
-        """Sends a plan, if there is one, while another is in flight."""
-        if plan is not None:
-            self._sent.append((plan, self._budgets.of(plan)))
-            self._writing = asyncio.ensure_future(self._write_behind(self._writing, call, plan))
+    def _send_behind(self, call: "_Call", plan: StepPlan) -> None:
+        """Sends a plan while another is in flight."""
+        self._sent.append((plan, self._budgets.of(plan)))
+        self._writing = asyncio.ensure_future(self._write_behind(self._writing, call, plan))
 
     async def _write_behind(
         self, earlier: asyncio.Future[None] | None, call: "_Call", plan: StepPlan

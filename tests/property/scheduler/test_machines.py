@@ -1,6 +1,7 @@
 """Random operations on pools and schedulers, checked against naive models after every step."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protos.errors import Overloaded
 from protos.kv_groups import GroupKind
+from protos.steps import Decode
 from scheduler_svc.kv.block_pool import Block, BlockPool
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
@@ -157,20 +159,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     Before every step, the simulated device checks that the blocks hold what its queries see.
     """
 
+    stages: Sequence[int] = (1,)
+    """The pipeline stages to choose from."""
+
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
         generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 4, 9]), jump=st.sampled_from([0, 1, 3, 7]),
         streams=st.integers(0, 2), losses=st.integers(1, 3), ahead=st.booleans(), lag=st.integers(0, 3),
-        dispatches=st.booleans(),
+        dispatches=st.booleans(), data=st.data(),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
-        losses: int, ahead: bool, lag: int, dispatches: bool,
+        losses: int, ahead: bool, lag: int, dispatches: bool, data: st.DataObject,
     ) -> None:  # fmt: skip
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
-        geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4)
+        stages = data.draw(st.sampled_from(self.stages), label="stages")
+        geometry = make_geometry(
+            max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4, stages=stages
+        )
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
@@ -396,16 +404,48 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.prefill_backlog == 0
         assert scheduler.num_running == scheduler.num_deferred == 0
         assert not scheduler._slots.trials
-        decoding = scheduler._decoding
         assert not scheduler._shared._computing
-        assert not decoding.members
-        assert not decoding._starts
+        assert not scheduler._decoding
+        for batch in scheduler._decoding.batches:
+            assert not batch.members
+            assert not batch._starts
+            assert not [step for step in batch._calendar if step < batch._steps]
         assert not engine._live
         assert not engine._live._groups
-        assert not [step for step in decoding._calendar if step < decoding._steps]
+
+
+class PipelineMachine(SchedulerMachine):
+    """The same on a pipeline: several plans are in flight, and a slot decodes in one of them at a time."""
+
+    stages = (2, 3, 4)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        self.rig.sent = self.check_plans_in_flight
+        super().step(steps)
+
+    def check_plans_in_flight(self) -> None:
+        steps = list(self.rig.scheduler._in_flight)
+        assert len(steps) <= self.rig.geometry.stages + 1
+        decoding = [
+            slot
+            for step in steps
+            if isinstance(step.plan.work, Decode)
+            for slot in step.plan.work.slots
+            if slot not in step.left
+        ]
+        assert len(decoding) == len(set(decoding)), "a slot decodes in one plan at a time"
+        for step in steps:
+            if isinstance(step.plan.work, Decode):
+                assert step.plan.work.lease == 1
+                assert not step.plan.continues
+                assert len(step.requests) <= self.rig.geometry.stage_batch
+            assert len(steps) == 1 or not step.alone, "a suspect's step is alone in flight"
 
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = machine(max_examples=60, stateful_step_count=60)
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = machine(max_examples=120, stateful_step_count=60)
+TestPipeline = PipelineMachine.TestCase
+TestPipeline.settings = machine(max_examples=120, stateful_step_count=60)

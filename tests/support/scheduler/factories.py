@@ -18,6 +18,7 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
+from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import EventLogSpec, ModelLimits, Resumed, Submission
@@ -71,9 +72,9 @@ def make_pool(num_blocks: int = 9) -> BlockPool:
 
 def make_geometry(
     *, max_model_len: int = 64, max_num_seqs: int = 4, chunk: int = 4, block_size: int = 4,
-    buckets: tuple[int, ...] = (1, 2, 4),
+    buckets: tuple[int, ...] = (1, 2, 4), stages: int = 1,
 ) -> Geometry:  # fmt: skip
-    return Geometry(max_model_len, max_num_seqs, chunk, block_size, buckets)
+    return Geometry(max_model_len, max_num_seqs, chunk, block_size, buckets, stages)
 
 
 def make_sampling(*, max_tokens: int = 8, **fields: Any) -> Sampling:
@@ -166,7 +167,9 @@ class Rig:
     interrupts: list[StepPlan] = field(default_factory=list)
     """Plans that ended a lease."""
     renewals: list[StepPlan] = field(default_factory=list)
-    """Plans that continue a lease."""
+    """Plans that were sent behind others."""
+    sent: Callable[[], None] = lambda: None
+    """Called when a plan was sent behind others."""
     kills: Callable[[Moment], bool] = nothing_kills
     """Whether the device dies instead of doing this; the next one starts at once."""
     fails: Callable[[Moment], bool] = nothing_fails
@@ -193,8 +196,9 @@ class Rig:
         # `kills` and `fails` may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
         self.device = SimulatedDevice(self.geometry, self.groups, kills=kills, fails=fails)
-        self.scheduler = ReplicaScheduler(
-            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
+        make_scheduler = PipelineScheduler if self.geometry.stages > 1 else ReplicaScheduler
+        self.scheduler = make_scheduler(
+            self.geometry, kv, self.engine, Interleave(self.ratio, self.geometry.stages), clock=lambda: self.now,
             max_lease=self.max_lease, plans_ahead=self.plans_ahead,
         )  # fmt: skip
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
@@ -247,9 +251,12 @@ class Rig:
             if (newer := self.scheduler.interrupt()) is not None:
                 self.interrupts.append(newer)
                 worker.take(newer)
-            if (newer := self.scheduler.plan_ahead()) is not None:
-                self.renewals.append(newer)
-                worker.take(newer)
+            # As after a result; an arrival may come in the middle of a dispatch, which preempts nothing.
+            for may_preempt in (False, True):
+                while (newer := self.scheduler.plan_ahead(may_preempt=may_preempt)) is not None:
+                    self.sent()
+                    self.renewals.append(newer)
+                    worker.take(newer)
             try:
                 while worker.has_work and len(results) <= self.lag:
                     results.append(worker.run())

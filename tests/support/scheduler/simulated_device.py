@@ -93,15 +93,20 @@ class SimulatedDevice:
     """The next plans that fail; they free their slots before."""
     lost: set[int] = field(default_factory=set)
     """Slots whose admission was in a plan that failed before it."""
+    behind: set[int] = field(default_factory=set)
+    """Slots whose chunk failed; the next chunk of the prompt, if it was sent already, fails, too."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot in plan.release:
             self.slots.pop(slot, None)
             self.lost.discard(slot)
+            self.behind.discard(slot)
         try:
             return self._run(plan)
         except StepFailedError:
             self.lost.update(one.slot for one in plan.admit if one.slot not in self.slots)
+            if isinstance(plan.work, Prefill):
+                self.behind.add(plan.work.slot)
             raise
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -125,6 +130,8 @@ class SimulatedDevice:
         match plan.work:
             case Prefill(slot, start, num_tokens, sample):
                 state = self.slots[slot]
+                if slot in self.behind:
+                    raise StepFailedError(state.admission.request_id)
                 assert start == state.computed
                 assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
                 assert 1 <= num_tokens <= self.geometry.chunk

@@ -129,7 +129,7 @@ def test_a_lease_that_fails_keeps_the_tokens_of_its_earlier_steps() -> None:
     """The request continues behind them; none is lost or repeated."""
     rig = make_rig(max_lease=8)
     sink = rig.submit(make_submission(max_tokens=20))
-    while not rig.scheduler._decoding.members:
+    while not rig.scheduler._decoding:
         rig.step()
     plan = rig.scheduler.step()
     assert plan is not None

@@ -230,7 +230,7 @@ def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, max_lease
         assert sink.events[-1].finish_reason is FinishReason.LENGTH
     assert rig.scheduler.stats.forced_tokens > 10
     assert rig.scheduler.prefill_backlog == 0
-    assert not rig.scheduler._decoding.members
+    assert not rig.scheduler._decoding
     rig.scheduler.kv.check_integrity()
 
 

@@ -123,7 +123,7 @@ def test_a_suspect_is_cleared_by_the_answer_to_its_next_step() -> None:
     """Batch-mates of a lost worker decode once alone, then together; a chunk clears whom a chunk accused."""
     rig = make_rig()
     innocents = submit_innocents(rig)
-    while len(rig.scheduler._decoding.members) < 3:
+    while len(rig.scheduler._decoding) < 3:
         rig.step()
     lose_replica(rig)
     assert losses(rig, *innocents) == [1, 1, 1]
@@ -155,7 +155,7 @@ def test_a_worker_lost_now_and_then_fails_nothing() -> None:
     rig = make_rig()
     innocents = submit_innocents(rig)
     for _ in range(30):
-        while any(losses(rig, *innocents)) or not rig.scheduler._decoding.members:
+        while any(losses(rig, *innocents)) or not rig.scheduler._decoding:
             if rig.step() is None:
                 break
         if rig.engine.num_running:
@@ -168,7 +168,7 @@ def test_suspects_delay_the_others_by_one_step_each() -> None:
     """Requests that are no suspects decode with every other decode step, whatever suspects there are."""
     rig = make_rig(make_geometry(max_num_seqs=8, buckets=(1, 2, 4, 8)), decode_steps_per_chunk=1)
     suspects = [rig.submit(make_submission([20 + n], request_id=f"s{n}")) for n in range(6)]
-    while len(rig.scheduler._decoding.members) < 6:
+    while len(rig.scheduler._decoding) < 6:
         rig.step()
     lose_replica(rig)
     other = rig.submit(make_submission([50], request_id="other", max_tokens=20, priority=-1))
@@ -214,7 +214,7 @@ def test_a_suspect_may_be_aborted() -> None:
     """While it waits, and while it decodes alone."""
     rig = make_rig()
     sinks = [rig.submit(make_submission([20 + n], request_id=f"s{n}")) for n in range(2)]
-    while len(rig.scheduler._decoding.members) < 2:
+    while len(rig.scheduler._decoding) < 2:
         rig.step()
     lose_replica(rig)
     assert rig.engine.abort("s0")
@@ -230,7 +230,7 @@ def test_a_suspect_is_not_computed_in_a_plan_that_ends_a_lease() -> None:
     """The lease is answered first; otherwise its requests were in unanswered steps too."""
     rig = make_rig(max_lease=8)
     rig.submit(make_submission(request_id="innocent"))
-    while not rig.scheduler._decoding.members:
+    while not rig.scheduler._decoding:
         rig.step()
     lease = rig.scheduler.step()
     assert lease is not None
@@ -250,7 +250,7 @@ def test_a_request_is_not_blamed_for_one_that_ended_meanwhile() -> None:
     """A request that was aborted while its step ran may have been the reason."""
     rig = make_rig(max_worker_losses=1)
     sinks = [rig.submit(make_submission([20 + n], request_id=f"r{n}")) for n in range(2)]
-    while len(rig.scheduler._decoding.members) < 2:
+    while len(rig.scheduler._decoding) < 2:
         rig.step()
     assert rig.scheduler.step() is not None
     assert rig.engine.abort("r1")
