@@ -12,18 +12,13 @@ class Interleave:
     longest gap between two tokens of a request is one chunk plus one decode step.
 
     On a pipeline, each decode step is one micro-batch's, and a stage spends only its share of the time on a
-    chunk. So as many chunks as there are stages cost a request as much as one chunk of the whole model.
+    chunk. So a round of all micro-batches with a chunk behind each takes as long as one chunk and one step of
+    the whole model. Where only some stages have a micro-batch, several chunks may follow each step.
     """
 
-    def __init__(self, decode_steps_per_chunk: int, stages: int = 1) -> None:
-        """Starts with a chunk.
-
-        Args:
-            decode_steps_per_chunk: decode steps between two chunks; 0 runs all chunks first.
-            stages: pipeline stages; up to this many chunks may follow one another.
-        """
+    def __init__(self, decode_steps_per_chunk: int) -> None:
+        """Runs ``decode_steps_per_chunk`` decode steps between two chunks; 0 runs all chunks first."""
         self._ratio = decode_steps_per_chunk
-        self._most = decode_steps_per_chunk * stages
         # Decode steps that no chunk has been sent for. The first chunk may start at once.
         self._decodes = decode_steps_per_chunk
 
@@ -38,10 +33,10 @@ class Interleave:
         Args:
             prefill: whether there is a chunk to run.
             decode: whether there is a decode step to run.
-            turns: steps that a decode step counts as.
+            turns: pipeline stages for each micro-batch; a decode step counts as that many.
         """
         if prefill and (not decode or self.prefill_due):
-            self._decodes = max(0, min(self._decodes, self._most) - self._ratio)
+            self._decodes = max(0, min(self._decodes, self._ratio * turns) - self._ratio)
             return "prefill"
         if decode:
             self._decodes += turns

@@ -269,7 +269,7 @@ class MicroBatches:
             self.stalled_since = None
 
     def rebalance(self, batch: DecodeBatch, buckets: Collection[int]) -> None:
-        """Moves a batch's latest requests to the smallest one, if that one is empty or this one's bucket falls.
+        """Moves requests from a batch to the smallest one, if that is empty or this one's bucket falls.
 
         Args:
             batch: a batch without a step in flight.

@@ -83,6 +83,11 @@ class PipelineScheduler(ReplicaScheduler):
                 return plan
             # The request was preempted itself: there may be other work.
 
+    @property
+    def _stages_per_batch(self) -> int:
+        """Stages for each micro-batch that has requests."""
+        return self.geometry.stages // max(1, self._decoding.num_active)
+
     def _next_prefilling(self) -> Request | None:
         """Returns the first request with a chunk that can be sent now."""
         for request in self._slots.prefilling:
@@ -101,7 +106,8 @@ class PipelineScheduler(ReplicaScheduler):
         work = self._plan_chunk(request, make_room, behind=sent)
         if work is None:
             return None
-        self._interleave.choose(prefill=True, decode=bool(self._decoding))
+        decodes = bool(self._decoding)
+        self._interleave.choose(prefill=True, decode=decodes, turns=self._stages_per_batch)
         last = self._in_flight.last
         continues = bool(sent) and last is not None and last.requests[:1] == (request,) and last.batch is None
         return self._send(work, (request,), continues=continues)
@@ -123,7 +129,5 @@ class PipelineScheduler(ReplicaScheduler):
             return None
         self._turns.remove(batch)
         self._turns.append(batch)
-        # Where some stages have no micro-batch, chunks use their time.
-        turns = self.geometry.stages // self._decoding.num_active
-        self._interleave.choose(prefill=False, decode=True, turns=turns)
+        self._interleave.choose(prefill=False, decode=True, turns=self._stages_per_batch)
         return self._send(self._plan_decode(batch), rows.requests, rows)

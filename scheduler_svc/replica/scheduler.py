@@ -48,8 +48,8 @@ class ReplicaOwner(RequestOwner, Protocol):
 class ReplicaScheduler:
     """Continuous batching over static graphs.
 
-    A step is either one prefill chunk at batch size 1 or one decode batch at a bucket size, never both. For a
-    worker of one pipeline stage; see :class:`scheduler_svc.replica.pipeline.PipelineScheduler`.
+    A step is either one prefill chunk at batch size 1 or one decode batch at a bucket size, never both. A
+    pipeline of several stages needs :class:`scheduler_svc.replica.pipeline.PipelineScheduler`.
     """
 
     def __init__(
@@ -102,8 +102,7 @@ class ReplicaScheduler:
         self._start()
 
     def _start(self) -> None:
-        """Prepares what planning needs."""
-        assert len(self._decoding.batches) == 1, "a pipeline needs a PipelineScheduler"
+        """Prepares planning: a pipeline needs more."""
 
     # ---- state ----
 
@@ -125,8 +124,7 @@ class ReplicaScheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, is in flight or waits for the next plan; no block will become free."""
-        running = self._decoding or self._slots.prefilling or self._slots.trials
-        return not (running or self._in_flight or self._copies)
+        return not (len(self._slots) or self._in_flight or self._copies)
 
     @property
     def has_free_slot(self) -> bool:
@@ -266,12 +264,9 @@ class ReplicaScheduler:
     def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
         """Decides the step behind the only plan in flight, so that the worker need not wait for it.
 
-        Call it after :meth:`interrupt`. Nothing is preempted, and nothing depends on a result that is
-        missing: a chunk follows a decode step or an earlier chunk, a decode step of other requests follows a
-        chunk, or a lease is renewed.
-
-        Args:
-            may_preempt: whether a pipeline may preempt for it; not in the middle of a dispatch.
+        Call it after :meth:`interrupt`. Nothing is preempted (``may_preempt`` is for a pipeline), and nothing
+        depends on a result that is missing: a chunk follows a decode step or an earlier chunk, a decode step
+        of other requests follows a chunk, or a lease is renewed.
 
         Returns:
             The plan, or None if it must wait for results.
@@ -393,8 +388,8 @@ class ReplicaScheduler:
         rows = decoding.batch
         if not rows.requests:
             return None
-        bucket = bucket_for(len(rows.requests), self.geometry.buckets)
-        return Decode(rows.slots, decoding.positions, bucket, self._lease(decoding, behind))
+        size = bucket_for(len(rows.requests), self.geometry.buckets)
+        return Decode(rows.slots, decoding.positions, size, self._lease(decoding, behind))
 
     def _lease(self, decoding: DecodeBatch, behind: int) -> int:
         """Returns how many decode steps may run in a row, with blocks reserved for all of them."""

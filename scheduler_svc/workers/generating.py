@@ -155,7 +155,7 @@ class GeneratingReplicas:
             geometry,
             self._make_cache(geometry, description, num_blocks),
             self.engine,
-            Interleave(self._settings.decode_steps_per_chunk, geometry.stages),
+            Interleave(self._settings.decode_steps_per_chunk),
             clock=self._clock,
             observe_batch=self._histogram.observe,
             max_lease=min(self._settings.lease_steps, description.max_lease_steps),

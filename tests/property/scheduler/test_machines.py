@@ -437,8 +437,7 @@ class PipelineMachine(SchedulerMachine):
         assert len(decoding) == len(set(decoding)), "a slot decodes in one plan at a time"
         for step in steps:
             if isinstance(step.plan.work, Decode):
-                assert step.plan.work.lease == 1
-                assert not step.plan.continues
+                assert (step.plan.work.lease, step.plan.continues) == (1, False)
                 assert len(step.requests) <= self.rig.geometry.stage_batch
             assert len(steps) == 1 or not step.alone, "a suspect's step is alone in flight"
 

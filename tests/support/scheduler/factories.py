@@ -198,7 +198,7 @@ class Rig:
         self.device = SimulatedDevice(self.geometry, self.groups, kills=kills, fails=fails)
         make_scheduler = PipelineScheduler if self.geometry.stages > 1 else ReplicaScheduler
         self.scheduler = make_scheduler(
-            self.geometry, kv, self.engine, Interleave(self.ratio, self.geometry.stages), clock=lambda: self.now,
+            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
             max_lease=self.max_lease, plans_ahead=self.plans_ahead,
         )  # fmt: skip
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
