@@ -62,7 +62,7 @@ class RankGroup:
         for stage in range(layout.pipeline):
             group = _group(layout.ranks_of(stage), backend)
             if stage == layout.stage:
-                operators.use_group(group)
+                operators.use_group(group, device)
                 self.tensor_group: Any = group
                 """The ranks of this rank's stage."""
         last = layout.ranks_of(layout.pipeline - 1)

@@ -9,10 +9,16 @@ from typing import Any, Final
 import torch
 from torch import distributed
 
+from protos.logs import get_logger
+
 _NAMESPACE: Final = "triptych_ranks"
 _LIBRARY: Final = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("all_reduce_(Tensor(a!) tensor) -> ()")
 _LIBRARY.define("all_gather(Tensor tensor, int ranks) -> Tensor")
+
+
+# Up to this size, reading the other ranks' memory directly beats a ring: decode steps' hidden states.
+_ONE_SHOT_BYTES: Final = 512 << 10
 
 
 class _Stage:
@@ -20,11 +26,28 @@ class _Stage:
 
     group: Any = None
     """Their process group; `None` before the process has joined a group."""
+    shared: torch.Tensor | None = None
+    """Memory that all ranks can read, as bytes; `None` where GPUs do not reach each other's memory."""
 
 
-def use_group(group: Any) -> None:
-    """Makes the operators run on a process group of torch.distributed."""
+def use_group(group: Any, device: torch.device) -> None:
+    """Makes the operators run on a process group of torch.distributed; all its ranks call this together."""
     _Stage.group = group
+    if group is not None and device.type == "cuda":
+        _Stage.shared = _shared_memory(group)
+
+
+def _shared_memory(group: Any) -> torch.Tensor | None:
+    """Allocates memory that all ranks of a group can read."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    try:
+        shared: torch.Tensor = symmetric.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device="cuda")
+        symmetric.rendezvous(shared, group.group_name)
+    except RuntimeError as error:
+        get_logger().warning("no_shared_memory_between_gpus", reason=str(error).strip().splitlines()[0])
+        return None
+    return shared
 
 
 def all_reduce_(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,6 +69,16 @@ def _all_reduce(tensor: torch.Tensor) -> None:
     distributed.all_reduce(tensor, group=_Stage.group)
 
 
+def _all_reduce_on_gpus(tensor: torch.Tensor) -> None:
+    shared = _Stage.shared
+    if shared is None or tensor.nbytes > _ONE_SHOT_BYTES or not tensor.is_contiguous():
+        _all_reduce(tensor)
+        return
+    own = shared[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    own.copy_(tensor)
+    torch.ops.symm_mem.one_shot_all_reduce_out(own, "sum", _Stage.group.group_name, tensor)
+
+
 def _all_gather(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
     distributed.all_gather_into_tensor(gathered, tensor.contiguous(), group=_Stage.group)
@@ -53,7 +86,7 @@ def _all_gather(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("all_reduce_", _all_reduce, _key)
+    _LIBRARY.impl("all_reduce_", _all_reduce_on_gpus if _key == "CUDA" else _all_reduce, _key)
     _LIBRARY.impl("all_gather", _all_gather, _key)
 torch.library.register_fake(f"{_NAMESPACE}::all_reduce_", lambda _: None, lib=_LIBRARY)
 torch.library.register_fake(

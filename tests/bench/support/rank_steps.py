@@ -1,0 +1,163 @@
+"""One rank of `tests.bench.ranks`: a process with a worker, without gRPC.
+
+Rank 0 runs the steps and prints a line of JSON; the other ranks follow it until it is gone.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from protos.steps import Admission, Decode, Prefill, StepPlan
+from tests.support.sampling_params import sampling_params
+from worker_svc.execution.worker import Worker
+from worker_svc.launched_step import LaunchedStep
+from worker_svc.ranks import operators
+from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import Geometry
+
+_PARTS = 5
+
+
+class Steps:
+    """Plans of rank 0, without a scheduler."""
+
+    def __init__(self, worker: Worker, geometry: Geometry, context: int) -> None:
+        """Runs requests with `context` tokens, most of which are never computed."""
+        self._worker = worker
+        self._context = context
+        self._width = geometry.table_width
+        self._groups = range(len(worker.groups))
+        self._number = 0
+
+    def _launch(self, *, leased: bool = False, **fields: Any) -> tuple[StepPlan, LaunchedStep]:
+        self._number += not leased
+        plan = StepPlan(self._number, **fields)
+        return plan, self._worker.launch(plan, leased=leased)
+
+    def admit(self, slot: int) -> list[int]:
+        """Gives a slot a request and samples its first token."""
+        ids = tuple(range(1 + slot * self._width, 1 + (slot + 1) * self._width))
+        known = tuple(100 + (slot * 31 + place) % 100 for place in range(self._context))
+        admission = Admission(
+            slot, known, self._context - 1, sampling_params(temperature=0.0), dict.fromkeys(self._groups, ids)
+        )
+        work = Prefill(slot, self._context - 1, 1, True)
+        plan, launched = self._launch(admit=[admission], work=work)
+        return [token for output in launched.wait(plan.work) for token in output.token_ids]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Frees slots."""
+        self._launch(release=slots)[1].wait(None)
+
+    def decode(self, batches: Sequence[Sequence[int]], bucket: int, steps: int) -> list[list[int]]:
+        """Runs decode steps of each batch in turn, one step ahead of reading; returns the tokens by step."""
+        leases = len(batches) == 1
+        works = [
+            Decode(batch, [self._context] * len(batch), bucket, steps if leases else 1) for batch in batches
+        ]
+        waiting: list[tuple[Decode, LaunchedStep]] = []
+        tokens: list[list[int]] = []
+
+        def read() -> None:
+            work, launched = waiting.pop(0)
+            tokens.append([token for output in launched.wait(work) for token in output.token_ids])
+
+        for step in range(steps):
+            for index, work in enumerate(works):
+                if len(waiting) >= len(batches) + leases:
+                    read()
+                waiting.append((work, self._launch(leased=leases and step > 0, work=work)[1]))
+                works[index] = work.next()
+                if not waiting[-1][1].runs_ahead:
+                    while waiting:
+                        read()
+        while waiting:
+            read()
+        return tokens
+
+
+def measure(worker: Worker, geometry: Geometry, spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns tokens per second and the tokens of the first request, by batch."""
+    steps = Steps(worker, geometry, spec["context"])
+    stages, figures, texts = worker.layout.pipeline, {}, {}
+    for batch in spec["batches"]:
+        slots = list(range(batch))
+        each = max(batch // stages, 1)
+        batches = [slots[start : start + each] for start in range(0, batch, each)]
+        rates: list[float] = []
+        first: list[int] = []
+        for _ in range(_PARTS):
+            for slot in slots:
+                first = steps.admit(slot) if slot == 0 else first * bool(steps.admit(slot))
+            started = time.perf_counter()
+            tokens = steps.decode(batches, each, spec["steps"])
+            rates.append(batch * spec["steps"] / (time.perf_counter() - started))
+            steps.release(slots)
+            texts[str(batch)] = first + [row[0] for row in tokens[:: len(batches)]]
+        figures[str(batch)] = statistics.median(rates[1:])
+    return {"tokens_per_s": figures, "tokens": texts}
+
+
+def time_collectives(worker: Worker, spec: dict[str, Any]) -> dict[str, float]:
+    """Returns what an all-reduce of a decode step's hidden states takes in a captured graph, microseconds.
+
+    All ranks must call it at the same time.
+    """
+    times: dict[str, float] = {}
+    if worker.layout.tensor == 1 or worker.device.name != "cuda":
+        return times
+    for batch in spec["batches"]:
+        tensor = torch.ones((batch, spec["hidden"]), dtype=torch.bfloat16, device="cuda")
+
+        def several(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            for _ in range(64):
+                operators.all_reduce_(tensor)
+                tensor.mul_(0.5)
+            return (tensor,)
+
+        run = worker.device.capture(several, [tensor])
+        run(tensor)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(10):
+            run(tensor)
+        torch.cuda.synchronize()
+        times[str(batch)] = (time.perf_counter() - started) / 640 * 1e6
+    return times
+
+
+def main() -> None:
+    """Runs one rank; `sys.argv[1]` is the specification as JSON."""
+    spec = json.loads(sys.argv[1])
+    worker = Worker(Settings(**spec["settings"]), lambda reason: os._exit(reason != ""))
+    worker.prepare()
+    stages = worker.layout.pipeline
+    buckets = tuple(sorted({max(batch // stages, 1) for batch in spec["batches"]}))
+    most = max(spec["batches"])
+    geometry = Geometry(spec["max_model_len"], most, spec["chunk"], spec["block"], buckets)
+    width = geometry.table_width
+    geometry = Geometry(
+        spec["max_model_len"], most, spec["chunk"], spec["block"], buckets, (1 + most * width,)
+    )
+    worker.configure(geometry, lambda *_: None, epoch="bench" if worker.layout.world_size > 1 else "")
+    all_reduce_us = time_collectives(worker, spec)
+    if (follower := worker.follower) is not None:
+        while True:
+            report = follower.run(follower.wait())
+            if report is not None:
+                report()
+    result = measure(worker, geometry, spec)
+    result["all_reduce_us"] = all_reduce_us
+    result["gpu"] = worker.device.product_name()
+    print(json.dumps(result), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
