@@ -1,0 +1,104 @@
+"""The step loop of a worker of two pipeline stages, over real gRPC: several plans are in flight."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from protos.steps import Decode, StepPlan
+from protos.triptych.v1 import registry_pb2
+from scheduler_svc.convert.model import WorkerDescription
+from scheduler_svc.settings import Settings
+from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.workers import generating
+from scheduler_svc.workers.step_loop import StepLoop
+from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    failure,
+    generate_request,
+    joined,
+    register,
+    run_scheduler,
+    run_worker,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(30)]
+
+PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12, 13]]
+
+
+@pytest.fixture(autouse=True)
+def _two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every worker count as two stages."""
+    geometry_for = generating.geometry_for
+
+    def of_two_stages(settings: Settings, description: WorkerDescription) -> Geometry:
+        return geometry_for(settings, replace(description, pipeline_stages=2))
+
+    monkeypatch.setattr(generating, "geometry_for", of_two_stages)
+
+
+async def answers(scheduler: RunningScheduler) -> list[list[int]]:
+    requests = [generate_request(prompt, max_tokens=20) for prompt in PROMPTS]
+    return await asyncio.gather(*[tokens_of(scheduler, request) for request in requests])
+
+
+async def in_flight(worker: FakeWorker, step: int) -> list[StepPlan]:
+    """Returns the plans that have arrived while the worker holds a step: that step's and those behind it."""
+    plans: list[StepPlan] = []
+    while len(plans) < 2 or plans[-1].step <= step:
+        plans = [*plans, await worker.plans.get()]
+    return [plan for plan in plans if plan.step >= step]
+
+
+async def test_the_other_micro_batch_is_sent_before_a_step_is_answered() -> None:
+    """The worker holds a decode step and has the next one, of other slots."""
+    worker = FakeWorker(hold_at_step=20)
+    async with run_scheduler() as scheduler, joined(scheduler, worker):
+        asking = asyncio.create_task(answers(scheduler))
+        held, behind = await in_flight(worker, 20)
+        assert isinstance(held.work, Decode)
+        assert isinstance(behind.work, Decode)
+        assert sorted([*held.work.slots, *behind.work.slots]) == [0, 1, 2, 3]
+        worker.gate.set()
+        assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+    assert worker.configured is not None
+    assert list(worker.configured.decode_buckets) == [1, 2]
+
+
+async def test_a_worker_that_dies_with_several_plans_loses_no_token() -> None:
+    """All requests in them continue elsewhere."""
+    async with run_scheduler() as scheduler, run_worker(FakeWorker(die_at_step=20)) as port:
+        call = await register(scheduler, port, "w0")
+        asking = asyncio.create_task(answers(scheduler))
+        await failure(call)
+        async with joined(scheduler, FakeWorker(), "w1"):
+            assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+
+
+async def test_a_worker_that_leaves_answers_all_plans_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan follows, so none of its requests is a suspect."""
+    worker = FakeWorker(hold_at_step=20)
+    async with (
+        run_scheduler(Settings(max_worker_losses=1)) as scheduler,
+        run_worker(worker) as port,
+        run_worker(FakeWorker()) as other,
+    ):
+        await register(scheduler, port, "w0")
+        asking = asyncio.create_task(answers(scheduler))
+        await in_flight(worker, 20)
+        # The step loop knows that the worker leaves before the held step is answered.
+        leave = StepLoop.leave
+
+        def leave_and_go_on(loop: StepLoop) -> None:
+            leave(loop)
+            worker.gate.set()
+
+        monkeypatch.setattr(StepLoop, "leave", leave_and_go_on)
+        await scheduler.registry.Leave(registry_pb2.LeaveRequest(worker_id="w0"))
+        assert worker.steps == 21, "the held step and the one behind it"
+        await register(scheduler, other, "w1")
+        assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
