@@ -188,9 +188,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     rbln_use_custom_kernel: bool = False
     """Run NPU attention in Triton kernels (rbln_triton_ops) instead of the compiler's own
     (rbln_custom_ops)."""
-    rbln_moe_use_opt_kernel: bool | None = None
-    """Run NPU expert layers in the vendor's single operator. Default: yes, if --rbln-backend has that
-    operator."""
+    rbln_moe_use_opt_kernel: bool = True
+    """Run NPU expert layers in the vendor's single operator."""
     rbln_moe_custom_kernel: bool = False
     """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run
     in plain operators."""

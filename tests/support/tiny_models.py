@@ -49,6 +49,53 @@ def _mixtral() -> Any:
     return MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
 
 
+def _qwen2_moe() -> Any:
+    from transformers import Qwen2MoeConfig
+
+    # A shared expert with its own gate; weights of the chosen experts are not renormalized. Layer 0 is dense.
+    return Qwen2MoeConfig(
+        **_COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        norm_topk_prob=False,
+        mlp_only_layers=[0],
+    )
+
+
+def _glm4_moe() -> Any:
+    from transformers import Glm4MoeConfig
+
+    # DeepSeek's routing: sigmoids, a bias that corrects the choice, two of four groups, a factor. Shared
+    # experts.
+    return Glm4MoeConfig(
+        **_COMMON,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        moe_intermediate_size=32,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    )
+
+
+def _ernie_moe() -> Any:
+    from transformers import Ernie4_5_MoeConfig
+
+    # A softmax with a bias that corrects the choice.
+    return Ernie4_5_MoeConfig(
+        **_COMMON,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=32,
+        moe_layer_start_index=1,
+    )
+
+
 def _gemma3() -> Any:
     from transformers import Gemma3TextConfig
 
@@ -66,9 +113,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "qwen2-moe": _qwen2_moe,
+    "glm4-moe": _glm4_moe,
+    "ernie-moe": _ernie_moe,
     "gemma3": _gemma3,
 }
 """Functions that make a family's configuration, by the family's name in tests."""
+EXPERT_FAMILIES = ("mixtral", "qwen2-moe", "glm4-moe", "ernie-moe")
+"""The families with expert layers. Each routes by another rule."""
 
 
 def write(family: str, folder: Path, **save: Any) -> Path:
@@ -95,5 +147,9 @@ def write(family: str, folder: Path, **save: Any) -> Path:
             else:
                 # Gemma scales its embeddings and reuses them as the output layer.
                 parameter.normal_(std=0.05 if "embed" in name else 0.15)
+        for name, buffer in model.named_buffers():
+            # Large enough that it changes the choice of experts.
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     model.save_pretrained(folder, **save)
     return folder

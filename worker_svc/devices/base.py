@@ -7,7 +7,7 @@ slots or plans. On every device the shapes are static: prefill is one row of `ch
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -36,8 +36,8 @@ class DeviceOptions:
     """Compile for a device that this machine does not have."""
     compile_strict: bool = False
     """Make the device's own compiler refuse graphs that it would otherwise split."""
-    rbln_moe_use_opt_kernel: bool | None = None
-    """Whether an NPU's expert layers use the vendor's operator; `None`: where it exists."""
+    rbln_moe_use_opt_kernel: bool = True
+    """Whether an NPU's expert layers use the vendor's operator."""
     rbln_moe_custom_kernel: bool = False
     """Requests the same operator under the plugin's other name for it."""
     local_rank: int = 0
@@ -48,11 +48,12 @@ BlockCopies = Literal["none", "tensors", "runtime"]
 """How a device copies blocks: not at all, with tensor operators, or with a call of its runtime."""
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh"]
 """Activation of an expert's gate; NPU kernels use the same names."""
-_ACTIVATIONS: dict[ExpertActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+EXPERT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
+"""The activations as functions, by name."""
 
 
 class Device(abc.ABC):
@@ -286,7 +287,7 @@ class Device(abc.ABC):
             [tokens, hidden].
         """
         gate, up = torch.matmul(hidden, gate_up.transpose(1, 2)).chunk(2, dim=-1)
-        each = torch.matmul(_ACTIVATIONS[activation](gate) * up, down.transpose(1, 2))
+        each = torch.matmul(EXPERT_ACTIVATIONS[activation](gate) * up, down.transpose(1, 2))
         shares = weights.t().unsqueeze(-1)
         # An unused expert may overflow, and 0 times infinity is NaN.
         return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)

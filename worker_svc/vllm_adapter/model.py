@@ -296,6 +296,8 @@ def _build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
         set_default_torch_dtype(config.model_config.dtype),
         device.torch_device,
     ):
+        if config.model_config.is_moe and device.name == "cpu":
+            import worker_svc.vllm_adapter.cpu_moe  # noqa: F401 - registers on import, which takes seconds
         return initialize_model(vllm_config=config)
 
 

@@ -24,6 +24,7 @@ from tests.support.worker.harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.settings import Backend
+from worker_svc.vllm_adapter.configuration import Dtype
 
 BUCKETS = (1, 2, 4, 8)
 ROWS = {1: 1, 2: 1, 4: 3, 8: 5}
@@ -47,6 +48,7 @@ class Job:
     block_size: int = 128
     max_model_len: int = 512
     triton: bool = False
+    dtype: Dtype = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def run(job: Job) -> list[Answer]:
     """Prefills every prompt, then runs a few decode steps in every bucket. All memory starts as NaN."""
     device = _open(job)
     harness = Harness(
-        load(Path(job.folder), "float32", device=device, compiled=job.device == "cpu" or job.backend != "eager"),
+        load(Path(job.folder), job.dtype, device=device, compiled=job.device == "cpu" or job.backend != "eager"),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
     )  # fmt: skip

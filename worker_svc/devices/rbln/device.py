@@ -86,9 +86,9 @@ class RblnDevice(Device):
         self.defers_weights = not self._is_check
         self.namespace = TRITON if options.rbln_use_custom_kernel else CUSTOM
         self.block_dim = 1 if self.namespace == TRITON else 0
-        optimized = options.rbln_moe_use_opt_kernel
-        self._wants_expert_kernel = bool(optimized or options.rbln_moe_custom_kernel)
-        self._has_expert_kernel = self._wants_expert_kernel or (optimized is None and not self._is_check)
+        # The vendor's order: the optimized form, else the custom one, else plain operators. Both forms are
+        # one operator today.
+        self._has_expert_kernel = options.rbln_moe_use_opt_kernel or options.rbln_moe_custom_kernel
         self._integers = torch.int32 if self.namespace == TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
@@ -104,11 +104,6 @@ class RblnDevice(Device):
         if not self._is_check:
             self._vendor.check()
             return
-        if self._wants_expert_kernel:
-            raise ConfigurationRefused(
-                "rbln-check has no kernels for expert layers, which only the vendor's runtime has;"
-                " omit --rbln-moe-use-opt-kernel and --rbln-moe-custom-kernel"
-            )
         registry.register_all()
 
     def code_target(self) -> str:

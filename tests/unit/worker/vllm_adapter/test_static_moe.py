@@ -1,17 +1,15 @@
-"""Expert layers in plain operators of static shape, and the choice of an NPU's kernel for them."""
+"""Expert layers in plain operators of static shape, and an NPU's operator for them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from protos.errors import ConfigurationRefused
 from worker_svc.devices import DeviceOptions, open_device
 from worker_svc.devices.base import ExpertActivation
-from worker_svc.devices.rbln.device import RblnDevice
-from worker_svc.devices.rbln.ops.experts import ARGUMENTS, OPERATOR
+from worker_svc.devices.rbln.ops import experts
 from worker_svc.settings import Settings
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 5, 8, 12, 4, 2
@@ -75,63 +73,91 @@ def test_unused_experts_do_not_leak() -> None:
     assert torch.allclose(mixed[others], expected[others])
 
 
-@pytest.fixture
-def operator() -> Iterator[list[tuple[Any, ...]]]:
-    """Registers a fake of the vendor's operator that records its arguments."""
-    calls: list[tuple[Any, ...]] = []
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the arguments of each call of the vendor's operator."""
 
-    def run(*arguments: Any) -> torch.Tensor:
-        calls.append(arguments)
-        hidden: torch.Tensor = arguments[0]
-        return torch.zeros_like(hidden)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.arguments: list[tuple[Any, ...]] = []
 
-    library: Any = torch.library.Library("rbln_custom_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
-    names = [f"a{index}" for index in range(len(ARGUMENTS))]
-    types = ["Tensor"] * 5 + ["str"] + ["Tensor?"] * 4
-    schema = ", ".join(f"{kind} {name}" for kind, name in zip(types, names, strict=True))
-    library.define(f"{OPERATOR}({schema}) -> Tensor")
-    library.impl(OPERATOR, run, "CPU")
-    yield calls
-    library._destroy()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func._schema.name == f"rbln_custom_ops::{experts.OPERATOR}":
+            self.arguments.append(args)
+        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize(
-    ("options", "is_vendors"),
-    [
-        (DeviceOptions("rbln"), True),
-        (DeviceOptions("rbln", rbln_moe_use_opt_kernel=False, rbln_moe_custom_kernel=True), True),
-        (DeviceOptions("rbln", rbln_moe_use_opt_kernel=False), False),
-        (DeviceOptions("rbln-check"), False),
-    ],
+    ("optimized", "custom", "is_operator"),
+    [("1", "0", True), ("0", "1", True), ("0", "0", False), ("", "", True)],
 )
-def test_an_npu_uses_the_vendors_kernel_if_enabled(
-    operator: list[tuple[Any, ...]], options: DeviceOptions, is_vendors: bool
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_an_npu_runs_the_vendors_operator_unless_both_variables_are_off(
+    monkeypatch: pytest.MonkeyPatch,
+    optimized: str,
+    custom: str,
+    activation: ExpertActivation,
+    *,
+    is_operator: bool,
 ) -> None:
-    """The vendor's operator runs unless it is switched off or missing, with its own layout of weights."""
-    layer = make_layer()
-    mixed = RblnDevice(options).run_experts(**layer, activation="silu")
-    assert bool(operator) == is_vendors
-    if is_vendors:
-        ((hidden, gate, up, down, weights, activation, *rest),) = operator
-        assert torch.equal(torch.cat([gate, up], dim=1), layer["gate_up"])
-        assert torch.equal(weights, layer["weights"].t())
-        assert hidden is not None
-        assert down.shape == (EXPERTS, HIDDEN, INNER)
-        assert [activation, *rest] == ["silu", None, None, None, None]
-    else:
-        assert torch.allclose(mixed, token_by_token(layer, functional.silu), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["VLLM_RBLN_MOE_USE_OPT_KERNEL", "VLLM_RBLN_MOE_CUSTOM_KERNEL"])
-def test_rbln_check_refuses_the_vendors_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The refusal is one line that says which flags to omit; the plugin's variables set the same settings."""
-    monkeypatch.setenv(name, "1")
+    """The vendor's variables choose. Operator and plain layer compute the same from different layouts."""
+    if optimized:
+        monkeypatch.setenv("VLLM_RBLN_MOE_USE_OPT_KERNEL", optimized)
+        monkeypatch.setenv("VLLM_RBLN_MOE_CUSTOM_KERNEL", custom)
     settings = Settings(model="m")
     options = DeviceOptions(
         "rbln-check",
         rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,
         rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
     )
-    with pytest.raises(ConfigurationRefused, match="omit --rbln-moe-use-opt-kernel") as caught:
-        open_device("rbln", options)
-    assert "\n" not in caught.value.message
+    layer = make_layer()
+    with Calls() as calls:
+        mixed = open_device("rbln", options).run_experts(**layer, activation=activation)
+    assert torch.allclose(mixed, open_device("cpu").run_experts(**layer, activation=activation), atol=1e-5)
+    assert bool(calls.arguments) == is_operator
+    if is_operator:
+        ((_, gate, up, down, weights, *_),) = calls.arguments
+        assert torch.equal(torch.cat([gate, up], dim=1), layer["gate_up"])
+        assert torch.equal(weights, layer["weights"].t())
+        assert down.shape == (EXPERTS, HIDDEN, INNER)
+
+
+def operator_arguments() -> dict[str, Any]:
+    layer = make_layer()
+    gate, up = layer["gate_up"].chunk(2, dim=1)
+    return {
+        "hidden": layer["hidden"], "gate": gate, "up": up, "down": layer["down"], "weights": layer["weights"].t(),
+        "activation": "silu", "expert_map": None,
+    }  # fmt: skip
+
+
+def test_an_expert_map_selects_a_ranks_experts() -> None:
+    """The ranks' parts add up to the whole layer; a map says where each rank has its experts."""
+    given = operator_arguments()
+    whole = experts.reference(**given)
+    total = torch.zeros_like(whole)
+    for rank in range(2):
+        own = slice(rank * 2, rank * 2 + 2)
+        expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        expert_map[own] = torch.arange(2, dtype=torch.int32)
+        part = {name: given[name][own] for name in ("gate", "up", "down")}
+        with_map = experts.reference(**given | part | {"expert_map": expert_map})
+        # This is how the device calls it: a layer of the rank's own experts.
+        assert torch.equal(with_map, experts.reference(**given | part | {"weights": given["weights"][own]}))
+        total += with_map
+    assert torch.allclose(total, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weights": torch.zeros(TOKENS, EXPERTS)}, r"masked_routing_weights must be \[4, 5\] torch.float32"),
+        ({"up": torch.zeros(EXPERTS, HIDDEN, INNER)}, r"up_proj_weight must be \[4, 12, 8\]"),
+        ({"down": torch.zeros(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16)}, "got .* torch.bfloat16"),
+        ({"activation": "relu"}, "no activation 'relu'"),
+    ],
+)
+def test_the_reference_refuses_what_the_operator_does_not_take(change: dict[str, Any], reason: str) -> None:
+    """Wrong shapes, types and names are errors that name the argument, also while a graph is traced."""
+    with pytest.raises(ValueError, match=reason):
+        experts.reference(**operator_arguments() | change)

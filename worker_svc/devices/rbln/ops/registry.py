@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.rbln.ops import reference
+from worker_svc.devices.rbln.ops import experts, reference
 from worker_svc.devices.rbln.ops.checks import check
-from worker_svc.devices.rbln.ops.signatures import SIGNATURES, TRITON, Namespace, schema
+from worker_svc.devices.rbln.ops.signatures import CUSTOM, SIGNATURES, TRITON, Namespace, schema
 
 # Keeps the operators registered.
 _LIBRARIES: list[torch.library.Library] = []
@@ -20,7 +20,10 @@ def register_all() -> None:
 
 
 def register(namespace: Namespace, operators: Iterable[str]) -> None:
-    """Registers a reference and a fake for each operator that is not registered yet."""
+    """Registers a reference and a fake for each operator that is not registered yet.
+
+    The operator for expert layers belongs to the compiler's own kernels.
+    """
     library = torch.library.Library(namespace, "FRAGMENT")
     for operator in operators:
         if hasattr(getattr(torch.ops, namespace), operator):
@@ -30,6 +33,8 @@ def register(namespace: Namespace, operators: Iterable[str]) -> None:
         torch.library.register_fake(
             f"{namespace}::{operator}", _fake(namespace, operator), lib=library, allow_override=False
         )
+    if namespace == CUSTOM:
+        experts.register(library)
     _LIBRARIES.append(library)
 
 
