@@ -1,4 +1,4 @@
-"""Generates with models and backend rbln-check, in its own process: vLLM has one platform a process.
+"""Generates with models on device rbln, in its own process: vLLM has one platform a process.
 
 The argument is a JSON array of `Job`. The output is a JSON array of `Result`.
 """
@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 from protos.kv_groups import GroupKind
 from tests.support.worker.harness import Harness, load, tokens_of
@@ -35,6 +36,8 @@ class Job:
     """Tokens of a prefill chunk."""
     window_kind: str = "in_place_window"
     """Value of the `GroupKind` of windows."""
+    backend: Literal["rbln", "rbln-check"] = "rbln-check"
+    """The compiler of graphs. The vendor's is a fake; see `fake_environment`."""
     poisoned: bool = False
     """Whether to fill the caches with NaN first."""
 
@@ -58,7 +61,8 @@ class Result:
 def run(job: Job) -> Result:
     """Loads the model and generates."""
     started = time.monotonic()
-    device = RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=job.triton))
+    options = DeviceOptions(job.backend, rbln_use_custom_kernel=job.triton, rbln_moe_use_opt_kernel=False)
+    device = RblnDevice(options)
     device.check_available()
     model = load(Path(job.folder), "float32", device=device)
     harness = Harness(
