@@ -1,9 +1,10 @@
 """Devices: the kernels that models run on, behind the interface in `base`.
 
-`attention` has the types that kernels take. `cpu`, `cuda` and `rbln` each have a folder with a
-`device` module. `gathered` and `in_place` are attention in plain PyTorch: the fallback of devices
-without such kernels, and the reference of tests. `upload` copies the host's values to a device without
-waiting for it. The rooms above import this one; it imports `shapes` and `protos` only.
+`attention` has the types that kernels take. `cpu`, `cuda` and `rbln` each have a folder with a `device`
+module. `gathered` and `in_place` are attention in plain PyTorch: the fallback of devices without such
+kernels, and the reference of tests. `expert_routing` chooses a token's experts. `upload` copies the
+host's values to a device without waiting for it. The rooms above import this one; it imports `shapes` and
+`protos` only.
 """
 
 import os

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from protos.errors import ConfigurationRefused
-from worker_svc.vllm_adapter.expert_routing import Routing
+from worker_svc.devices.expert_routing import Routing
 
 
 @MoERunner.register_oot

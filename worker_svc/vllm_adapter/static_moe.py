@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device, ExpertActivation
-from worker_svc.vllm_adapter.expert_routing import Routing
+from worker_svc.devices.expert_routing import Routing
 
 _ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
     MoEActivation.SILU: "silu",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker_svc.vllm_adapter.expert_routing import Routing
+from worker_svc.devices.expert_routing import Routing
 
 TOKENS, EXPERTS = 40, 8
 BIAS = torch.linspace(-0.4, 0.4, EXPERTS)
