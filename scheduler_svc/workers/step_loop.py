@@ -9,9 +9,9 @@ from typing import cast
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
 
-from protos.errors import InvalidArgument, Unavailable
+from protos.errors import InvalidArgument, TriptychError, Unavailable
 from protos.step_messages import plan_to_proto, result_from_proto
-from protos.steps import StepPlan
+from protos.steps import Prefill, StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.workers.engine_protocol import StepScheduler
 from scheduler_svc.workers.failed_steps import FailedSteps
@@ -71,6 +71,8 @@ class StepLoop:
         self._deadline: Deadline
         # The plans without their last result, each with the usual time of its steps.
         self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
+        # Plans with a chunk behind one of the same prompt that failed: they fail for the same reason.
+        self._behind_failed: set[int] = set()
         # Set when a step is overdue, just before the call is cancelled.
         self._overdue: Hung | None = None
         self._work = asyncio.Event()
@@ -224,12 +226,23 @@ class StepLoop:
         if result.error is not None:
             self._log.error("step_failed", step=result.step, error=result.error.message)
         scheduler.update(result)
-        if isinstance(result.error, InvalidArgument):
-            return  # of the request, not of the worker
         if result.error is not None:
-            self._failed_steps.failed(result.error.message)
+            self._count_failure(plan, result.error)
         elif plan.work is not None and not result.void:
             self._failed_steps.succeeded()
+
+    def _count_failure(self, plan: StepPlan, error: TriptychError) -> None:
+        """Counts a failed step against the worker, unless a request or an earlier failure explains it."""
+        explained = plan.step in self._behind_failed
+        later = {other.step: other.work for other, _ in self._sent if other.step > plan.step}
+        self._behind_failed.intersection_update(later)
+        if isinstance(plan.work, Prefill):
+            slot = plan.work.slot
+            self._behind_failed.update(
+                step for step, work in later.items() if isinstance(work, Prefill) and work.slot == slot
+            )
+        if not explained and not isinstance(error, InvalidArgument):
+            self._failed_steps.failed(error.message)
 
     async def _idle(self, call: "_Call") -> None:
         """Waits for work, or for the worker to end the stream."""
