@@ -116,14 +116,17 @@ def weights() -> dict[str, Any]:
     model[1].weight = model[0].weight
     model.register_buffer("shift", torch.ones(3))
     inputs = torch.randn(2, 3)
-    expected = model(inputs) + model.shift
+    with torch.no_grad():
+        expected = model(inputs) + model.shift
     device = opened()
+    held = model[1].bias
     device.place_weights(model)
     run = device.compile(lambda x: model(x) + model.shift)
     with torch.inference_mode():
         got = run(inputs)
     return {
         "devices": sorted({each.device.type for each in (*model.parameters(), *model.buffers())}),
+        "held": held.device.type,
         "tied": model[0].weight is model[1].weight,
         "equal": torch.equal(got, expected),
         "result": got.device.type,

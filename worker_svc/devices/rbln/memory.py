@@ -84,25 +84,18 @@ def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def move_to_npu(model: torch.nn.Module) -> None:
-    """Moves parameters and buffers to the NPU, one after the other. Shared ones stay shared.
+    """Moves parameters and buffers to the NPU, one after the other.
 
-    `Module.to` would copy a parameter once for every module that has it.
+    Each stays the same object: `Module.to` would copy a shared one for every module that has it, and would
+    leave references from outside of modules on the host.
     """
-    owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for module in model.modules():
-        each: dict[str, Any]
-        for each in (module._parameters, module._buffers):  # noqa: SLF001 - the only way to replace them
-            for name, tensor in each.items():
-                if tensor is not None:
-                    owners.setdefault(id(tensor), []).append((each, name))
-    for places in owners.values():
-        held, name = places[0]
-        tensor = held[name]
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type == "rbln":
+            continue  # vLLM's models share rotary embeddings within a process
         moved = tensor.detach().to("rbln")
         if isinstance(tensor, torch.nn.Parameter):
             moved = torch.nn.Parameter(moved, requires_grad=False)
-        for held, name in places:
-            held[name] = moved
+        torch.utils.swap_tensors(tensor, moved)
 
 
 class RuntimeMemory:

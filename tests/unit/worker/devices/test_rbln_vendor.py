@@ -39,10 +39,10 @@ def test_blocks_are_cleared_and_copied_on_the_npu(observed: dict[str, Any]) -> N
 
 
 def test_weights_are_on_the_npu_and_results_on_the_host(observed: dict[str, Any]) -> None:
-    """A tied weight is moved once, and nothing but graphs computes on the NPU."""
+    """A tied weight is moved once, references follow, and nothing but graphs computes on the NPU."""
     found = observed["weights"]
     assert "'aten::add.out' with arguments from the 'rbln' backend" in found.pop("eager")
-    assert found == {"devices": ["rbln"], "tied": True, "equal": True, "result": "cpu"}
+    assert found == {"devices": ["rbln"], "held": "rbln", "tied": True, "equal": True, "result": "cpu"}
 
 
 def test_without_device_tensors_the_runtime_copies(observed: dict[str, Any]) -> None:
