@@ -34,6 +34,9 @@ _COMMANDS = {
     "keep-worker": _Command(
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),
+    "doctor": _Command(
+        "deploy.commands.doctor", "check whether a worker would work on this machine", "worker"
+    ),
     "plan": _Command(
         "deploy.commands.plan", "propose decode buckets that fit the recorded traffic", "scheduler"
     ),

@@ -18,7 +18,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for command in (
-        "up", "gateway", "scheduler", "worker", "keep-worker", "plan", "compile", "catalog", "models", "install",
+        "up", "gateway", "scheduler", "worker", "keep-worker", "doctor", "plan", "compile", "catalog", "models", "install",
         "compose-files", "version",
     ):  # fmt: skip
         assert f"\n    {command}" in text

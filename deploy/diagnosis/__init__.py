@@ -1,0 +1,8 @@
+"""The checks behind `triptych doctor`: what a worker needs of this machine, each with one line of result.
+
+`findings.py` runs checks and keeps what they found. `machine.py` checks settings, packages and folders,
+`device.py` what every device must do, `npu.py` what only an NPU has.
+
+`deploy.commands.doctor` imports this package. It imports the services' settings and the
+worker's devices. It imports torch only while checks run, so that a missing torch is a finding, too.
+"""
