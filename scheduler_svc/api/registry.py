@@ -1,17 +1,26 @@
-"""The `WorkerRegistry` service: workers register here, and a driver serves each of them."""
+"""The `WorkerRegistry` service: the ranks of replicas register here, and a driver serves each replica."""
 
-import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from protos.errors import InvalidArgument, SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
+from protos.errors import (
+    ConfigurationRefused,
+    InvalidArgument,
+    SchemaMismatch,
+    TriptychError,
+    Unavailable,
+    abort,
+)
 from protos.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, unix_address
+from scheduler_svc.ranks.driver import ReplicaDriver
+from scheduler_svc.ranks.group import RankGroup, Seat
+from scheduler_svc.ranks.rank import ParallelSizes, RankAddress, ReplicaLost
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.driver import WorkerAddress, WorkerDriver
 from scheduler_svc.workers.failed_steps import FailedSteps
 from scheduler_svc.workers.step_loop import Hung, Left
 
@@ -21,8 +30,8 @@ _REMEMBERED = 256
 _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
 
-def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddress:
-    """Returns the address to dial back to.
+def address_of(request: registry_pb2.RegisterRequest, peer: str) -> RankAddress:
+    """Returns what a worker says of itself, and the address to dial back to.
 
     Args:
         request: the worker's registration.
@@ -30,22 +39,43 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddres
 
     Raises:
         SchemaMismatch: the worker runs another release.
-        Unsupported: the worker has several ranks.
         InvalidArgument: the registration is incomplete.
+        ConfigurationRefused: the worker's sizes and its rank contradict one another.
     """
     if request.schema_revision != SCHEMA_REVISION:
         raise SchemaMismatch(
             f"the worker speaks schema revision {request.schema_revision}, this scheduler {SCHEMA_REVISION}; run the same release on both"
         )
-    if request.world_size > 1:
-        raise Unsupported(
-            "replicas of several ranks are not served by this release; start the worker with one rank"
-        )
     if not request.worker_id or not 1 <= request.port <= 65535:
         raise InvalidArgument("a worker must send its id and its port")
+    sizes = _sizes_of(request)
     replica_id = request.replica_id or request.worker_id
+    return RankAddress(replica_id, request.worker_id, _target_of(request, peer), request.rank, sizes)
+
+
+def _sizes_of(request: registry_pb2.RegisterRequest) -> ParallelSizes:
+    tensor, pipeline = max(1, request.tensor_parallel_size), max(1, request.pipeline_parallel_size)
+    sizes = ParallelSizes(tensor, pipeline, request.expert_parallel)
+    world_size = max(1, request.world_size)
+    name = f"rank {request.rank} of replica {request.replica_id or request.worker_id}"
+    if world_size != sizes.world_size:
+        raise ConfigurationRefused(
+            f"{name} says --world-size {world_size}, but --tensor-parallel-size {tensor} x "
+            f"--pipeline-parallel-size {pipeline} is {sizes.world_size}"
+        )
+    if request.rank >= world_size:
+        raise ConfigurationRefused(f"{name} does not exist: --rank must be below --world-size {world_size}")
+    if world_size > 1 and not request.replica_id:
+        raise ConfigurationRefused(
+            f"rank {request.rank} of {world_size} does not say which replica it belongs to; "
+            "start all ranks of a replica with the same --replica-id"
+        )
+    return sizes
+
+
+def _target_of(request: registry_pb2.RegisterRequest, peer: str) -> str:
     if request.socket:
-        return WorkerAddress(replica_id, request.worker_id, unix_address(Path(request.socket)))
+        return unix_address(Path(request.socket))
     host = request.host
     if not host:
         match = _PEER.fullmatch(unquote(peer))
@@ -56,99 +86,121 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> WorkerAddres
         host = match["v4"] or match["v6"]
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    return WorkerAddress(replica_id, request.worker_id, f"{host}:{request.port}")
+    return f"{host}:{request.port}"
 
 
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
-    """Keeps one Register stream open per worker.
+    """Keeps one Register stream open per rank.
 
-    A stream ends with its worker, and the end of a stream means that the worker is lost.
+    A stream ends with its worker. If a stream ends, its rank is lost, and with it the replica.
     """
 
     def __init__(
         self, deployment: Deployment, *, step_timeout_s: float, detach_after_failed_steps: int
     ) -> None:
-        """Adds workers to `deployment`.
+        """Adds replicas to `deployment`.
 
         Args:
             deployment: the deployment.
-            step_timeout_s: a worker that takes longer for a step counts as lost.
-            detach_after_failed_steps: a worker that fails that many steps in a row loses its registration.
+            step_timeout_s: a replica that takes longer for a step counts as lost.
+            detach_after_failed_steps: a replica that fails that many steps in a row loses its registration.
         """
         self._deployment = deployment
         self._step_timeout_s = step_timeout_s
         self._detach_after_failed_steps = detach_after_failed_steps
-        # Workers whose last step failed.
+        # Workers that lost their registration after a failed step.
         self._failed_steps: dict[str, FailedSteps] = {}
-        # The drivers of registered workers, by replica.
-        self._drivers: dict[str, WorkerDriver] = {}
+        # The worker of rank 0 of each replica that is driven, and its failed steps.
+        self._driven: dict[str, tuple[str, FailedSteps]] = {}
+        # The groups with a registered rank, by replica.
+        self._groups: dict[str, RankGroup] = {}
         self._log = get_logger()
 
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Context
     ) -> AsyncIterator[registry_pb2.RegisterEvent]:
-        """Drives the worker until either side ends; the stream ends with the reason."""
+        """Keeps a rank until either side ends; the stream ends with the reason."""
         try:
-            address = address_of(request, context.peer())
-            await self._end_earlier(address)
-            failed_steps = self._failed_steps.get(address.worker_id)
-            failed_steps = failed_steps or FailedSteps(self._detach_after_failed_steps)
-            failed_steps.check()
+            seat = await self._admit(address_of(request, context.peer()))
         except TriptychError as error:
             self._log.warning("worker_refused", peer=context.peer(), reason=error.message)
             await abort(context, error)
-        driver = self._drivers[address.replica_id] = WorkerDriver(
-            address, self._deployment, step_timeout_s=self._step_timeout_s, failed_steps=failed_steps
-        )
-        running = asyncio.create_task(driver.run(), name=f"replica {address.replica_id}")
-        ready = asyncio.create_task(driver.ready.wait())
         try:
-            yield _event(registry_pb2.RegisterEvent.STATE_ACCEPTED, f"dialling {address.target}")
-            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-            if driver.ready.is_set():
-                yield _event(registry_pb2.RegisterEvent.STATE_SERVING, "serving")
-            await running
-        except Hung as error:
-            self._log.error(
-                "worker_hung", worker=address.worker_id, target=address.target, reason=error.message
-            )
-            yield _event(registry_pb2.RegisterEvent.STATE_HUNG, error.message)
-            await abort(context, error)
-        except Left:
-            self._log.info("worker_left", worker=address.worker_id, target=address.target)
-        except TriptychError as error:
-            self._log.error(
-                "worker_lost", worker=address.worker_id, target=address.target, reason=error.message
-            )
-            await abort(context, error)
+            while not isinstance(news := await seat.news.get(), TriptychError):
+                yield news
+            # Requests must wait elsewhere before the worker registers again.
+            await seat.group.ended()
+            if self._log_end(seat, news):
+                await abort(context, news)
         finally:
-            if not running.done():
-                self._log.warning("worker_hung_up", worker=address.worker_id, target=address.target)
-            for task in (running, ready):
-                task.cancel()
-            await asyncio.gather(running, ready, return_exceptions=True)
-            self._remember(address.worker_id, failed_steps)
-            del self._drivers[address.replica_id]
+            if seat.group.hang_up(seat):
+                self._log.warning("worker_hung_up", worker=seat.address.worker_id, target=seat.address.target)
+                await seat.group.ended()
 
-    async def _end_earlier(self, address: WorkerAddress) -> None:
-        """Ends the earlier registration of a worker that registers again.
+    def _log_end(self, seat: Seat, error: TriptychError) -> bool:
+        """Logs why a registration ends; returns whether the reason is an error for the worker."""
+        address = seat.address
+        if isinstance(error, Left):
+            self._log.info("worker_left", worker=address.worker_id, target=address.target)
+            return False
+        if isinstance(error, ReplicaLost):  # of another rank, which has its own line
+            self._log.warning(
+                "rank_released", worker=address.worker_id, target=address.target, reason=error.message
+            )
+            return True
+        event = "worker_hung" if isinstance(error, Hung) else "worker_lost"
+        self._log.error(event, worker=address.worker_id, target=address.target, reason=error.message)
+        return True
+
+    async def _admit(self, address: RankAddress) -> Seat:
+        """Adds a rank to its group.
 
         Raises:
-            Unavailable: another worker has this replica, or the earlier registration has not ended yet.
+            ConfigurationRefused: it contradicts the other ranks.
+            Unavailable: the rank has a registration that has not ended yet, or failed too many steps.
         """
-        earlier = self._drivers.get(address.replica_id)
-        if earlier is None:
-            return
-        if earlier.address.worker_id == address.worker_id:
-            await earlier.make_way()
-        raise Unavailable(f"replica {address.replica_id} is still registered; retry", retry_after_ms=200)
+        group = self._groups.get(address.replica_id)
+        if group is not None and (earlier := group.seat_of(address.worker_id)) is not None:
+            await group.make_way(earlier)
+            raise Unavailable(f"replica {address.replica_id} is still registered; retry", retry_after_ms=200)
+        if group is not None:
+            group.check(address)
+        if address.rank == 0:
+            self._failed_steps_of(address.worker_id).check()
+        if group is None:
+            group = self._groups[address.replica_id] = RankGroup(
+                self._make_driver,
+                partial(self._deployment.starting.__setitem__, address.replica_id),
+                partial(self._close, address.replica_id),
+            )
+        return group.join(address)
+
+    def _close(self, replica_id: str) -> None:
+        del self._groups[replica_id]
+        self._deployment.starting.pop(replica_id, None)
+        if replica_id in self._driven:
+            self._remember(*self._driven.pop(replica_id))
+
+    def _make_driver(self, ranks: Sequence[RankAddress], on_ready: Callable[[], None]) -> ReplicaDriver:
+        failed_steps = self._failed_steps_of(ranks[0].worker_id)
+        self._driven[ranks[0].replica_id] = ranks[0].worker_id, failed_steps
+        return ReplicaDriver(
+            ranks,
+            self._deployment,
+            step_timeout_s=self._step_timeout_s,
+            failed_steps=failed_steps,
+            on_ready=on_ready,
+        )
 
     async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
-        """Takes the requests off a worker that shuts down."""
-        for driver in list(self._drivers.values()):
-            if driver.address.worker_id == request.worker_id:
-                await driver.leave()
+        """Takes the requests off a worker that shuts down, and off the other ranks of its replica."""
+        for group in list(self._groups.values()):
+            if (seat := group.seat_of(request.worker_id)) is not None:
+                await group.leave(seat)
         return registry_pb2.LeaveResponse()
+
+    def _failed_steps_of(self, worker_id: str) -> FailedSteps:
+        return self._failed_steps.get(worker_id) or FailedSteps(self._detach_after_failed_steps)
 
     def _remember(self, worker_id: str, failed_steps: FailedSteps) -> None:
         """Keeps the count of a worker that failed its last step, for its next registration."""
@@ -157,7 +209,3 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             self._failed_steps[worker_id] = failed_steps
         if len(self._failed_steps) > _REMEMBERED:
             del self._failed_steps[next(iter(self._failed_steps))]
-
-
-def _event(state: registry_pb2.RegisterEvent.State.ValueType, message: str) -> registry_pb2.RegisterEvent:
-    return registry_pb2.RegisterEvent(state=state, message=message)

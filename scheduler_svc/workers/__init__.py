@@ -1,8 +1,8 @@
-"""Workers as replicas of one deployment.
+"""Replicas of one deployment, and what drives the worker behind each.
 
-`deployment` joins settings, engine and replicas. `driver` takes one worker from registration to its end with
-the help of `step_loop` and `grammar_compiler`. `step_budget` and `failed_steps` say when a worker counts as
-hung or broken; `model_files` holds what the first worker says about the model. `engine_protocol` is what
-generating and pooling deployments share; `generating` and `pooling` implement it. Imported by `api`,
+`deployment` joins settings, engine and replicas. `step_loop` steps one worker, and `grammar_compiler` has
+grammars compiled. `step_budget` and `failed_steps` say when a worker counts as hung or broken; `losses`
+counts lost ones; `model_files` holds what the first worker says about the model. `engine_protocol` is what
+generating and pooling deployments share; `generating` and `pooling` implement it. Imported by `ranks`, `api`,
 `metrics` and `__main__`; imports `settings`, `convert`, `dispatch`, `pooling` and the rooms below.
 """

@@ -14,7 +14,6 @@ from protos.errors import (
     SchemaMismatch,
     TriptychError,
     Unavailable,
-    Unsupported,
     from_rpc_error,
 )
 from protos.triptych.v1 import common_pb2, registry_pb2, worker_pb2
@@ -196,7 +195,7 @@ async def test_a_worker_with_other_chunks_or_blocks_is_refused(other: dict[str, 
     ("change", "error"),
     [
         ({"schema_revision": 7}, SchemaMismatch),
-        ({"world_size": 2}, Unsupported),
+        ({"world_size": 2}, ConfigurationRefused),
         ({"port": 0}, InvalidArgument),
         ({"port": 70000}, InvalidArgument),
         ({"worker_id": ""}, InvalidArgument),

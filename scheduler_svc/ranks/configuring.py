@@ -1,0 +1,244 @@
+"""Takes the ranks of a replica from their first answer to a configuration that all of them run."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import grpc.aio
+
+from protos.errors import ConfigurationRefused, Internal, SchemaMismatch, TriptychError, from_rpc_error
+from protos.logs import get_logger
+from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from protos.wire import SCHEMA_REVISION
+from scheduler_svc.convert.model import WorkerDescription, copies_blocks_from_proto, description_from_proto
+from scheduler_svc.ranks.rank import (
+    ParallelSizes,
+    RankAddress,
+    ReplicaLost,
+    differing_rank,
+    rank_name,
+    ranks_text,
+)
+from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.engine_protocol import ReplicaSetup
+from scheduler_svc.workers.model_files import FileReceiver
+
+# Describe needs the worker's process and the configuration of its model, but no weights.
+DESCRIBE_TIMEOUT_S = 60.0
+
+MODEL_FILES_TIMEOUT_S = 120.0
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedRank:
+    """A rank that the scheduler dials."""
+
+    address: RankAddress
+    stub: "worker_pb2_grpc.WorkerAsyncStub"
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """A replica with ranks that are configured."""
+
+    description: WorkerDescription
+    setup: ReplicaSetup
+    ready: worker_pb2.ConfigureReady
+    """Rank 0's answer."""
+    first_step_timeout_s: float
+    """How long a step that makes its graph may take on the slowest rank, seconds."""
+    files: Mapping[str, bytes]
+
+
+class Configuring:
+    """Describes, compares and configures all ranks of one replica."""
+
+    def __init__(
+        self, ranks: Sequence[ConnectedRank], deployment: Deployment, *, step_timeout_s: float
+    ) -> None:
+        """Prepares to configure.
+
+        Args:
+            ranks: all ranks of the replica, in order.
+            deployment: chooses the configuration.
+            step_timeout_s: tells the ranks how long the scheduler waits for a step, seconds.
+        """
+        self._ranks = ranks
+        self._replica_id = ranks[0].address.replica_id
+        self._sizes: ParallelSizes = ranks[0].address.sizes
+        self._deployment = deployment
+        self._step_timeout_s = step_timeout_s
+        self._log = get_logger(replica=self._replica_id)
+        # The last progress of each rank.
+        self._progress: dict[int, str] = {}
+
+    async def run(self) -> Configured:
+        """Configures all ranks at once, with the same request.
+
+        Raises:
+            ConfigurationRefused: no rank can run with the scheduler's settings.
+            ReplicaLost: one rank refuses or fails, differs from rank 0, or has been in another group.
+            TriptychError: a rank could not be described.
+            grpc.aio.AioRpcError: rank 0 sends no files.
+        """
+        self._deployment.starting[self._replica_id] = "dialling"
+        messages = await self._on_all(self._describe)
+        description = self._common_description([description_from_proto(message) for message in messages])
+        setup = self._deployment.set_up(self._replica_id, description)
+        setup.request.step_timeout_s = self._step_timeout_s
+        setup.request.group_epoch = self._group_epoch([message.group_epoch for message in messages])
+        self._log.info(
+            "configuring", device=description.device, model=description.model.source, **setup.facts
+        )
+        answers = await self._on_all(lambda rank: self._configure(rank, setup.request))
+        self._check_equal(answers, description.model.source)
+        files = FileReceiver()
+        async for chunk in self._ranks[0].stub.GetModelFiles(
+            worker_pb2.GetModelFilesRequest(), timeout=MODEL_FILES_TIMEOUT_S
+        ):
+            files.add(chunk.name, chunk.data, last=chunk.last)
+        model = replace(description.model, weights_digest=answers[0].weights_digest)
+        first_s = max(answer.first_step_timeout_s for answer in answers)
+        copies_blocks = all(copies_blocks_from_proto(answer.block_copies) for answer in answers)
+        configured = replace(description, model=model, copies_blocks=copies_blocks)
+        return Configured(configured, setup, answers[0], first_s, files.files())
+
+    async def _on_all(self, call: Callable[[ConnectedRank], Awaitable[_Answer]]) -> list[_Answer]:
+        """Runs a call on every rank at once; returns the answers by rank. A failure cancels the others."""
+        calls = [asyncio.ensure_future(call(rank)) for rank in self._ranks]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for one in calls:
+                one.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _describe(self, rank: ConnectedRank) -> worker_pb2.DescribeResponse:
+        try:
+            message = await rank.stub.Describe(
+                worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION),
+                timeout=DESCRIBE_TIMEOUT_S,
+                wait_for_ready=True,
+            )
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            if self._sizes.world_size > 1:
+                failure.message = f"{rank.address.name} does not describe itself: {failure.message}"
+            raise failure from error
+        if message.schema_revision != SCHEMA_REVISION:
+            raise SchemaMismatch(
+                f"the worker of {rank.address.name} speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
+                "run the same release on both"
+            )
+        return message
+
+    def _common_description(self, descriptions: list[WorkerDescription]) -> WorkerDescription:
+        """Returns what all ranks describe alike.
+
+        Raises:
+            ReplicaLost: a rank differs; it alone is refused for good.
+            ConfigurationRefused: the model does not run on several ranks.
+        """
+        if (differing := differing_rank(descriptions)) is not None:
+            rank, difference = differing
+            raise self._refused(
+                rank, f"{difference}; start all ranks of a replica with the same model and devices"
+            )
+        if self._sizes.world_size > 1 and descriptions[0].model.pool_tasks:
+            raise ConfigurationRefused(
+                f"{descriptions[0].model.source} is a pooling model, which runs on one rank; "
+                "start workers without --tensor-parallel-size and --pipeline-parallel-size"
+            )
+        return replace(
+            descriptions[0], pipeline_stages=self._sizes.pipeline, tensor_parallel=self._sizes.tensor
+        )
+
+    def _group_epoch(self, epochs: list[str]) -> str:
+        """Returns the name of the group that the ranks form, or have formed already.
+
+        Raises:
+            ReplicaLost: some ranks have joined a group without the others. A process joins one group in its
+                life, so these ranks must start again.
+        """
+        if self._sizes.world_size == 1:
+            return ""
+        if len(set(epochs)) == 1:
+            return epochs[0] or uuid.uuid4().hex
+        stale = [rank for rank, epoch in enumerate(epochs) if epoch]
+        raise ReplicaLost(
+            f"{ranks_text(stale)} of replica {self._replica_id} cannot join the other ranks, because an earlier group "
+            "has been joined; processes that joined it start again"
+        )
+
+    async def _configure(
+        self, rank: ConnectedRank, request: worker_pb2.ConfigureRequest
+    ) -> worker_pb2.ConfigureReady:
+        """Configures one rank.
+
+        Raises:
+            ReplicaLost: the rank refuses, or its call ended.
+        """
+        # No limit here: only the worker knows how long its model and its compiler may be silent, and it ends
+        # itself beyond that (--configure-hang-timeout-s).
+        try:
+            async for event in rank.stub.Configure(request):
+                if event.HasField("ready"):
+                    return event.ready
+                self._note_progress(rank.address, event.progress)
+        except grpc.aio.AioRpcError as error:
+            raise lost(rank.address, from_rpc_error(error)) from error
+        raise lost(rank.address, Internal("the worker ended Configure before it was ready"))
+
+    def _check_equal(self, answers: list[worker_pb2.ConfigureReady], source: str) -> None:
+        """Checks that all ranks are configured alike.
+
+        Raises:
+            ReplicaLost: a rank has other weights or another number of blocks than rank 0.
+        """
+        first = answers[0]
+        for rank, answer in enumerate(answers):
+            if answer.weights_digest != first.weights_digest:
+                raise self._refused(
+                    rank,
+                    f"has other weights of {source} (digest {answer.weights_digest[:12]}) than rank 0 "
+                    f"({first.weights_digest[:12]}); give all ranks the same files",
+                )
+            if answer.num_blocks != first.num_blocks:
+                counts = f"{list(answer.num_blocks)} KV blocks and rank 0 has {list(first.num_blocks)}"
+                raise lost(
+                    self._ranks[rank].address,
+                    Internal(
+                        f"{rank_name(self._replica_id, rank, self._sizes)} has {counts}; ranks must agree"
+                    ),
+                )
+
+    def _refused(self, rank: int, text: str) -> ReplicaLost:
+        address = self._ranks[rank].address
+        return lost(address, ConfigurationRefused(f"{address.name} {text}"))
+
+    def _note_progress(self, address: RankAddress, progress: worker_pb2.ConfigureProgress) -> None:
+        phase = worker_pb2.ConfigureProgress.Phase.Name(progress.phase).removeprefix("PHASE_").lower()
+        count = f" {progress.done}/{progress.total}" if progress.total else ""
+        self._progress[address.rank] = f"{phase}{count} {progress.message}".strip()
+        self._deployment.starting[self._replica_id] = "; ".join(
+            f"rank {rank}: {text}" if len(self._ranks) > 1 else text
+            for rank, text in sorted(self._progress.items())
+        )
+        self._log.info(
+            "progress",
+            worker=address.worker_id,
+            target=address.target,
+            phase=phase,
+            done=progress.done,
+            total=progress.total,
+            message=progress.message,
+        )
+
+
+def lost(address: RankAddress, cause: TriptychError) -> ReplicaLost:
+    """Returns the error of a replica that one rank's failure ends."""
+    return ReplicaLost(f"{address.name} is lost: {cause.message}", address.rank, cause)

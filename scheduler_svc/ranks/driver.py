@@ -1,0 +1,193 @@
+"""The driver of one replica: dials its ranks, configures them, and steps rank 0 until one is lost."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import grpc.aio
+
+from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
+from protos.logs import get_logger
+from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from protos.wire import SCHEMA_REVISION, open_channel
+from scheduler_svc.ranks.configuring import Configured, Configuring, ConnectedRank, lost
+from scheduler_svc.ranks.rank import RankAddress, ReplicaLost
+from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
+from scheduler_svc.workers.failed_steps import FailedSteps, FailedTooOften
+from scheduler_svc.workers.grammar_compiler import GrammarCompiler
+from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
+
+# How long a worker whose stream broke may take to show that its process still runs. A dead process refuses
+# the connection at once.
+PROBE_TIMEOUT_S = 1.0
+
+
+# What the end of a step loop says about the replica.
+_LOSSES: Mapping[type[Exception], Loss] = {Hung: Loss.HUNG, FailedTooOften: Loss.FAILED_STEPS}
+
+
+class ReplicaDriver:
+    """Drives the ranks of one replica from their registration to their end.
+
+    All ranks are configured. Rank 0 alone receives plans and passes each step on to the others.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankAddress],
+        deployment: Deployment,
+        *,
+        step_timeout_s: float,
+        failed_steps: FailedSteps,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """Prepares to dial the ranks.
+
+        Args:
+            ranks: all ranks of the replica, in order.
+            deployment: the deployment that the replica joins.
+            step_timeout_s: a replica that takes longer for one step counts as lost.
+            failed_steps: counts the failed steps of rank 0.
+            on_ready: called once the replica receives steps.
+        """
+        self._addresses = ranks
+        first = ranks[0]
+        self._replica_id = first.replica_id
+        self._deployment = deployment
+        self._step_timeout_s = step_timeout_s
+        self._failed_steps = failed_steps
+        self._on_ready = on_ready
+        self._log = get_logger(replica=first.replica_id, worker=first.worker_id, target=first.target)
+        self._ranks: list[ConnectedRank] = []
+        self._attached = False
+        self._loop: StepLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        # Why the replica ends, once a registration has ended, and whether its worker has registered again.
+        self._lost: ReplicaLost | None = None
+        self._returned = False
+        # The rank that said that it leaves.
+        self._leaving: int | None = None
+        self._ending = False
+
+    def start(self) -> asyncio.Task[None]:
+        """Starts driving; the task ends with the :class:`TriptychError` that says why it ended."""
+        self._task = asyncio.create_task(self._run(), name=f"replica {self._replica_id}")
+        return self._task
+
+    def leave(self, rank: int) -> None:
+        """Lets the replica go: its running plan ends, and its requests wait for another one."""
+        if self._leaving is None:
+            self._leaving = rank
+        if self._attached and self._loop is not None:
+            self._loop.leave()
+        else:
+            self.lose(self._left())
+
+    def lose(self, error: ReplicaLost, *, returned: bool = False) -> None:
+        """Ends at once, because the registration of ``error.rank`` has ended.
+
+        Args:
+            error: the reason.
+            returned: whether the rank has registered again, so that only its old connection is dead.
+        """
+        if self._ending or self._lost is not None or self._task is None:
+            return
+        self._lost, self._returned = error, returned
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        async with AsyncExitStack() as stack:
+            for address in self._addresses:
+                channel = await stack.enter_async_context(open_channel(address.target))
+                self._ranks.append(ConnectedRank(address, worker_pb2_grpc.WorkerStub(channel)))
+            compiler = GrammarCompiler(self._ranks[self._addresses[0].sizes.grammar_rank].stub, self._log)
+            loop = self._loop = StepLoop(
+                self._ranks[0].stub,
+                self._deployment.dispatch,
+                step_timeout_s=self._step_timeout_s,
+                failed_steps=self._failed_steps,
+                log=self._log,
+            )
+            link = WorkerLink(
+                loop.wake, compiler.compile, compiler.withdraw, lambda: self._failed_steps.failing
+            )
+            loss = Loss.FAULT
+            try:
+                await self._serve(loop, link)
+            except (StreamLost, grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+                loss = await self._why_lost(error)
+                raise self._end_of(error) from error
+            except Left:
+                loss = Loss.LEFT
+                raise self._left() from None
+            except tuple(_LOSSES) as error:
+                loss = _LOSSES[type(error)]
+                raise
+            except TriptychError:
+                raise
+            except Exception as error:
+                # A worker may send anything. A bad message costs its registration, never the scheduler.
+                self._log.exception("replica_failed")
+                raise Internal(f"driving the worker failed: {type(error).__name__}: {error}") from error
+            finally:
+                self._ending = True
+                compiler.close()
+                self._deployment.detach(self._replica_id, loss)
+
+    async def _serve(self, loop: StepLoop, link: WorkerLink) -> None:
+        """Configures the ranks and runs steps. Ends only by raising."""
+        configuring = Configuring(self._ranks, self._deployment, step_timeout_s=self._step_timeout_s)
+        configured = await configuring.run()
+        async with loop.stream() as call:
+            scheduler = self._attach(configured, link)
+            self._attached = True
+            self._on_ready()
+            await loop.run(call, scheduler, first_step_timeout_s=configured.first_step_timeout_s)
+
+    def _attach(self, replica: Configured, link: WorkerLink) -> StepScheduler:
+        """Attaches the replica to the deployment."""
+        num_blocks = tuple(replica.ready.num_blocks)
+        scheduler = self._deployment.attach(
+            self._replica_id, replica.description, replica.setup, num_blocks, replica.files, link
+        )
+        self._log.info(
+            "ready",
+            num_blocks=list(num_blocks),
+            graphs=len(replica.ready.graphs),
+            phase_seconds=dict(replica.ready.phase_seconds),
+        )
+        return scheduler
+
+    async def _why_lost(self, error: BaseException) -> Loss:
+        """Finds out why a stream ended. If the connection broke, a worker that still answers has not died."""
+        self._ending = True
+        if self._leaving is not None:
+            return Loss.LEFT
+        if self._returned or not self._attached:  # if not attached, it ran no request
+            return Loss.CUT_OFF
+        if isinstance(error, StreamLost) and not error.by_transport:
+            return Loss.DIED
+        rank = self._ranks[self._lost.rank or 0 if self._lost is not None else 0]
+        try:
+            answer = await rank.stub.Describe(
+                worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION), timeout=PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return Loss.DIED
+        return Loss.CUT_OFF if answer.worker_id == rank.address.worker_id else Loss.DIED
+
+    def _end_of(self, error: BaseException) -> TriptychError:
+        """Returns the reason for the end, given what ended the calls."""
+        if self._lost is not None:
+            return self._lost
+        if isinstance(error, StreamLost):
+            return lost(self._addresses[0], error)
+        if isinstance(error, grpc.aio.AioRpcError):
+            return from_rpc_error(error)
+        return Unavailable("the scheduler stops")
+
+    def _left(self) -> ReplicaLost:
+        address = self._addresses[self._leaving or 0]
+        return ReplicaLost(f"{address.name} leaves", address.rank, Left("the worker leaves"))
