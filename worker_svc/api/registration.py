@@ -60,12 +60,8 @@ async def stay_registered(
         ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
     """
     log, delay_s, last_reason = get_logger(scheduler=scheduler), _FIRST_DELAY_S, ""
-    request = registry_pb2.RegisterRequest(
-        schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port, replica_id=replica_id
-    )
-    _add_rank(request, rank or RankLayout())
-    if socket is not None and is_unix(scheduler):
-        request.socket = str(socket)
+    near = socket if is_unix(scheduler) else None
+    request = _request(worker_id, host, port, near, rank or RankLayout(), replica_id)
     notes = {
         registry_pb2.RegisterEvent.STATE_HUNG: on_hung,
         registry_pb2.RegisterEvent.STATE_RANK_LOST: on_rank_lost,
@@ -96,12 +92,19 @@ async def stay_registered(
             delay_s = min(delay_s * 2, _LONGEST_DELAY_S)
 
 
-def _add_rank(request: registry_pb2.RegisterRequest, rank: RankLayout) -> None:
-    """Adds the process' place in a replica of several ranks."""
+def _request(
+    worker_id: str, host: str, port: int, socket: Path | None, rank: RankLayout, replica_id: str
+) -> registry_pb2.RegisterRequest:
+    """Makes a registration; for the arguments see `stay_registered`."""
+    request = registry_pb2.RegisterRequest(
+        schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port, replica_id=replica_id,
+        socket="" if socket is None else str(socket),
+    )  # fmt: skip
     if rank.world_size > 1:
         request.rank, request.world_size = rank.rank, rank.world_size
         request.tensor_parallel_size, request.pipeline_parallel_size = rank.tensor, rank.pipeline
         request.expert_parallel = rank.experts
+    return request
 
 
 def _reason(error: grpc.aio.AioRpcError, scheduler: str) -> str:

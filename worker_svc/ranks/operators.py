@@ -42,7 +42,9 @@ def _shared_memory(group: Any) -> torch.Tensor | None:
     from torch.distributed import _symmetric_memory as symmetric
 
     try:
-        shared: torch.Tensor = symmetric.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device="cuda")
+        shared: torch.Tensor = symmetric.empty(
+            _ONE_SHOT_BYTES, dtype=torch.uint8, device=torch.device("cuda")
+        )
         symmetric.rendezvous(shared, group.group_name)
     except RuntimeError as error:
         get_logger().warning("no_shared_memory_between_gpus", reason=str(error).strip().splitlines()[0])

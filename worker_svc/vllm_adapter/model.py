@@ -85,13 +85,7 @@ class VllmModel:
         if layout.pipeline > 1:
             everywhere = _layers_of_all_stages(arguments, layout)
         self.description = describe(self._config, everywhere, pooling, here=self._layers)
-        self._state_names: tuple[str, ...] = ()
-        if not layout.is_first_stage:
-            # In the model's order, which is the same on the stage that sends them.
-            empty = self._model.make_empty_intermediate_tensors(
-                1, self.description.dtype, torch.device("meta")
-            )
-            self._state_names = tuple(sorted(empty.tensors))
+        self._state_names = self._names_of_states()
         # Measured before load_weights(), which packs matrices into other shapes.
         self.size = measure(model_config, self._model, 0 if pooling else self.description.vocab_size)
         # All steps use one context and only replace its metadata.
