@@ -24,6 +24,8 @@ _LASTING_S = 1.0
 # The running plan ends meanwhile: a lease of decode steps at most. Supervisors kill a process after 10 s.
 _LEAVE_TIMEOUT_S = 5.0
 
+_ALONE = RankLayout()
+
 # Errors that a retry with the same settings cannot fix. A scheduler of another release is no such error:
 # during an upgrade, one of this release follows.
 _FINAL = (ConfigurationRefused, InvalidArgument)
@@ -36,7 +38,7 @@ async def stay_registered(
     host: str,
     port: int,
     socket: Path | None = None,
-    rank: RankLayout | None = None,
+    rank: RankLayout = _ALONE,
     replica_id: str = "",
     on_hung: Callable[[str], None] = lambda _: None,
     on_rank_lost: Callable[[str], None] = lambda _: None,
@@ -49,7 +51,7 @@ async def stay_registered(
         worker_id: identifies this process.
         host: the host that the scheduler connects to; empty for the address that the call comes from.
         port: the port that the scheduler connects to.
-        rank: this process' place in its replica; `None` for a replica of one rank.
+        rank: this process' place in its replica.
         replica_id: the replica's name; empty for a name of its own.
         on_hung: called with the reason when the scheduler has given the worker up: a step took too long.
         on_rank_lost: called with the reason when the replica is lost with another rank.
@@ -61,7 +63,7 @@ async def stay_registered(
     """
     log, delay_s, last_reason = get_logger(scheduler=scheduler), _FIRST_DELAY_S, ""
     near = socket if is_unix(scheduler) else None
-    request = _request(worker_id, host, port, near, rank or RankLayout(), replica_id)
+    request = _request(worker_id, host, port, near, rank, replica_id)
     notes = {
         registry_pb2.RegisterEvent.STATE_HUNG: on_hung,
         registry_pb2.RegisterEvent.STATE_RANK_LOST: on_rank_lost,
@@ -83,8 +85,7 @@ async def stay_registered(
                 reason = _reason(error, scheduler)
             if leaving is not None and leaving.is_set():
                 return
-            if time.monotonic() - served_since >= _LASTING_S:
-                delay_s = _FIRST_DELAY_S
+            delay_s = _FIRST_DELAY_S if time.monotonic() - served_since >= _LASTING_S else delay_s
             if reason != last_reason:  # log a reason once, not at every retry
                 log.warning("not_registered", reason=reason, retry="until it succeeds")
                 last_reason = reason

@@ -29,6 +29,8 @@ class VllmModel:
     size: ModelSize
     """What the model's memory depends on."""
 
+    _projector: Any
+
     def __init__(
         self,
         folder: Path,
@@ -74,8 +76,7 @@ class VllmModel:
         self._whole: Callable[..., torch.Tensor] = whole
         self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
         self._caches: Mapping[str, torch.Tensor] = {}
-        self._projector: Any = None
-        pooling = None
+        pooling, self._projector = None, None
         model_config = self._config.model_config
         if model_config.runner_type == "pooling":
             pooling, self._projector = describe_pooling(self._config, self._model, self._layers)

@@ -1,0 +1,110 @@
+"""A scheduler and the ranks of one replica, as real processes on this host's CPU."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+CHUNK, BLOCK, SLOTS = 64, 64, 4
+_SCHEDULER = (
+    "--max-num-seqs", str(SLOTS), "--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK),
+    "--block-size", str(BLOCK),
+)  # fmt: skip
+
+
+class Replica:
+    """The processes, and a client of the scheduler."""
+
+    def __init__(
+        self, model: Path, logs: Path, *, tensor: int, pipeline: int, flags: Sequence[str] = ()
+    ) -> None:
+        """Starts nothing yet."""
+        self._model = model
+        self._logs = logs
+        self._flags = [
+            *flags, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(pipeline),
+        ]  # fmt: skip
+        self._port, self._master = _free_port(), _free_port()
+        self.world_size = tensor * pipeline
+        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.scheduler = self._start("scheduler_svc", "scheduler", "--port", str(self._port), *_SCHEDULER)
+        self.stub = inference_pb2_grpc.InferenceStub(grpc.insecure_channel(f"127.0.0.1:{self._port}"))
+
+    def start_rank(self, rank: int) -> None:
+        """Starts the process of a rank."""
+        alone = self.world_size == 1
+        group = () if alone else ("--replica-id", "r0", "--master", f"127.0.0.1:{self._master}")
+        self.ranks[rank] = self._start(
+            "worker_svc", f"rank{rank}", "--model", str(self._model), "--device", "cpu", "--port", "0",
+            "--scheduler-address", f"127.0.0.1:{self._port}", "--rank", str(rank), "--kv-memory", "0.1",
+            "--no-compile-cache", "--cpu-threads", "1", *group, *self._flags,
+        )  # fmt: skip
+
+    def _start(self, module: str, name: str, *flags: str) -> subprocess.Popen[bytes]:
+        with (self._logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", module, *flags], stdout=log, stderr=log)
+
+    def generate(
+        self, prompt: Sequence[int], count: int, *, n: int = 1, started: threading.Event | None = None,
+        **sampling: object,
+    ) -> list[list[int]]:  # fmt: skip
+        """Returns the tokens of each sequence; waits for a replica that is not ready yet."""
+        request = inference_pb2.GenerateRequest(
+            prompt_token_ids=prompt, n=n,
+            sampling=common_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling),  # type: ignore[arg-type]
+        )  # fmt: skip
+        tokens: list[list[int]] = [[] for _ in range(n)]
+        for event in self.stub.Generate(request, timeout=110, wait_for_ready=True):
+            tokens[event.sequence] += event.token_ids
+            if started is not None and len(tokens[0]) > 2:
+                started.set()
+        return tokens
+
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], count: int, **sampling: object
+    ) -> list[list[int]]:
+        """Returns the tokens of requests that run at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return [
+                tokens
+                for (tokens,) in pool.map(lambda prompt: self.generate(prompt, count, **sampling), prompts)
+            ]
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for process in (*self.ranks.values(), self.scheduler):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for process in (*self.ranks.values(), self.scheduler):
+            process.wait(20)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def replica(
+    model: Path, logs: Path, *, tensor: int = 1, pipeline: int = 1, flags: Sequence[str] = ()
+) -> Iterator[Replica]:
+    """Runs a replica for the block. Requests wait until it is ready."""
+    running = Replica(model, logs, tensor=tensor, pipeline=pipeline, flags=flags)
+    try:
+        for rank in reversed(range(running.world_size)):  # in any order
+            running.start_rank(rank)
+        yield running
+    finally:
+        running.stop()
