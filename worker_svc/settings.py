@@ -100,6 +100,9 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         Group.LOGGING: ("log_level", "log_format"),
     }
 
+    needs_master: ClassVar[bool] = True
+    """Whether several ranks need an address to meet at; a launcher chooses it."""
+
     reference_names: ClassVar[Mapping[str, str]] = {
         "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
@@ -270,7 +273,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             )
         if self.rank >= count:
             raise ValueError(f"--rank {self.rank} does not exist in a replica of {count}; ranks begin at 0")
-        if count > 1 and not (self.master and self.replica_id):
+        if self.needs_master and count > 1 and not (self.master and self.replica_id):
             raise ValueError(
                 f"a replica of {count} ranks needs --master host:port, where rank 0 listens for the others,"
                 " and --replica-id; give all ranks the same"

@@ -91,11 +91,20 @@ class Launcher:
             run_dir = settings.run_dir
             scheduler_socket = sockets / "scheduler.sock"
             scheduler = service_flags.scheduler_flags(settings, ports.scheduler, scheduler_socket)
-            worker_sockets = [sockets / f"worker-{index}.sock" for index in range(settings.workers)]
+            worker_sockets = [sockets / f"{name}.sock" for name in worker_names(settings)]
             self._workers = [
                 worker_spec(
-                    f"worker-{index}",
-                    tuple(service_flags.worker_flags(settings, port, path, scheduler_socket)),
+                    path.stem,
+                    tuple(
+                        service_flags.worker_flags(
+                            settings,
+                            port,
+                            path,
+                            scheduler_socket,
+                            index=index,
+                            master=ports.masters[index // settings.layout.world_size],
+                        )
+                    ),
                     run_dir,
                     service_flags.worker_environment(settings, index),
                 )
@@ -119,7 +128,9 @@ class Launcher:
                 (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
                 self._workers,
             )
-        standbys = Standbys(standby_spec(self._workers[0]), settings.standby_workers, say)
+        # A rank that dies takes the other ranks of its replica with it.
+        count = settings.standby_workers * settings.layout.world_size
+        standbys = Standbys(standby_spec(self._workers[0]), count, say)
         self._supervisor = Supervisor(
             self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
         )
@@ -210,6 +221,14 @@ def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     # Short and greedy, so that the first answer arrives within a second or two.
     body = {"model": model["id"], "messages": question, "temperature": 0, "max_tokens": 64}
     return "/v1/chat/completions", body
+
+
+def worker_names(settings: LaunchSettings) -> list[str]:
+    """Returns the names of the workers' logs and pid files: by replica, and by rank if there are several."""
+    ranks = range(settings.layout.world_size)
+    if len(ranks) == 1:
+        return [f"worker-{index}" for index in range(settings.workers)]
+    return [f"worker-{index}-rank-{rank}" for index in range(settings.workers) for rank in ranks]
 
 
 def gateway_names(settings: LaunchSettings) -> list[str]:

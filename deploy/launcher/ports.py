@@ -18,6 +18,9 @@ class Ports:
     """All gateways'."""
     scheduler: int
     workers: tuple[int, ...]
+    """Each rank's, replica by replica."""
+    masters: tuple[int, ...]
+    """Where the ranks of each replica meet."""
     metrics: tuple[int | None, ...]
     """Each gateway's own; None for a single gateway that was given none."""
 
@@ -51,6 +54,7 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
         yield Ports(
             hold(settings.host, settings.port, "--port or --host"),
             hold(LOOPBACK, settings.scheduler_port, "--scheduler-port"),
+            tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers * settings.layout.world_size)),
             tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers)),
             tuple(metrics_port(index) for index in range(settings.gateways)),
         )

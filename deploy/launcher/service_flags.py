@@ -43,12 +43,33 @@ def scheduler_flags(settings: LaunchSettings, port: int, socket: Path | None = N
 
 
 def worker_flags(
-    settings: LaunchSettings, port: int, socket: Path | None = None, scheduler: Path | None = None
+    settings: LaunchSettings,
+    port: int,
+    socket: Path | None = None,
+    scheduler: Path | None = None,
+    *,
+    index: int = 0,
+    master: int = 0,
 ) -> list[str]:
-    """Returns the flags of one worker. Workers share the cores equally unless `cpu_threads` is set."""
-    shared = {}
-    if settings.workers > 1 and settings.cpu_threads is None:
-        shared["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    """Returns the flags of one worker. Workers share the cores equally unless `cpu_threads` is set.
+
+    Args:
+        settings: the launcher's.
+        port: the worker's.
+        socket: the worker's.
+        scheduler: the scheduler's socket.
+        index: the worker's number among those of all replicas, replica by replica and rank by rank.
+        master: the port where the ranks of its replica meet.
+    """
+    shared: dict[str, object] = {}
+    ranks = settings.layout.world_size
+    if settings.workers * ranks > 1 and settings.cpu_threads is None:
+        shared["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // (settings.workers * ranks))
+    if ranks > 1:
+        replica, rank = divmod(index, ranks)
+        shared |= {
+            "rank": rank, "replica_id": f"replica-{replica}", "master": f"{LOOPBACK}:{master}", "local_rank": index,
+        }  # fmt: skip
     return _flags(
         WorkerSettings,
         settings,
@@ -64,11 +85,12 @@ def worker_flags(
 def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     """Returns the variables that give the `index`-th of several workers a device of its own.
 
-    Workers use the devices that the launcher's own environment makes visible, and share them if there are
-    too few.
+    GPUs of one replica must see one another, so their ranks choose by `--local-rank` instead. Workers use
+    the devices that the launcher's own environment makes visible, and share them if there are too few.
     """
     variable = {"cuda": "CUDA_VISIBLE_DEVICES", "rbln": "RBLN_DEVICES"}.get(settings.device)
-    if settings.workers == 1 or variable is None:
+    ranks = settings.layout.world_size
+    if settings.workers * ranks == 1 or variable is None or (ranks > 1 and settings.device == "cuda"):
         return {}
     visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
     if not visible:

@@ -20,7 +20,8 @@ class StandbySettings(ServiceSettings):
 
     standby_workers: int = Field(1, ge=0, le=64)
     """Processes that have imported what a worker needs, for all workers together. One takes the place of a
-    worker that dies, which is then back sooner. Each takes about 450 MiB and holds no device. 0: none."""
+    worker that dies, which is then back sooner. Each takes about 450 MiB and holds no device. If replicas
+    have several ranks, there are this many for each rank of one replica. 0: none."""
 
 
 class KeepWorkerSettings(StandbySettings, WorkerSettings):
@@ -49,6 +50,11 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler_address": "the launcher knows where its scheduler listens",
         "reuse_port": "the launcher knows how many gateways share the port",
+        "rank": "the launcher numbers the ranks of each replica",
+        "world_size": "it follows from --tensor-parallel-size and --pipeline-parallel-size",
+        "local_rank": "the launcher gives each rank a device of its own",
+        "replica_id": "the launcher names the replicas",
+        "master": "the launcher chooses where ranks meet",
         "socket": "the launcher chooses a path for each service",
         "advertise_host": "all services run on this machine",
         "drain_timeout_s": "a drain must end before the launcher kills the gateway",
@@ -56,12 +62,15 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         "log_format": "the launcher reads progress from JSON logs",
     }
 
+    needs_master: ClassVar[bool] = False
+
     model: str = Field("smollm2", min_length=1)
     """smollm2, gemma3-270m, minilm, a Hugging Face id, a local folder or a .gguf file."""
     scheduler_port: int = Field(50051, ge=0, le=65535)
     """Port for direct gRPC clients; 0 takes a free one."""
     workers: int = Field(1, ge=1, le=64)
-    """Number of replicas; each is one worker."""
+    """Number of replicas. Each is one worker, or --tensor-parallel-size times --pipeline-parallel-size of
+    them."""
     gateways: int = Field(1, ge=1, le=64)
     """Number of gateway processes that share the HTTP port. One fills a core with the streams of about 128
     requests. Each has a port of its own for `/metrics` and `/health`: `--metrics-port` and the ports after

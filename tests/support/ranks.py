@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -37,7 +39,8 @@ class Replica:
         self.world_size = tensor * pipeline
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.scheduler = self._start("scheduler_svc", "scheduler", "--port", str(self._port), *_SCHEDULER)
-        self.stub = inference_pb2_grpc.InferenceStub(grpc.insecure_channel(f"127.0.0.1:{self._port}"))
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{self._port}")
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def start_rank(self, rank: int) -> None:
         """Starts the process of a rank."""
@@ -53,31 +56,43 @@ class Replica:
         with (self._logs / f"{name}.log").open("ab") as log:
             return subprocess.Popen([sys.executable, "-m", module, *flags], stdout=log, stderr=log)
 
+    def wait_until_ready(self) -> None:
+        """Waits until the replica takes requests."""
+        health: Any = health_pb2_grpc.HealthStub(self._channel)
+        watched = health.Watch(
+            health_pb2.HealthCheckRequest(service="triptych.v1.Inference"), timeout=110, wait_for_ready=True
+        )
+        for answer in watched:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                watched.cancel()
+                return
+
     def generate(
-        self, prompt: Sequence[int], count: int, *, n: int = 1, started: threading.Event | None = None,
-        **sampling: object,
-    ) -> list[list[int]]:  # fmt: skip
-        """Returns the tokens of each sequence; waits for a replica that is not ready yet."""
-        request = inference_pb2.GenerateRequest(
-            prompt_token_ids=prompt, n=n,
-            sampling=common_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling),  # type: ignore[arg-type]
-        )  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        count: int,
+        sampling: Mapping[str, Any],
+        *,
+        n: int = 1,
+        started: threading.Event | None = None,
+    ) -> list[list[int]]:
+        """Returns the tokens of each sequence; sets `started` after the first few."""
+        parameters = common_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
+        request = inference_pb2.GenerateRequest(prompt_token_ids=prompt, n=n, sampling=parameters)
         tokens: list[list[int]] = [[] for _ in range(n)]
-        for event in self.stub.Generate(request, timeout=110, wait_for_ready=True):
+        for event in self._stub.Generate(request, timeout=110):
             tokens[event.sequence] += event.token_ids
-            if started is not None and len(tokens[0]) > 2:
+            if started is not None and tokens[0]:
                 started.set()
         return tokens
 
     def generate_all(
-        self, prompts: Sequence[Sequence[int]], count: int, **sampling: object
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Mapping[str, Any]
     ) -> list[list[int]]:
         """Returns the tokens of requests that run at the same time."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return [
-                tokens
-                for (tokens,) in pool.map(lambda prompt: self.generate(prompt, count, **sampling), prompts)
-            ]
+            answers = pool.map(lambda prompt: self.generate(prompt, count, sampling), prompts)
+            return [tokens for (tokens,) in answers]
 
     def stop(self) -> None:
         """Ends all processes."""
@@ -100,11 +115,12 @@ def _free_port() -> int:
 def replica(
     model: Path, logs: Path, *, tensor: int = 1, pipeline: int = 1, flags: Sequence[str] = ()
 ) -> Iterator[Replica]:
-    """Runs a replica for the block. Requests wait until it is ready."""
+    """Runs a replica for the block, which begins once it is ready."""
     running = Replica(model, logs, tensor=tensor, pipeline=pipeline, flags=flags)
     try:
         for rank in reversed(range(running.world_size)):  # in any order
             running.start_rank(rank)
+        running.wait_until_ready()
         yield running
     finally:
         running.stop()

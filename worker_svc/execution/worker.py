@@ -1,6 +1,7 @@
 """A worker without its gRPC service: opens the device and the model, is configured, runs plans."""
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -126,6 +127,11 @@ class Worker:
         """
         started = time.monotonic()
         settings = self._settings
+        if self.layout.world_size > 1 and os.environ.get("RBLN_PROFILER", "0") not in ("", "0"):
+            raise ConfigurationRefused(
+                "RBLN_PROFILER works in one process only, and this replica has"
+                f" {self.layout.world_size}; unset it or use one rank"
+            )
         self.folder = loader.resolve(
             settings.model,
             settings.revision,

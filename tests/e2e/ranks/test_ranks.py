@@ -15,6 +15,7 @@ from tests.support.reference import Reference
 SHARED = [5 + place * 7 % 200 for place in range(140)]
 PROMPTS = ([3, 9, 27, 81], SHARED + [11] * 20, SHARED + [12] * 9, [40 + place % 90 for place in range(70)])
 COUNT = 24
+GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
 FLOAT32 = ("--dtype", "float32")
 
@@ -23,9 +24,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 def answers(running: Replica) -> list[list[int]]:
     """Returns greedy and seeded answers, of one sequence and of three."""
-    greedy = running.generate_all(PROMPTS, COUNT, temperature=0.0)
-    seeded = running.generate_all(PROMPTS, COUNT, **SEEDED)
-    return [*greedy, *seeded, *running.generate(PROMPTS[1], COUNT, n=3, **SEEDED)]
+    greedy = running.generate_all(PROMPTS, COUNT, GREEDY)
+    seeded = running.generate_all(PROMPTS, COUNT, SEEDED)
+    return [*greedy, *seeded, *running.generate(PROMPTS[1], COUNT, SEEDED, n=3)]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_ranks_answer_like_one(
 @pytest.mark.parametrize(
     ("rank", "with_signal"),
     [
-        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
@@ -73,10 +74,10 @@ def test_a_lost_rank_loses_no_request(
     """The other rank ends by itself, the group forms again, and running requests go on with equal tokens."""
     model = tiny_models.write("llama", tmp_path / "model")
     with replica(model, tmp_path, tensor=tensor, pipeline=pipeline, flags=FLOAT32) as running:
-        expected = running.generate(PROMPTS[0], 300, temperature=0.0)
+        expected = running.generate(PROMPTS[0], 300, GREEDY)
         started, got = threading.Event(), []
         request = threading.Thread(
-            target=lambda: got.append(running.generate(PROMPTS[0], 300, started=started, temperature=0.0))
+            target=lambda: got.append(running.generate(PROMPTS[0], 300, GREEDY, started=started))
         )
         request.start()
         assert started.wait(60)
