@@ -278,11 +278,6 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
                 f"a replica of {count} ranks needs --master host:port, where rank 0 listens for the others,"
                 " and --replica-id; give all ranks the same"
             )
-        if self.enable_expert_parallel and tensor == 1:
-            raise ValueError(
-                "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
-                " raise --tensor-parallel-size or omit it"
-            )
 
     @property
     def layout(self) -> RankLayout:

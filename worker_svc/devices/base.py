@@ -85,6 +85,10 @@ class Device(abc.ABC):
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     has_own_compiler: ClassVar[bool] = False
     """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
+    serves_tensor_parallel: ClassVar[bool] = True
+    """Whether the device's graphs may contain collectives."""
+    serves_pipelines: ClassVar[bool] = True
+    """Whether hidden states may travel between two of these devices."""
     block_dim: int = 0
     """Which dimension of a layer's cache counts the blocks."""
     caches_are_inputs: ClassVar[bool] = False

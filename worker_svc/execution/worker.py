@@ -127,11 +127,6 @@ class Worker:
         """
         started = time.monotonic()
         settings = self._settings
-        if self.layout.world_size > 1 and os.environ.get("RBLN_PROFILER", "0") not in ("", "0"):
-            raise ConfigurationRefused(
-                "RBLN_PROFILER works in one process only, and this replica has"
-                f" {self.layout.world_size}; unset it or use one rank"
-            )
         self.folder = loader.resolve(
             settings.model,
             settings.revision,
@@ -141,6 +136,7 @@ class Worker:
         # Damaged or oversized weights are refused before the slow imports.
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
         self.device = _open_device(settings)
+        self._check_layout()
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device, ranks=self.layout.world_size)
             self._digest = start_digest([shard.path for shard in checkpoint.shards], settings.digest_folder)
@@ -171,6 +167,28 @@ class Worker:
             device=self.device.name, device_name=self.device.product_name(),
             import_s=round(imported - started, 2), build_s=round(time.monotonic() - imported, 2),
         )  # fmt: skip
+
+    def _check_layout(self) -> None:
+        """Refuses ranks that the device does not serve."""
+        layout, name = self.layout, self.device.name
+        if layout.tensor > 1 and not self.device.serves_tensor_parallel:
+            raise ConfigurationRefused(
+                f"device {name} does not serve --tensor-parallel-size {layout.tensor} yet; use 1"
+            )
+        if layout.experts and layout.tensor == 1:
+            raise ConfigurationRefused(
+                "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
+                " raise --tensor-parallel-size or omit it"
+            )
+        if layout.pipeline > 1 and not self.device.serves_pipelines:
+            raise ConfigurationRefused(
+                f"device {name} does not serve --pipeline-parallel-size {layout.pipeline} yet; use 1"
+            )
+        if layout.world_size > 1 and os.environ.get("RBLN_PROFILER", "0") not in {"", "0"}:
+            raise ConfigurationRefused(
+                f"RBLN_PROFILER works in one process, and this replica has {layout.world_size};"
+                " unset it or use one rank"
+            )
 
     def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
         """Whether `configure` with this geometry would change nothing."""

@@ -92,7 +92,8 @@ def localize(
     Returns:
         Weights and indices of local experts, both [tokens, top_k].
     """
-    local = expert_map[experts]
+    # Unlike an index, this has a static shape whatever the values are, so it can be recorded.
+    local = expert_map.index_select(0, experts.flatten()).view(experts.shape)
     elsewhere = local < 0
     substitute = local.amax(dim=-1, keepdim=True).clamp_min(0)
     return weights.masked_fill(elsewhere, 0), torch.where(elsewhere, substitute, local)

@@ -64,7 +64,19 @@ def test_each_worker_has_a_compile_cache_of_its_own() -> None:
     )
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.glob("compose.*.yaml")), ids=lambda path: path.name)
+def test_the_compose_file_of_ranks_has_one_replica_of_two() -> None:
+    """Its two workers agree on everything but their ranks, and rank 0 listens where the other looks for it."""
+    services = yaml.safe_load((DEPLOY / "compose.ranks.yaml").read_text())["services"]
+    assert list(services) == ["worker", "worker-rank-1"]
+    given = [dict(service["environment"]) for service in services.values()]
+    assert [environment.pop("TRIPTYCH_RANK") for environment in given] == ["0", "1"]
+    assert given[0] == given[1]
+    assert given[0]["TRIPTYCH_MASTER"].startswith("worker:")
+
+
+@pytest.mark.parametrize(
+    "path", [DEPLOY / f"compose.{name}.yaml" for name in ("cuda", "rbln")], ids=lambda path: path.name
+)
 def test_the_compose_file_of_a_device_extends_the_worker(path: Path) -> None:
     """It changes only the worker, and its device is one that the worker knows."""
     ((name, service),) = yaml.safe_load(path.read_text())["services"].items()

@@ -73,6 +73,8 @@ class RblnDevice(Device):
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
     chunks_start_anywhere: ClassVar[bool] = False
+    serves_tensor_parallel: ClassVar[bool] = False
+    serves_pipelines: ClassVar[bool] = False
     has_own_compiler: ClassVar[bool] = True
     default_level: ClassVar[int] = 1
     highest_level: ClassVar[int] = 1

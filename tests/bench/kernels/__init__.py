@@ -1,0 +1,1 @@
+"""Benches of single kernels: attention over paged blocks, and sampling."""
