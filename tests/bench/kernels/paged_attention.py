@@ -1,9 +1,9 @@
 """Compares attention on a GPU with the time that its memory needs to read keys and values, in the same run.
 
 ``python -m tests.bench.kernels.paged_attention [--quick]`` needs a GPU. It uses layers like those of Llama
-3.2 1B in bfloat16: decode steps of 1, 8, 32 and 128 rows with 200 and 2,000 tokens of context, and chunks of 512 tokens
-behind 0 and 1,536 tokens. A CUDA graph runs many layers, each with its own KV cache, so that no layer finds
-its KV in the GPU's cache.
+3.2 1B in bfloat16: decode steps of 1, 8, 32 and 128 rows with 200 and 2,000 tokens of context, and chunks of
+512 tokens behind 0 and 1,536 tokens. A CUDA graph runs many layers, each with its own KV cache, so that no
+layer finds its KV in the GPU's cache.
 
 For decode steps, ``ratios`` has the share of the memory's bandwidth (measured by a copy) that the step
 reaches; writing, reading and combining all count. For chunks it has the TFLOP/s of the matrix products.

@@ -1,8 +1,8 @@
 """Measures the cost of sampling, compared with the forward pass before it, and how far seeds replay.
 
 `python -m tests.bench.kernels.sampling [--quick] [--device cpu|cuda]` runs SmolLM2 in bfloat16 in this
-process, without a scheduler and on all cores; on a GPU it runs random weights in the shape of Llama 3.2 1B. It
-measures decode steps of 32 rows in alternating rounds: greedy, sampled, with filters, with `top_p` alone,
+process, without a scheduler and on all cores; on a GPU it runs random weights in the shape of Llama 3.2 1B.
+It measures decode steps of 32 rows in alternating rounds: greedy, sampled, with filters, with `top_p` alone,
 with penalties, with all of these, and with log-probabilities. On a CPU, `forward` is the time until the
 logits are computed. The same batch with grammars follows, and the savings of jump-ahead
 (`tests/bench/support/constrained.py`).

@@ -1,4 +1,4 @@
-"""Measures the cost of constraints in a decode step, and what jump-ahead saves, for `tests.bench.kernels.sampling`.
+"""The cost of constraints in a decode step, and what jump-ahead saves, for `tests.bench.kernels.sampling`.
 
 The first part runs 32 requests in a batch, greedy and at temperature 1, with none, one or all of them under a
 JSON schema. It measures the runner's decode step including sampling and matching, in alternating rounds, and

@@ -1,4 +1,4 @@
-"""Measures how often a seeded request draws another token in another batch, for `tests.bench.kernels.sampling`.
+"""How often a seeded request draws another token in another batch, for `tests.bench.kernels.sampling`.
 
 Kernels of different shapes round differently, so a model's logits depend on the batch. Requests generate
 alone, and their logits are recorded. The same tokens are then forced through larger batches, and through

@@ -65,7 +65,7 @@ def test_each_worker_has_a_compile_cache_of_its_own() -> None:
 
 
 def test_the_compose_file_of_ranks_has_one_replica_of_two() -> None:
-    """Its two workers agree on everything but their ranks, and rank 0 listens where the other looks for it."""
+    """Its two workers agree on all but their ranks, and rank 0 listens where the other looks for it."""
     services = yaml.safe_load((DEPLOY / "compose.ranks.yaml").read_text())["services"]
     assert list(services) == ["worker", "worker-rank-1"]
     given = [dict(service["environment"]) for service in services.values()]
