@@ -629,7 +629,7 @@ class KvGroup(_message.Message):
     num_layers: _builtins.int
     """Layers in the group."""
     bytes_per_token: _builtins.int
-    """Bytes of one token's keys and values over all of the group's layers on this rank."""
+    """Bytes of one token's keys and values over all of the group's layers, of every stage, with this rank's heads."""
     def __init__(
         self,
         *,
