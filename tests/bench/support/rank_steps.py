@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Steps:
 
     def decode(self, batches: Sequence[Sequence[int]], bucket: int, steps: int) -> list[list[int]]:
         """Runs decode steps of each batch in turn, one step ahead of reading; returns the tokens by step."""
-        leases = len(batches) == 1
+        leases = self._worker.layout.pipeline == 1
         works = [
             Decode(batch, [self._context] * len(batch), bucket, steps if leases else 1) for batch in batches
         ]
@@ -148,10 +149,12 @@ def main() -> None:
     worker.configure(geometry, lambda *_: None, epoch="bench" if worker.layout.world_size > 1 else "")
     all_reduce_us = time_collectives(worker, spec)
     if (follower := worker.follower) is not None:
+        # Rank 0 may announce a step before it reads the result of the one before.
+        reports = ThreadPoolExecutor(1)
         while True:
             report = follower.run(follower.wait())
             if report is not None:
-                report()
+                reports.submit(report)
     result = measure(worker, geometry, spec)
     result["all_reduce_us"] = all_reduce_us
     result["gpu"] = worker.device.product_name()

@@ -27,7 +27,7 @@ class CudaDevice(Device):
     default_max_num_seqs: ClassVar[int] = 64
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
     default_level: ClassVar[int] = 2
-    # The only run on two GPUs hung.
+    # None has run on two GPUs yet.
     serves_pipelines: ClassVar[bool] = False
     captures: ClassVar[bool] = True
     runs_ahead: ClassVar[bool] = True
