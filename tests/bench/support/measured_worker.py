@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--null-step-ms", type=float, help="run a null model whose steps take this long")
     own, flags = parser.parse_known_args()
 
-    def open_worker(settings: Settings) -> Worker:
+    def open_worker(settings: Settings, _: Callable[[str], None]) -> Worker:
         if own.null_step_ms is None:
             return MeasuredWorker(settings, own.steps)
         return NullWorker(settings, own.steps, step_s=own.null_step_ms / 1e3)
