@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -48,9 +48,9 @@ class FaultyWorker(Worker):
 
     file: Path
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, give_up: Callable[[str], None]) -> None:
         """Starts without an order."""
-        super().__init__(settings)
+        super().__init__(settings, give_up)
         self._order: DeviceOrder | None = None
         self._left = 0
         self._last_decode = -1
