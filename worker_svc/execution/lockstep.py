@@ -37,7 +37,7 @@ class Steps(Protocol):
         ...
 
     def apply(self, result: StepResult) -> None:
-        """Records the tokens of the oldest step whose result the last stage has still to report."""
+        """Applies the result of the oldest pending step, which the last stage reported."""
 
     def reset(self) -> None:
         """Frees every slot."""

@@ -201,7 +201,7 @@ class Runner:
 
     @torch.inference_mode()
     def apply(self, result: StepResult) -> None:
-        """Records the tokens of the oldest step whose result the last stage has still to report."""
+        """Applies the result of the oldest pending step, which the last stage reported."""
         self._stage.apply(result)
 
     def reset(self) -> None:

@@ -62,18 +62,15 @@ class Stage:
 
     def padding(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the stage's first input for a step of padding, given the token ids [tokens]."""
-        return tokens if self._states is None else self._like(tokens.shape[0])
+        return tokens if self._states is None else self._states[:, : tokens.shape[0]].contiguous()
 
     def receive(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Returns what the stage before computed, [states, tokens, hidden]; nothing at the first stage."""
         if self._states is None:
             return ()
         assert self._group is not None
-        return (self._group.receive_states(self._like(tokens)),)
-
-    def _like(self, tokens: int) -> torch.Tensor:
-        assert self._states is not None
-        return self._states[:, :tokens].contiguous()
+        names, _, hidden = self._states.shape
+        return (self._group.receive_states(self._states.new_empty((names, tokens, hidden))),)
 
     def pass_on(self, work: Prefill | Decode, states: torch.Tensor) -> None:
         """Sends a step's hidden states to the next stage. Its result will be applied later."""

@@ -45,7 +45,6 @@ class RankGroup:
         """
         self.layout = layout
         self.epoch = epoch
-        self._device = device
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             store = PrefixStore(epoch, _open_store(layout, master))
@@ -63,8 +62,6 @@ class RankGroup:
             group = _group(layout.ranks_of(stage), backend)
             if stage == layout.stage:
                 operators.use_group(group, device)
-                self.tensor_group: Any = group
-                """The ranks of this rank's stage."""
         last = layout.ranks_of(layout.pipeline - 1)
         self.choices = Channel(_group(last, "gloo"), layout.chooser)
         """From the chooser to its stage: tokens that ranks cannot choose alike."""
@@ -99,9 +96,8 @@ class RankGroup:
         if len(self._sending) > _SENDS_IN_FLIGHT:
             self._sending.popleft()[0].wait()
 
-    def receive_states(self, like: torch.Tensor) -> torch.Tensor:
-        """Receives hidden states of the shape and type of `like` from the stage before."""
-        states = torch.empty_like(like)
+    def receive_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Receives hidden states from the stage before into a tensor of their shape. Returns it."""
         source = self.layout.rank - self.layout.tensor
         distributed.recv(states, source, group=self._links[source, self.layout.rank])
         return states
